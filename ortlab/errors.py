@@ -1,0 +1,65 @@
+"""The errors ortlab raises: each says what happened, why, and what to do next."""
+
+from __future__ import annotations
+
+
+class OrtlabError(Exception):
+    """Base of every error that ortlab raises on purpose.
+
+    Parameters
+    ----------
+    what
+        What happened, one sentence.
+    why
+        Why it happened, one sentence; empty if `what` says it already.
+    fix
+        What the user can do next, one sentence or command.
+
+    Attributes
+    ----------
+    what, why, fix : str
+        The three parts, so that a widget can lay them out on their own.
+    """
+
+    def __init__(self, what: str, *, why: str = "", fix: str = "") -> None:
+        self.what = what
+        self.why = why
+        self.fix = fix
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        """Join the three parts, one line each."""
+        lines = [self.what]
+        if self.why:
+            lines.append(f"Why: {self.why}")
+        if self.fix:
+            lines.append(f"Next: {self.fix}")
+        return "\n".join(lines)
+
+
+class InstallError(OrtlabError):
+    """The installed packages cannot train with ONNX Runtime as they are."""
+
+
+class OptionError(OrtlabError):
+    """An option is unknown, has a value of the wrong type, or needs something that is missing."""
+
+
+class WrapError(OrtlabError):
+    """The object cannot be wrapped, or is wrapped already."""
+
+
+class BuildError(OrtlabError):
+    """Export, graph building or session creation failed; the model itself is untouched."""
+
+
+class StepError(OrtlabError):
+    """A training step cannot be run or measured; the lab is as it was before the call."""
+
+
+class ExecutionError(OrtlabError):
+    """ONNX Runtime failed while it executed the model."""
+
+
+class LedgerError(OrtlabError):
+    """A run was asked for that the ledger does not hold, or a ledger file cannot be read."""
