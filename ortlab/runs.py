@@ -1,0 +1,315 @@
+"""What happened in N training steps: the `Run` record, and the `Ledger` that keeps a lab's runs."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ortlab.errors import LedgerError
+from ortlab.options import Options
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SCHEMA = 1
+"""Version of the JSON layout of `Run.to_dict`."""
+
+EXECUTED_BY_ORT = "ort"
+EXECUTED_BY_FALLBACK = "fallback"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step, as measured.
+
+    Attributes
+    ----------
+    total_ms
+        Wall time of the whole step, in ms, initialisation left out.
+    forward_ms, backward_ms, optimizer_ms
+        Wall time inside the wrapped module's forward, inside `backward()` calls, and inside `optimizer.step()`, in ms.
+    initialization_ms
+        Export, graph building and session creation that this step had to wait for, in ms; not part of the others.
+    loss
+        The loss that the step reported, or None where it reported none.
+    executed_by
+        Who executed the forward pass: "ort", "eager", "compile" or "fallback" (PyTorch, because ORT could not).
+    """
+
+    total_ms: float
+    forward_ms: float
+    backward_ms: float
+    optimizer_ms: float
+    initialization_ms: float
+    loss: float | None
+    executed_by: str
+
+    @property
+    def other_ms(self) -> float:
+        """Data loading, loss computed outside the model, Python: what is left of `total_ms`, in ms."""
+        return max(0.0, self.total_ms - self.forward_ms - self.backward_ms - self.optimizer_ms)
+
+
+@dataclass(frozen=True)
+class Initialization:
+    """Where the time before the first step went (row F17), in ms, as reported by ORT's own tracker.
+
+    Attributes
+    ----------
+    stage
+        The earliest stage that was redone: "export", "graph" or "session".
+    export_ms, graph_builder_ms, detection_ms, graph_ms, session_ms
+        Export to ONNX, creation of the graph builder, input detection, gradient-graph building, session creation.
+    total_ms
+        End to end, everything between included.
+    """
+
+    stage: str
+    export_ms: float
+    graph_builder_ms: float
+    detection_ms: float
+    graph_ms: float
+    session_ms: float
+    total_ms: float
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """The memory a run needed, and what exactly was measured.
+
+    Attributes
+    ----------
+    start_bytes, peak_bytes
+        At the start of the run and at its highest point, in bytes.
+    kind
+        "resident set" (CPU: the whole process, Python included) or "CUDA allocated" (torch's allocator).
+    scope
+        "this process" or "fresh process". In a process that has run other things before, freed memory that the
+        allocator kept can hide a part of the rise.
+    """
+
+    start_bytes: int
+    peak_bytes: int
+    kind: str
+    scope: str = "this process"
+
+    @property
+    def rise_bytes(self) -> int:
+        """How far the run rose above its start, in bytes."""
+        return self.peak_bytes - self.start_bytes
+
+
+@dataclass(frozen=True)
+class Run:
+    """N training steps under one engine and one set of options; JSON in and out.
+
+    Attributes
+    ----------
+    number
+        1, 2, ... in the order of the lab's ledger.
+    engine
+        The engine that was asked for: "ort", "eager" or "compile".
+    options
+        Every switch as it stood.
+    steps
+        One record per step.
+    initialization
+        Export, graph and session time, or None where nothing had to be built.
+    memory
+        Peak memory, or None where the platform cannot tell.
+    fallback_reason
+        Why PyTorch executed a step that ORT was asked for; empty where ORT did.
+    device
+        "cpu" or "cuda:0", ...
+    start_digest
+        Digest of weights, buffers, optimizer state and random state at the start; equal digests, equal starts.
+    data_digest
+        Digest of the model's inputs over all steps, in order; equal digests, equal data.
+    graph_digests
+        SHA-256 of each ONNX graph by stage, empty for engines that have none.
+    seed
+        `torch.initial_seed()` at the start.
+    versions
+        Package versions by name.
+    started_at
+        Start, ISO 8601, UTC.
+    """
+
+    number: int
+    engine: str
+    options: Options
+    steps: tuple[Step, ...]
+    initialization: Initialization | None
+    memory: PeakMemory | None
+    fallback_reason: str
+    device: str
+    start_digest: str
+    data_digest: str
+    seed: int
+    started_at: str
+    graph_digests: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def executed_by(self) -> str:
+        """Who executed the steps; "fallback" as soon as PyTorch executed one that ORT was asked for."""
+        who = {step.executed_by for step in self.steps}
+        return who.pop() if len(who) == 1 else EXECUTED_BY_FALLBACK
+
+    @property
+    def title(self) -> str:
+        """Name for tables: number, who executed it, and the switches that differ from the defaults."""
+        who = "PyTorch (fallback)" if self.executed_by == EXECUTED_BY_FALLBACK else self.executed_by
+        changed = self.options.changed(Options()) if self.engine == EXECUTED_BY_ORT else ()
+        shown = ", ".join(f"{name}={getattr(self.options, name)}" for name in changed)
+        return f"#{self.number} {who}" + (f" ({shown})" if shown else "")
+
+    @property
+    def losses(self) -> tuple[float | None, ...]:
+        """The loss of every step, in order."""
+        return tuple(step.loss for step in self.steps)
+
+    @property
+    def warm_steps(self) -> tuple[Step, ...]:
+        """The steps that statistics are made of: all but the first and those that waited for a build.
+
+        The first step after a build pays for caches and allocations that the others reuse, so it is kept in
+        `steps` and left out here. A run of one step has only that one.
+        """
+        warm = tuple(s for s in self.steps[1:] if s.initialization_ms == 0.0)
+        return warm or self.steps
+
+    @property
+    def step_ms(self) -> float:
+        """Median wall time of a warm step, in ms."""
+        return statistics.median(s.total_ms for s in self.warm_steps)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types, readable by `from_dict`."""
+        return {"schema": SCHEMA, **asdict(self), "options": self.options.to_dict()}
+
+    @classmethod
+    def from_dict(cls, record: dict[str, Any]) -> Run:
+        """Rebuild a run from `to_dict`.
+
+        Raises
+        ------
+        LedgerError
+            If the record was written by a newer layout or lacks a field.
+        """
+        data = dict(record)
+        schema = data.pop("schema", None)
+        if schema != SCHEMA:
+            raise LedgerError(
+                f"This run record has layout {schema!r}, and this ortlab reads layout {SCHEMA}.",
+                fix="Read it with the ortlab that wrote it, or upgrade ortlab.",
+            )
+        try:
+            data["options"] = Options.from_dict(data["options"])
+            data["steps"] = tuple(Step(**step) for step in data["steps"])
+            for name, kind in (("initialization", Initialization), ("memory", PeakMemory)):
+                data[name] = None if data[name] is None else kind(**data[name])
+            return cls(**data)
+        except (KeyError, TypeError) as error:
+            raise LedgerError(
+                "This run record cannot be read.", why=f"A field is missing or unknown: {error}."
+            ) from error
+
+
+class Ledger(Sequence[Run]):
+    """The runs of one lab, in order; `ledger[-1]` is the last, `ledger.run(3)` is run number 3."""
+
+    def __init__(self, runs: Sequence[Run] = ()) -> None:
+        self._runs = list(runs)
+
+    def __len__(self) -> int:
+        """Count the runs."""
+        return len(self._runs)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return the run (or runs) at a position, as a list does."""
+        return self._runs[index]
+
+    def __iter__(self) -> Iterator[Run]:
+        """Iterate in order."""
+        return iter(self._runs)
+
+    def __repr__(self) -> str:
+        """Show one line per run."""
+        return "\n".join(["Ledger of " + (f"{len(self)} runs" if len(self) != 1 else "1 run")]
+                         + [f"  {run.title}: {len(run.steps)} steps" for run in self])
+
+    @property
+    def next_number(self) -> int:
+        """The number that the next run gets."""
+        return self._runs[-1].number + 1 if self._runs else 1
+
+    def add(self, run: Run) -> None:
+        """Append a run."""
+        self._runs.append(run)
+
+    def run(self, number: int) -> Run:
+        """Return the run of that number.
+
+        Raises
+        ------
+        LedgerError
+            If there is none.
+        """
+        for run in self._runs:
+            if run.number == number:
+                return run
+        known = ", ".join(str(r.number) for r in self._runs) or "none yet"
+        raise LedgerError(f"There is no run {number}.", fix=f"Runs in the ledger: {known}.")
+
+    def table(self) -> pd.DataFrame:
+        """One row per run: who executed it, steps, loss, times in ms, memory in bytes."""
+        import pandas as pd
+
+        return pd.DataFrame(
+            [
+                {
+                    "run": run.number,
+                    "engine": run.engine,
+                    "executed by": run.executed_by,
+                    "steps": len(run.steps),
+                    "first loss": run.losses[0],
+                    "last loss": run.losses[-1],
+                    "step [ms]": run.step_ms,
+                    "forward [ms]": statistics.median(s.forward_ms for s in run.warm_steps),
+                    "backward [ms]": statistics.median(s.backward_ms for s in run.warm_steps),
+                    "optimizer [ms]": statistics.median(s.optimizer_ms for s in run.warm_steps),
+                    "initialisation [ms]": run.initialization.total_ms if run.initialization else 0.0,
+                    "peak [bytes]": run.memory.peak_bytes if run.memory else None,
+                    "rise [bytes]": run.memory.rise_bytes if run.memory else None,
+                }
+                for run in self._runs
+            ]
+        )
+
+    def save(self, path: str | Path) -> Path:
+        """Write all runs as JSON and return the path."""
+        target = Path(path)
+        target.write_text(json.dumps([run.to_dict() for run in self._runs], indent=1), encoding="utf-8")
+        return target
+
+    @classmethod
+    def load(cls, path: str | Path) -> Ledger:
+        """Read what `save` wrote.
+
+        Raises
+        ------
+        LedgerError
+            If the file is not a ledger.
+        """
+        try:
+            records = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise LedgerError(f"The ledger file {path} cannot be read.", why=str(error)) from error
+        if not isinstance(records, list):
+            raise LedgerError(f"The file {path} is not a ledger.", fix="Give a file that Ledger.save wrote.")
+        return cls([Run.from_dict(record) for record in records])
