@@ -1,0 +1,58 @@
+"""The only package that touches the insides of onnxruntime.training 1.19.2 and of torch's exporter."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+_loading = threading.Lock()
+_loaded: ModuleType | None = None
+
+
+def load() -> ModuleType:
+    """Import ORTModule, ready to train beside the torch that is installed.
+
+    The first call takes seconds; later calls, from any thread, return at once. No file of an installed
+    package is changed.
+
+    Importing ORTModule changes torch for the whole process, and that is left as it is, because ORTModule
+    needs it: :func:`torch.manual_seed` and :func:`torch.cuda.manual_seed` seed ONNX Runtime too, and
+    :func:`torch.utils.checkpoint.checkpoint` steps aside while ORTModule exports a model at memory level 1.
+
+    Returns
+    -------
+    module
+        ``onnxruntime.training.ortmodule``.
+
+    Raises
+    ------
+    InstallError
+        If the installed packages cannot train with ONNX Runtime; the error says what to install.
+    """
+    global _loaded  # noqa: PLW0603 - the process has one torch and one ORT to adapt
+    with _loading:
+        if _loaded is None:
+            _loaded = _load()
+        return _loaded
+
+
+def _load() -> ModuleType:
+    from ortlab.engine import exporter
+
+    if importlib.util.find_spec("ortlab.engine.installation"):
+        from ortlab.engine import installation
+
+        installation.check()
+    exporter.prepare_torch()
+    from onnxruntime.training import ortmodule
+
+    exporter.adapt_ort()
+    if importlib.util.find_spec("ortlab.engine.extensions"):
+        from ortlab.engine import extensions
+
+        extensions.install()
+    return ortmodule

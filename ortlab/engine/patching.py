@@ -1,0 +1,42 @@
+"""Replace functions of other packages: once, in one way, with the original kept.
+
+onnxruntime 1.19.2 is the last release of its training module, so its faults are mended from outside: a
+function is replaced by one that calls it. Everything that ortlab replaces goes through :func:`replace`,
+which makes each replacement idempotent.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import update_wrapper
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_done: set[tuple[str, str, str]] = set()
+
+
+def replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace ``owner.name`` by ``make(original)``, unless `make` has been applied there before.
+
+    Several replacements of one function nest; the one applied last is called first.
+
+    Parameters
+    ----------
+    owner
+        The class or module that holds the function.
+    name
+        The function's name there. A static method stays one.
+    make
+        Takes the present function, returns the one to put in its place.
+    """
+    place = f"{owner.__module__}.{owner.__qualname__}" if inspect.isclass(owner) else owner.__name__
+    key = (place, name, f"{make.__module__}.{make.__qualname__}")
+    if key in _done:
+        return
+    original = getattr(owner, name)
+    replacement = update_wrapper(make(original), original)
+    static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+    setattr(owner, name, staticmethod(replacement) if static else replacement)
+    _done.add(key)
