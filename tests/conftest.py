@@ -1,0 +1,103 @@
+"""Every test leaves the process as it found it: environment, folder, warning filters, torch's flags."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from dataclasses import dataclass
+
+import pytest
+
+# No test may open a window or reach a model hub.
+os.environ["MPLBACKEND"] = "Agg"
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+# pytest writes the name of the running phase into it.
+VOLATILE = {"PYTEST_CURRENT_TEST"}
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """What a test could leave behind for the next one."""
+
+    environment: dict[str, str]
+    folder: str
+    warning_filters: tuple
+    torch_flags: dict[str, object] | None
+    packages: frozenset[str]
+
+    @classmethod
+    def now(cls) -> ProcessState:
+        return cls(
+            environment={name: value for name, value in os.environ.items() if name not in VOLATILE},
+            folder=os.getcwd(),  # noqa: PTH109 - the string is compared, not walked
+            warning_filters=tuple(warnings.filters),
+            torch_flags=torch_flags() if "torch" in sys.modules else None,
+            packages=frozenset(name.partition(".")[0] for name in sys.modules),
+        )
+
+    def changes(self, before: ProcessState) -> list[str]:
+        """Describe in words what is different from `before`."""
+        found = []
+        for name in sorted(self.environment.keys() | before.environment.keys()):
+            was, now = before.environment.get(name), self.environment.get(name)
+            if was != now:
+                found.append(f"environment variable {name}: {was!r} -> {now!r}")
+        if self.folder != before.folder:
+            found.append(f"working directory: {before.folder} -> {self.folder}")
+        # A package may add filters of its own when it is first imported; that is neither ours nor undone.
+        if self.packages == before.packages and self.warning_filters != before.warning_filters:
+            found.append(f"warning filters: {set(self.warning_filters) ^ set(before.warning_filters)}")
+        if self.torch_flags is not None:
+            expected = before.torch_flags or TORCH_DEFAULTS
+            found += [
+                f"torch {name}: {expected[name]} -> {now}"
+                for name, now in self.torch_flags.items()
+                if name in expected and expected[name] != now
+            ]
+        return found
+
+
+# What a fresh torch says, for tests that import it first; strings, so that torch need not be imported here.
+TORCH_DEFAULTS = {
+    "default dtype": "torch.float32",
+    "deterministic algorithms": False,
+    "deterministic, warn only": False,
+    "gradient recording": True,
+    "anomaly detection": False,
+    "autocast on the CPU": False,
+}
+
+
+def torch_flags() -> dict[str, object]:
+    import torch
+
+    return {
+        "default dtype": str(torch.get_default_dtype()),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "deterministic, warn only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "gradient recording": torch.is_grad_enabled(),
+        "anomaly detection": torch.is_anomaly_enabled(),
+        "autocast on the CPU": torch.is_autocast_enabled("cpu"),
+        "threads": torch.get_num_threads(),
+    }
+
+
+@pytest.fixture(autouse=True)
+def nothing_global_left_behind():
+    """Fail the test that changes the process for those after it."""
+    before = ProcessState.now()
+    yield
+    changes = ProcessState.now().changes(before)
+    assert not changes, "the test left the process changed:\n  " + "\n  ".join(changes)
+
+
+@pytest.fixture(autouse=True)
+def no_open_figures():
+    """Close the figures of a test, so that none is drawn into the next one's."""
+    yield
+    if "matplotlib.pyplot" in sys.modules:
+        import matplotlib.pyplot as plt
+
+        plt.close("all")
