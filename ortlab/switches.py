@@ -1,10 +1,11 @@
-"""What a switch is: its declaration, the stage it acts at, what it needs, and how a typed-in value is read."""
+"""What a switch is: its declaration, the stage it acts at, what it needs, and how its values are read."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import enum
+import numbers
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -14,18 +15,15 @@ from typing import TypeAlias, TypeVar, cast
 from ortlab.errors import OptionError
 
 Value: TypeAlias = "bool | int | str | tuple[str, ...]"
-_T = TypeVar("_T", bool, int, str, "tuple[str, ...]")
+_T = TypeVar("_T", bool, int, str, tuple[str, ...])
 
-METADATA_KEY = "ortlab.switch"
-
+_METADATA_KEY = "ortlab.switch"
 _TRUE = frozenset({"1", "true", "on", "yes"})
 _FALSE = frozenset({"0", "false", "off", "no"})
-_PLAN = re.compile(r"(?P<cluster>[A-Za-z0-9_+.]+):(?P<strategy>[012]):(?P<count>-1|\d+)")
-_OLD_PLAN = re.compile(r"(?P<cluster>[A-Za-z0-9_+.]+):(?P<strategy>[012])")
 
 
 class Effect(enum.IntEnum):
-    """The earliest stage that has to be redone before a changed switch acts; smaller is earlier and dearer."""
+    """The earliest stage to redo before a changed switch acts; smaller is earlier and dearer."""
 
     IMPORT = 0
     WRAP = 1
@@ -36,7 +34,7 @@ class Effect(enum.IntEnum):
 
 
 class Group(enum.Enum):
-    """The five groups in which switches are shown."""
+    """The groups in which switches are declared and shown."""
 
     COMPUTE = "compute"
     MEMORY = "memory"
@@ -57,10 +55,13 @@ class Need(enum.Enum):
 
 
 REASONS: Mapping[Need, str] = {
-    Need.CUDA: "needs an NVIDIA GPU that both PyTorch and ONNX Runtime see: install `ortlab[cuda]` on a machine with one",
-    Need.AMPERE: "needs an NVIDIA GPU of compute capability 8.0 or newer (Ampere: A100, RTX 30)",
+    Need.CUDA: (
+        "needs an NVIDIA GPU that PyTorch and ONNX Runtime both see: "
+        "install `ortlab[cuda]` on a machine that has one"
+    ),
+    Need.AMPERE: "needs an NVIDIA GPU of compute capability 8.0 or newer, such as an A100",
     Need.TRITON: "needs the triton package: `pip install triton`",
-    Need.TRITON_BUILD: "needs an ONNX Runtime built with Triton, which only the CUDA package is: install `ortlab[cuda]`",
+    Need.TRITON_BUILD: "needs an ONNX Runtime that was built with Triton: install `ortlab[cuda]`",
     Need.GPU_ALLOCATOR: (
         "needs ORT's extension torch_gpu_allocator, compiled with the CUDA toolkit: "
         "`python -m onnxruntime.training.ortmodule.torch_cpp_extensions.install`"
@@ -70,25 +71,52 @@ REASONS: Mapping[Need, str] = {
 
 
 @dataclass(frozen=True)
+class Syntax:
+    """How the items of a list have to be written.
+
+    Attributes
+    ----------
+    pattern
+        Regular expression that an item matches in full.
+    words
+        The same in words, for an error message.
+    example
+        An item that matches.
+    """
+
+    pattern: str
+    words: str
+    example: str
+
+
+# ORT's own syntax of a recompute plan (memory_optimizer_config); count -1 stands for all occurrences.
+PLAN = Syntax(
+    pattern=r"[A-Za-z0-9_+.]+:[012]:(-1|\d+)",
+    words="plans of the form <cluster>:<strategy 0, 1 or 2>:<count, -1 for all>",
+    example="Gelu+:1:-1",
+)
+
+
+@dataclass(frozen=True)
 class Switch:
-    """One switch as it was declared; everything that shows switches is generated from these records.
+    """One switch as declared; everything that shows or checks switches is generated from these records.
 
     Attributes
     ----------
     name
         Field of `ortlab.Options`.
+    group
+        Where it is shown.
     type
         `bool`, `int`, `str` or `tuple` (of strings).
     default
         ortlab's default.
     ort_default
-        Default of onnxruntime-training 1.19.2; differs from `default` only where the help says why.
+        Default of onnxruntime-training 1.19.2; where it differs from `default`, the help says why.
     effect
-        Earliest stage that has to be redone before a change acts.
-    group
-        Where it is shown.
+        Earliest stage to redo before a change acts.
     help
-        One or two sentences: what it does to time, memory or numbers.
+        One or two sentences: what it does, and what that means for time, memory or numbers.
     env
         Environment variable that 1.19.2 reads, or "" if it has none.
     older_env
@@ -96,116 +124,118 @@ class Switch:
     needs
         Everything that must be present before the switch can act.
     choices
-        The only values allowed; empty if any value of the type is.
+        The only values (of a tuple: items) allowed; empty if any will do.
     minimum
         Smallest number allowed; None if any is.
+    syntax
+        How the items of a tuple have to be written; None if any text will do.
     part_of
         Switch that must be on for this one to act, or "".
     """
 
     name: str
-    type: type[bool] | type[int] | type[str] | type[tuple[str, ...]]
+    group: Group
+    type: type[bool | int | str | tuple[str, ...]]
     default: Value
     ort_default: Value
     effect: Effect
-    group: Group
     help: str
     env: str = ""
     older_env: tuple[str, ...] = ()
     needs: tuple[Need, ...] = ()
     choices: tuple[Value, ...] = ()
     minimum: int | None = None
+    syntax: Syntax | None = None
     part_of: str = ""
 
     @property
     def example(self) -> str:
-        """A value that this switch takes, as a user would type it."""
+        """A value that this switch takes, as Python text."""
+        if self.type is tuple:
+            item = self.syntax.example if self.syntax else str((*self.choices, "Reshape")[0])
+            return repr([item])
         if self.choices:
             return repr(self.choices[-1])
-        if self.name == "memory_plan":
-            return "['Gelu+:1:-1']"
-        examples = {bool: "True", int: str(self.default), str: "'runs/graphs'", tuple: "['Cast', 'Reshape']"}
-        return examples[self.type]
+        return {bool: "True", int: str(self.default), str: "'some/path'"}[self.type]
 
     def read(self, value: object) -> Value:
-        """Turn a value that a user, a magic or an environment variable gave into this switch's type.
+        """Turn what a user, a magic or an environment variable gave into a value of this switch.
 
         Parameters
         ----------
         value
-            The value itself, or text that spells it: "1", "true", "off", "INFO", "a,b".
+            A value, or text that spells one: "1", "true", "off", "info", "a,b".
 
         Returns
         -------
         Value
-            A value of `type` within `choices` and `minimum`.
+            A value of `type` that `choices`, `minimum` and `syntax` allow.
 
         Raises
         ------
         OptionError
-            The value does not fit; the message names the type expected and an example.
+            The value does not fit; the message names what is expected and an example.
         """
         if isinstance(value, str):
             value = value.strip()
         if self.type is bool:
             return self._read_bool(value)
         if self.type is int:
-            return self._within(self._read_int(value))
+            return self._read_int(value)
         if self.type is str:
-            return self._within(self._read_str(value))
+            return self._read_str(value)
         return self._read_tuple(value)
 
     def _read_bool(self, value: object) -> bool:
-        if isinstance(value, bool):
-            return value
         text = str(value).lower() if isinstance(value, (str, int)) else ""
         if text in _TRUE:
             return True
         if text in _FALSE:
             return False
-        raise self._refuse(value, "True or False")
+        raise self._refusal(value, "True or False")
 
     def _read_int(self, value: object) -> int:
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-        if isinstance(value, str) and re.fullmatch(r"[+-]?\d+", value):
-            return int(value)
-        raise self._refuse(value, "a whole number")
+        spelled = isinstance(value, str) and re.fullmatch(r"[+-]?\d+", value)
+        if not spelled and (isinstance(value, bool) or not isinstance(value, numbers.Integral)):
+            raise self._refusal(value, "a whole number")
+        number = int(cast("int", value))
+        if self.minimum is not None and number < self.minimum:
+            raise self._refusal(value, f"a whole number of at least {self.minimum}")
+        return cast("int", self._chosen(number))
 
     def _read_str(self, value: object) -> str:
         if not isinstance(value, (str, os.PathLike)):
-            raise self._refuse(value, "text")
-        text = os.fspath(value)
-        return text.upper() if self.choices else text
+            raise self._refusal(value, "text")
+        return cast("str", self._chosen(os.fspath(value)))
 
     def _read_tuple(self, value: object) -> tuple[str, ...]:
-        items = value.split(",") if isinstance(value, str) else value
+        items = [value] if isinstance(value, str) else value
         if not isinstance(items, Iterable):
-            raise self._refuse(value, "a list of strings, or one string with commas")
+            raise self._refusal(value, "a list of strings, or one string with commas")
         parts: list[str] = []
         for item in items:
             if not isinstance(item, str):
-                raise self._refuse(value, "a list of strings, or one string with commas")
-            # A plan of several clusters is one string with commas in ORT's own lists, so items are split too.
-            parts += [part.strip() for part in item.split(",") if part.strip()]
-        if self.choices:
-            parts = [part.upper() for part in parts]
+                raise self._refusal(value, "a list of strings, or one string with commas")
+            # Items are split as well: ORT writes a plan for several clusters as one string with commas.
+            parts += [cast("str", self._chosen(part.strip())) for part in item.split(",") if part.strip()]
         for part in parts:
-            self._within(part)
-            if self.name == "memory_plan" and not _PLAN.fullmatch(part):
-                raise self._refuse(part, "plans of the form <cluster>:<strategy 0, 1 or 2>:<count, or -1 for all>")
-        return tuple(dict.fromkeys(parts))
+            if self.syntax and not re.fullmatch(self.syntax.pattern, part):
+                raise self._refusal(part, self.syntax.words)
+        unique = dict.fromkeys(parts)
+        return tuple(choice for choice in self.choices if choice in unique) if self.choices else tuple(unique)
 
-    def _within(self, value: Value) -> Value:
-        if self.choices and value not in self.choices:
+    def _chosen(self, value: int | str) -> int | str:
+        if not self.choices:
+            return value
+        if isinstance(value, str):
+            value = value.upper()
+        if value not in self.choices:
             near = difflib.get_close_matches(str(value), [str(choice) for choice in self.choices], n=1)
-            one_of = "one of " + ", ".join(map(str, self.choices))
-            raise self._refuse(value, one_of + (f" (did you mean {near[0]}?)" if near else ""))
-        if self.minimum is not None and isinstance(value, int) and value < self.minimum:
-            raise self._refuse(value, f"a whole number of at least {self.minimum}")
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise self._refusal(value, f"one of {', '.join(map(str, self.choices))}{hint}")
         return value
 
-    def _refuse(self, value: object, expected: str) -> OptionError:
+    def _refusal(self, value: object, expected: str) -> OptionError:
         return OptionError(
             f"{self.name} cannot be {value!r}.",
             why=f"It takes {expected}.",
@@ -213,66 +243,42 @@ class Switch:
         )
 
 
-def switch(
-    default: _T,
+def switch(  # noqa: PLR0913 - each is one fact of the declaration, given by name
     *,
+    default: _T,
     effect: Effect,
-    group: Group,
-    help: str,  # noqa: A002 - the word that argparse and ipywidgets users know
+    help: str,  # noqa: A002 - the word that argparse has for it
+    ort_default: _T | None = None,
     env: str = "",
     older_env: tuple[str, ...] = (),
     needs: tuple[Need, ...] = (),
-    choices: tuple[_T, ...] | tuple[str, ...] = (),
+    choices: tuple[Value, ...] = (),
     minimum: int | None = None,
+    syntax: Syntax | None = None,
     part_of: str = "",
-    ort_default: _T | None = None,
 ) -> _T:
-    """Declare a switch as a dataclass field; the parameters are the attributes of `Switch`."""
-    declaration = Switch(
-        name="",
-        type=type(default),
-        default=default,
-        ort_default=default if ort_default is None else ort_default,
-        effect=effect,
-        group=group,
-        help=help,
-        env=env,
-        older_env=older_env,
-        needs=needs,
-        choices=choices,
-        minimum=minimum,
-        part_of=part_of,
-    )
-    return cast("_T", dataclasses.field(default=default, metadata={METADATA_KEY: declaration}))
+    """Declare a switch as a field of a dataclass; the parameters are the attributes of `Switch`."""
+    facts = {
+        "type": type(default),
+        "default": default,
+        "ort_default": default if ort_default is None else ort_default,
+        "effect": effect,
+        "help": help,
+        "env": env,
+        "older_env": older_env,
+        "needs": needs,
+        "choices": choices,
+        "minimum": minimum,
+        "syntax": syntax,
+        "part_of": part_of,
+    }
+    field: _T = dataclasses.field(default=default, metadata={_METADATA_KEY: facts})
+    return field
 
 
-def declared(record: type[object]) -> tuple[Switch, ...]:
+def declared(record: type[object], group: Group) -> tuple[Switch, ...]:
     """Every switch that a dataclass declares, in the order of its fields."""
     return tuple(
-        dataclasses.replace(field.metadata[METADATA_KEY], name=field.name)
+        Switch(name=field.name, group=group, **field.metadata[_METADATA_KEY])
         for field in dataclasses.fields(record)  # type: ignore[arg-type]
     )
-
-
-def translate_old_plans(text: str) -> tuple[str, ...]:
-    """Translate ORTMODULE_ENABLE_MEMORY_ALLEVIATION, which 1.19.2 no longer reads, to plans.
-
-    Parameters
-    ----------
-    text
-        "Dropout:0,Gelu:1,Tile:0" (operator and 0 or 1) or "BiasGelu+:1:-1" (today's form).
-
-    Returns
-    -------
-    tuple of str
-        Plans of today's form; entries with strategy 0 (off) are left out.
-    """
-    plans = []
-    for raw in text.split(","):
-        entry = raw.strip()
-        old = _OLD_PLAN.fullmatch(entry)
-        if old and old["strategy"] != "0":
-            plans.append(f"{old['cluster'].rstrip('+')}+:{old['strategy']}:-1")
-        elif not old and entry and not entry.endswith(":0"):
-            plans.append(entry)
-    return tuple(plans)
