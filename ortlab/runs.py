@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 SCHEMA = 1
 """Version of the JSON layout of `Run.to_dict`."""
 
+_STAGE_ORDER = ("export", "graph", "session")
+
 EXECUTED_BY_ORT = "ort"
 EXECUTED_BY_FALLBACK = "fallback"
 
@@ -56,7 +58,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Initialization:
-    """Where the time before the first step went (row F17), in ms, as reported by ORT's own tracker.
+    """Where the time before the first step went (row F17), in ms, by phase as ORT's own tracker reports it.
 
     Attributes
     ----------
@@ -65,7 +67,7 @@ class Initialization:
     export_ms, graph_builder_ms, detection_ms, graph_ms, session_ms
         Export to ONNX, creation of the graph builder, input detection, gradient-graph building, session creation.
     total_ms
-        End to end, everything between included.
+        End to end, as measured; shape inference and the first eager forward are in here only.
     """
 
     stage: str
@@ -75,6 +77,11 @@ class Initialization:
     graph_ms: float
     session_ms: float
     total_ms: float
+
+    def plus(self, later: Initialization) -> Initialization:
+        """Add up two builds of one run, for example one for training and one for evaluation."""
+        times = {name: getattr(self, name) + getattr(later, name) for name in vars(self) if name != "stage"}
+        return Initialization(stage=min(self.stage, later.stage, key=_STAGE_ORDER.index), **times)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,51 @@
+"""Random state of Python, NumPy and torch: read, put back, and protected from a build that fails."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """The state of every generator that a training step may draw from.
+
+    ONNX Runtime's own generator has no state that can be read. ORTModule seeds it from `torch.manual_seed`, so a
+    restart from the same point seeds it again; see `ortlab.snapshot`.
+    """
+
+    python: Any
+    numpy: Any
+    torch_cpu: torch.Tensor
+    torch_cuda: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def read(cls) -> RandomState:
+        """Read the present state."""
+        cuda = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else ()
+        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)  # noqa: NPY002
+
+    def put_back(self) -> None:
+        """Make this the present state, bit for bit."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)  # noqa: NPY002 - the global generator is the one user code draws from
+        torch.set_rng_state(self.torch_cpu)
+        if self.torch_cuda:
+            torch.cuda.set_rng_state_all(list(self.torch_cuda))
+
+
+@contextmanager
+def restored_on_failure() -> Iterator[None]:
+    """Put the random state back if the block fails or is interrupted; 1.19.2 does so only when an export succeeds."""
+    state = RandomState.read()
+    try:
+        yield
+    except BaseException:
+        state.put_back()
+        raise

@@ -1,0 +1,103 @@
+"""What an export depends on: the structure of a call's inputs, and the module's own state.
+
+ORTModule 1.19.2 exports once and, with its default skip-check policy, never looks again: an input of another dtype
+ends in a raw ORT error (row T17), a flag of another value or a module switched to eval is ignored without a word.
+ortlab takes a fingerprint of each call instead and rebuilds when it changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+Entry: TypeAlias = tuple[str, str]
+"""A name ("kwargs.input_ids", "encoder.layer.0") and what an export bakes in about it ("int64, 2 dims, cpu")."""
+
+Schema: TypeAlias = tuple[Entry, ...]
+
+
+def call_schema(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Schema:
+    """Describe the inputs of a call as far as an export depends on them.
+
+    Sizes are left out, since they are symbolic in the exported graph; dtype, number of dimensions, device and
+    `requires_grad` of each tensor are in. So are the values of Python numbers, strings, booleans and None, because
+    tracing follows one branch for one value.
+
+    Parameters
+    ----------
+    args, kwargs
+        The arguments of the module's forward.
+    """
+    return tuple(_leaves("args", list(args))) + tuple(_leaves("kwargs", dict(kwargs)))
+
+
+def module_schema(module: torch.nn.Module) -> Schema:
+    """Describe a module as far as an export depends on it.
+
+    Training flags of all submodules, the numbers that torch's own layers bake into a graph (dropout probability,
+    epsilon, ...), and of each parameter and buffer its dtype, number of dimensions, device, `requires_grad` and the
+    name it is tied to; not its values, which ORT reads anew in each step.
+    """
+    entries: list[Entry] = []
+    first_name: dict[int, str] = {}
+    for name, submodule in module.named_modules():
+        entries.append((name, "training" if submodule.training else "eval"))
+        if type(submodule).__module__.startswith("torch.nn.modules."):
+            entries.extend(
+                (f"{name}.{key}", repr(value))
+                for key, value in vars(submodule).items()
+                if type(value) in (int, float) and not key.startswith("_")
+            )
+        for key, tensor in (*submodule._parameters.items(), *submodule._buffers.items()):
+            if tensor is not None:
+                path = f"{name}.{key}"
+                tied = first_name.setdefault(id(tensor), path)
+                entries.append((path, _describe(tensor) if tied == path else f"tied to {tied}"))
+    return tuple(entries)
+
+
+def tensor_identities(module: torch.nn.Module) -> tuple[int, ...]:
+    """Tell a module's parameters and buffers apart from others put in their place.
+
+    A replaced tensor needs no new export, only to be handed to ORT instead of the old one.
+    """
+    return tuple(
+        id(tensor)
+        for submodule in module.modules()
+        for tensor in (*submodule._parameters.values(), *submodule._buffers.values())
+    )
+
+
+def difference(before: Schema, after: Schema) -> str:
+    """Say in one clause what changed between two schemas; empty if nothing did."""
+    old, new = dict(before), dict(after)
+    for name in new:
+        if name not in old:
+            return f"`{name}` is new"
+        if old[name] != new[name]:
+            return f"`{name}` changed from {old[name]} to {new[name]}"
+    gone = next((name for name in old if name not in new), None)
+    return f"`{gone}` is gone" if gone is not None else ""
+
+
+def _leaves(name: str, value: Any) -> Iterator[Entry]:
+    if isinstance(value, torch.Tensor):
+        yield name, _describe(value)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(f"{name}.{key}", item)
+    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        for position, item in enumerate(value):
+            yield from _leaves(f"{name}[{position}]", item)
+    elif value is None or isinstance(value, (bool, int, float, str, bytes)):
+        yield name, repr(value)
+    else:
+        yield name, f"{type(value).__qualname__} object"
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    grad = ", requires grad" if tensor.requires_grad else ""
+    return f"{str(tensor.dtype).removeprefix('torch.')}, {tensor.dim()} dims, {tensor.device}{grad}"
+

@@ -1,0 +1,212 @@
+"""Time and peak memory of training steps. Clock and memory probe are passed in, so that tests need no real time."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ortlab.runs import PeakMemory
+
+Clock = Callable[[], float]
+"""Returns the time in seconds, from any origin, never going back."""
+
+
+class Stopwatch:
+    """Where the time of a step goes: forward, backward, optimizer, the rest.
+
+    Forward is timed by the lab, which runs it. Backward is timed by wrapping `torch.autograd.backward`, which
+    `Tensor.backward` looks up at each call, and the optimizer by torch's global step hooks; both only while
+    `watching()`, and both whatever library makes the calls.
+
+    Parameters
+    ----------
+    clock
+        Returns seconds.
+    synchronize
+        Waits for a device's queue, so that its work is counted where it was asked for; None on the CPU.
+    on_optimizer
+        Called with each optimizer just before it steps.
+    """
+
+    def __init__(
+        self,
+        clock: Clock = time.perf_counter,
+        synchronize: Callable[[], None] | None = None,
+        on_optimizer: Callable[[Any], None] = lambda _: None,
+    ) -> None:
+        self._clock = clock
+        self._synchronize = synchronize
+        self._on_optimizer = on_optimizer
+        self._depth = 0
+        self._optimizer_start = 0.0
+        self.start_step()
+
+    def start_step(self) -> None:
+        """Set all times to zero and start the step."""
+        self.forward_ms = self.backward_ms = self.optimizer_ms = self.excluded_ms = self.initialization_ms = 0.0
+        self.forward_calls = self.backward_calls = 0
+        self.backward_root: torch.Tensor | None = None
+        self._started = self.now_ms()
+
+    def now_ms(self) -> float:
+        """Return the time in ms, after the device has done what it was asked."""
+        if self._synchronize is not None:
+            self._synchronize()
+        return self._clock() * 1000
+
+    def elapsed_ms(self) -> float:
+        """Return the time since the step started without what was excluded and without initialisation, in ms."""
+        return self.now_ms() - self._started - self.excluded_ms - self.initialization_ms
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Time a forward pass; initialisation that is added meanwhile is taken off."""
+        self.forward_calls += 1
+        start, before = self.now_ms(), self.initialization_ms
+        try:
+            yield
+        finally:
+            self.forward_ms += self.now_ms() - start - (self.initialization_ms - before)
+
+    @contextmanager
+    def excluded(self) -> Iterator[None]:
+        """Leave out the block, which is ortlab's own work."""
+        start = self.now_ms()
+        try:
+            yield
+        finally:
+            self.excluded_ms += self.now_ms() - start
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Time every backward and every optimizer step of this process while the block runs."""
+        original = torch.autograd.backward
+
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            if self._depth:  # a backward within a backward, as reentrant checkpointing makes
+                original(tensors, *args, **kwargs)
+                return
+            self._depth += 1
+            self.backward_calls += 1
+            self.backward_root = tensors if isinstance(tensors, torch.Tensor) else None
+            start = self.now_ms()
+            try:
+                original(tensors, *args, **kwargs)
+            finally:
+                self.backward_ms += self.now_ms() - start
+                self._depth -= 1
+
+        with ExitStack() as stack:
+            torch.autograd.backward = backward
+            stack.callback(setattr, torch.autograd, "backward", original)
+            stack.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
+            stack.callback(register_optimizer_step_post_hook(self._after_optimizer).remove)
+            yield
+
+    def _before_optimizer(self, optimizer: Any, *_: Any) -> None:
+        with self.excluded():
+            self._on_optimizer(optimizer)
+        self._optimizer_start = self.now_ms()
+
+    def _after_optimizer(self, *_: Any) -> None:
+        self.optimizer_ms += self.now_ms() - self._optimizer_start
+
+
+class MemoryProbe(Protocol):
+    """Measures the peak memory between `start` and `read`."""
+
+    def start(self) -> None:
+        """Forget earlier peaks."""
+
+    def read(self) -> PeakMemory | None:
+        """Return the peak since `start`, or None where the platform cannot tell."""
+
+
+class ResidentSet:
+    """Peak resident set of this process, from Linux's `/proc`; on other systems there is none.
+
+    `start` collects garbage, gives freed memory back to the system and resets the kernel's high-water mark (writing 5
+    to `/proc/self/clear_refs`, see proc(5)), so that the peak belongs to what follows. It contains everything
+    that is resident: Python, libraries, weights, gradients, and memory that ORT's arena keeps for reuse.
+    """
+
+    _STATUS = Path("/proc/self/status")
+    _CLEAR = Path("/proc/self/clear_refs")
+
+    def __init__(self) -> None:
+        self._start_bytes = 0
+        self._resets = False
+
+    def start(self) -> None:
+        """Forget earlier peaks."""
+        gc.collect()
+        _trim_heap()
+        try:
+            self._CLEAR.write_text("5")
+            self._resets = True
+        except OSError:
+            self._resets = False
+        self._start_bytes = self._read("VmRSS")
+
+    def read(self) -> PeakMemory | None:
+        """Return the peak since `start`, or None where the kernel's mark cannot be read or reset."""
+        peak = self._read("VmHWM")
+        if not self._resets or not peak:
+            return None
+        return PeakMemory(self._start_bytes, max(peak, self._start_bytes), "resident set")
+
+    def _read(self, field: str) -> int:
+        try:
+            lines = self._STATUS.read_text().splitlines()
+        except OSError:
+            return 0
+        line = next((line for line in lines if line.startswith(field + ":")), "")
+        return int(line.split()[1]) * 1024 if line else 0
+
+
+class CudaAllocated:
+    """Peak memory that torch's CUDA allocator has handed out on a device, ORT's through the bridge included."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._start_bytes = 0
+
+    def start(self) -> None:
+        """Forget earlier peaks."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._start_bytes = torch.cuda.memory_allocated(self._device)
+
+    def read(self) -> PeakMemory | None:
+        """Return the peak since `start`."""
+        torch.cuda.synchronize(self._device)
+        return PeakMemory(self._start_bytes, torch.cuda.max_memory_allocated(self._device), "CUDA allocated")
+
+
+def memory_probe(device: torch.device) -> MemoryProbe:
+    """Return the probe that fits a device."""
+    return CudaAllocated(device) if device.type == "cuda" else ResidentSet()
+
+
+def synchronizer(device: torch.device) -> Callable[[], None] | None:
+    """Return what waits for a device's queue, or None for the CPU, which has none."""
+    if device.type != "cuda":
+        return None
+    return lambda: torch.cuda.synchronize(device)
+
+
+def _trim_heap() -> None:
+    if sys.platform == "linux":
+        try:
+            ctypes.CDLL(None).malloc_trim(0)
+        except AttributeError:  # a libc other than glibc
+            return
