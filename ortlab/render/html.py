@@ -1,0 +1,115 @@
+"""Records as self-contained HTML: semantic tables, no script, no network, light and dark themes."""
+
+from __future__ import annotations
+
+from html import escape
+
+from ortlab.render import units
+from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table
+from ortlab.render.pages import compose
+
+STYLE = """\
+.ortlab { color: var(--jp-ui-font-color1, inherit);
+  font: 13px/1.5 var(--jp-ui-font-family, system-ui, sans-serif); max-width: 100%; }
+.ortlab h4 { font-size: 14px; font-weight: 600; margin: 8px 0 4px; }
+.ortlab .ortlab-scroll { overflow-x: auto; margin: 0 0 8px; }
+.ortlab table.ortlab-table { border-collapse: collapse; margin: 0; font-size: 12px;
+  font-variant-numeric: tabular-nums; width: auto; border: 0; }
+.ortlab table.ortlab-table caption { caption-side: top; text-align: left; padding: 2px 0; color: inherit;
+  font-weight: 600; white-space: nowrap; }
+.ortlab table.ortlab-table tr { background: none; }
+.ortlab table.ortlab-table th, .ortlab table.ortlab-table td { text-align: left; vertical-align: baseline;
+  padding: 3px 12px 3px 0; max-width: 36em; white-space: normal; overflow-wrap: anywhere; background: none;
+  border: 0; border-bottom: 1px solid var(--jp-border-color2, rgba(128, 128, 128, .35)); }
+.ortlab table.ortlab-table thead th { font-weight: 600; white-space: nowrap; overflow-wrap: normal; }
+.ortlab table.ortlab-table thead th[title] { text-decoration: underline dotted; text-underline-offset: 3px;
+  cursor: help; }
+.ortlab table.ortlab-table tbody th { font-weight: 500; }
+.ortlab table.ortlab-table .ortlab-number { text-align: right; white-space: nowrap; }
+.ortlab p { margin: 2px 0 6px; }
+.ortlab .ortlab-good { color: var(--jp-success-color0, #2e8540); }
+.ortlab .ortlab-warn { color: var(--jp-warn-color0, #b35c00); }
+.ortlab .ortlab-bad { color: var(--jp-error-color1, #d32f2f); font-weight: 600; }
+.ortlab .ortlab-quiet { color: var(--jp-ui-font-color2, #767676); }
+.ortlab details pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 24em; overflow: auto;
+  font-size: 12px; }
+"""
+"""Style sheet of every page; all rules stand under the class `ortlab`."""
+
+_CELL_LIMIT = 400
+"""Characters of a cell that are shown; a longer one loses its middle."""
+
+
+def render(record: object) -> str:
+    """Write a record (or a `Page`) as self-contained HTML.
+
+    Parameters
+    ----------
+    record
+        A `Run`, `Ledger`, `Comparison`, `MemoryPlan`, `Graph`, `Options`, `Status` or doctor's report.
+
+    Raises
+    ------
+    TypeError
+        If there is no page for a record of this type.
+    """
+    return f"<style>\n{STYLE}</style>\n{fragment(record)}"
+
+
+def fragment(record: object) -> str:
+    """Write a record (or a `Page`) without its style sheet, for a host that holds `STYLE` already."""
+    page = record if isinstance(record, Page) else compose(record)
+    title = f"<h4>{escape(page.title)}</h4>\n" if page.title else ""
+    return f'<div class="ortlab">\n{title}{"".join(_block(block) for block in page.blocks)}</div>'
+
+
+def table(content: Table) -> str:
+    """Write one table: caption, column headings, and the first cell of each row as its heading."""
+    parts = ['<div class="ortlab-scroll"><table class="ortlab-table">']
+    if content.caption:
+        parts.append(f"<caption>{escape(content.caption)}</caption>")
+    if any(column.name for column in content.columns):
+        parts.append(f"<thead><tr>{''.join(_head(column) for column in content.columns)}</tr></thead>")
+    parts.append("<tbody>")
+    for cells in content.rows:
+        inner = "".join(
+            _cell(cell, column, heading=position == 0)
+            for position, (cell, column) in enumerate(zip(cells, content.columns, strict=True))
+        )
+        parts.append(f"<tr>{inner}</tr>")
+    parts.append("</tbody></table>")
+    if content.left_out:
+        parts.append(f'<p class="ortlab-quiet">{escape(content.left_out)}</p>')
+    parts.append("</div>\n")
+    return "\n".join(parts)
+
+
+def _block(block: Block) -> str:
+    if isinstance(block, Table):
+        return table(block)
+    if isinstance(block, Note):
+        lines = "<br>".join(escape(line) for line in block.text.splitlines())
+        return f"<p{_classes(block.mark)}>{lines}</p>\n"
+    return _folded(block)
+
+
+def _folded(block: Folded) -> str:
+    return f"<details><summary>{escape(block.title)}</summary><pre>{escape(block.text)}</pre></details>\n"
+
+
+def _head(column: Column) -> str:
+    title = f' title="{escape(column.meaning)}"' if column.meaning else ""
+    return f'<th scope="col"{_classes(number=column.numeric)}{title}>{escape(column.name)}</th>'
+
+
+def _cell(cell: Cell, column: Column, *, heading: bool) -> str:
+    classes = _classes(cell.mark, number=column.numeric)
+    text = escape(units.fold(cell.text, _CELL_LIMIT))
+    return f'<th scope="row"{classes}>{text}</th>' if heading else f"<td{classes}>{text}</td>"
+
+
+def _classes(mark: Mark = Mark.PLAIN, *, number: bool = False) -> str:
+    names = [] if mark is Mark.PLAIN else [f"ortlab-{mark.value}"]
+    if number:
+        names.append("ortlab-number")
+    return f' class="{" ".join(names)}"' if names else ""

@@ -1,0 +1,73 @@
+"""Pages of options: all switches with their values, and what differs between two records."""
+
+from __future__ import annotations
+
+from ortlab.options import Options, declaration, switches
+from ortlab.render.page import Cell, Column, Mark, Note, Page, Table, row
+from ortlab.switches import Effect, Group, Switch, Value
+
+EFFECT_WORDS = {
+    Effect.IMPORT: "re-export, with ORTModule loaded anew",
+    Effect.WRAP: "re-export, with the model wrapped anew",
+    Effect.EXPORT: "re-export",
+    Effect.GRAPH: "new graph",
+    Effect.SESSION: "new session",
+    Effect.STEP: "next step",
+}
+"""What a change of a switch costs before it acts, in words."""
+
+_NAME = Column("switch", meaning="field of ortlab.Options")
+_COST = Column("a change takes", meaning="what is redone before a changed value acts")
+
+
+def options_page(options: Options) -> Page:
+    """List every switch by group; values that differ from the default are marked."""
+    defaults = Options()
+    changed = options.changed(defaults)
+    columns = (_NAME, Column("value"), _COST)
+    rows = {group: tuple(_row(one, options, defaults) for one in options_in(group)) for group in Group}
+    tables = [Table(group.value.capitalize(), columns, rows[group]) for group in Group]
+    summary = f"Changed: {', '.join(changed)}." if changed else "All switches are at their defaults."
+    return Page("Options", (Note(summary, Mark.PLAIN if changed else Mark.QUIET), *tables))
+
+
+def difference_page(before: Options, after: Options) -> Page:
+    """List the switches whose values differ between two records, and what going over costs."""
+    names = after.changed(before)
+    if not names:
+        return Page("Options", (Note("No switch differs.", Mark.QUIET),))
+    rows = tuple(
+        row(
+            name,
+            value_text(getattr(before, name)),
+            value_text(getattr(after, name)),
+            EFFECT_WORDS[declaration(name).effect],
+        )
+        for name in names
+    )
+    stage = after.stage_of_change(before)
+    cost = "Nothing has to be rebuilt." if stage is None else f"Going over takes: {EFFECT_WORDS[stage]}."
+    table = Table("Switches that differ", (_NAME, Column("before"), Column("after"), _COST), rows)
+    return Page("Options", (table, Note(cost)))
+
+
+def options_in(group: Group) -> tuple[Switch, ...]:
+    """Switches of one group, in the order of declaration."""
+    return tuple(one for one in switches() if one.group is group)
+
+
+def value_text(value: Value) -> str:
+    """Write a value as a user says it: on, off, 17, INFO, none."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return ", ".join(value) or "none"
+    return str(value) if value != "" else "none"
+
+
+def _row(one: Switch, options: Options, defaults: Options) -> tuple[Cell, ...]:
+    value, default = getattr(options, one.name), getattr(defaults, one.name)
+    shown = Cell(value_text(value))
+    if value != default:
+        shown = Cell(f"{value_text(value)} (default {value_text(default)})", Mark.WARN)
+    return row(one.name, shown, EFFECT_WORDS[one.effect])

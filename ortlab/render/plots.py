@@ -1,0 +1,211 @@
+"""Runs as figures: loss, step time with its spread, memory; without pyplot, so nothing global is touched."""
+
+from __future__ import annotations
+
+import io
+import re
+import statistics
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from xml.sax.saxutils import quoteattr
+
+from ortlab.render.run_pages import title
+from ortlab.render.text import printable
+from ortlab.runs import EXECUTED_BY_FALLBACK, Run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+RUNS_SHOWN = 12
+"""Runs that a figure shows: the latest; more bars or lines cannot be told apart."""
+
+INK = "#7a7a7a"
+"""Grey of text and axes: contrast 4.3 on white, 4.4 on JupyterLab's dark theme, so one file suits both."""
+
+_FALLBACK = "#d32f2f"
+# Okabe and Ito's colours, which people with any kind of colour vision can tell apart.
+_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
+_PARTS = ("forward", "backward", "optimizer", "everything else")
+_MIB = 1 << 20
+_INCHES_PER_BAR = 0.32
+_SVG_STYLE = "stroke-linejoin: round; stroke-linecap: butt; max-width: 100%; height: auto"
+
+
+def losses(runs: Sequence[Run]) -> Figure:
+    """Draw the loss of every step, one line per run."""
+    figure = _figure(7.0, 2.8)
+    axes = figure.add_subplot()
+    _draw_losses(axes, _latest(runs))
+    return figure
+
+
+def step_times(runs: Sequence[Run]) -> Figure:
+    """Draw the median step time of every run by part, with the quartiles of the whole step as error bars."""
+    shown = _latest(runs)
+    figure = _figure(7.0, 1.2 + _INCHES_PER_BAR * len(shown))
+    axes = figure.add_subplot()
+    _draw_times(axes, shown)
+    return figure
+
+
+def memory(runs: Sequence[Run]) -> Figure:
+    """Draw the peak memory of every run that has one, split into what was there at its start and the rise."""
+    shown = [run for run in _latest(runs) if run.memory]
+    figure = _figure(7.0, 1.2 + _INCHES_PER_BAR * len(shown))
+    axes = figure.add_subplot()
+    _draw_memory(axes, shown)
+    return figure
+
+
+def overview(runs: Sequence[Run]) -> Figure:
+    """Draw loss, step time and memory under one another, for the panel."""
+    shown = _latest(runs)
+    bars = 0.9 + _INCHES_PER_BAR * len(shown)
+    figure = _figure(7.0, 2.4 + 2 * bars)
+    top, middle, bottom = figure.subplots(3, height_ratios=[2.4, bars, bars])
+    _draw_losses(top, shown)
+    _draw_times(middle, shown)
+    _draw_memory(bottom, [run for run in shown if run.memory])
+    return figure
+
+
+def svg(figure: Figure, description: str) -> str:
+    """Write a figure as inline SVG whose text and axes take the colour of the text around it.
+
+    Parameters
+    ----------
+    figure
+        A figure of this module.
+    description
+        What the figure shows, for readers who do not see it.
+    """
+    from matplotlib import rc_context
+
+    buffer = io.StringIO()
+    # Text stays text, in the page's own font; a fixed salt makes the same figure the same file.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "ortlab", "font.family": "sans-serif"}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    document = buffer.getvalue()
+    body = document[document.index("<svg") :].replace(INK, "currentColor")
+    # matplotlib's style sheet has the selector `*`: inline, it would restyle the whole page.
+    body = re.sub(r"<metadata>.*?</metadata>|<defs>\s*<style.*?</style>\s*</defs>", "", body, flags=re.DOTALL)
+    label = quoteattr(description)
+    return body.replace("<svg", f'<svg role="img" aria-label={label} style="{_SVG_STYLE}"', 1)
+
+
+def _figure(width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained", facecolor="none")
+
+
+def _latest(runs: Sequence[Run]) -> list[Run]:
+    return list(runs)[-RUNS_SHOWN:]
+
+
+def _draw_losses(axes: Axes, runs: list[Run]) -> None:
+    for position, run in enumerate(runs):
+        points = [(step + 1, loss) for step, loss in enumerate(run.losses) if loss is not None]
+        if points:
+            x, y = zip(*points, strict=True)
+            fallback = run.executed_by == EXECUTED_BY_FALLBACK
+            axes.plot(
+                x,
+                y,
+                label=_label(run),
+                color=_FALLBACK if fallback else _COLOURS[position % len(_COLOURS)],
+                # Runs from one start lie on top of each other; dashes let the lower one show through.
+                linestyle=("-", "--", "-.", ":")[position % 4],
+                marker="o" if len(points) == 1 else None,
+                linewidth=1.5,
+            )
+    from matplotlib.ticker import MaxNLocator
+
+    _dress(axes, "Loss (measured)", "step", "loss")
+    if axes.lines:
+        axes.legend(frameon=False, labelcolor=INK, fontsize=8)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    else:
+        _say(axes, "No run reported a loss.")
+
+
+def _draw_times(axes: Axes, runs: list[Run]) -> None:
+    rows = [_label(run) for run in runs]
+    left = [0.0] * len(runs)
+    parts = [[_median_parts(run)[i] for run in runs] for i in range(len(_PARTS))]
+    for name, colour, widths in zip(_PARTS, _COLOURS, parts, strict=False):
+        axes.barh(rows, widths, left=left, label=name, color=colour, height=0.6)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    medians = [run.step_ms for run in runs]
+    spread = [[m - q[0] for m, q in zip(medians, map(_quartiles, runs), strict=True)],
+              [q[1] - m for m, q in zip(medians, map(_quartiles, runs), strict=True)]]  # fmt: skip
+    axes.errorbar(medians, rows, xerr=spread, fmt="none", ecolor=INK, capsize=3, linewidth=1.2)
+    devices = ", ".join(dict.fromkeys(run.device for run in runs))
+    _dress(axes, f"Step time (measured on {devices}: median of warm steps; whiskers: quartiles)", "ms", "")
+    axes.invert_yaxis()
+    _mark_fallbacks(axes, runs)
+    if runs:
+        axes.legend(frameon=False, labelcolor=INK, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    else:
+        _say(axes, "No run yet.")
+
+
+def _draw_memory(axes: Axes, runs: list[Run]) -> None:
+    rows = [_label(run) for run in runs]
+    start = [run.memory.start_bytes / _MIB for run in runs if run.memory]
+    rise = [run.memory.rise_bytes / _MIB for run in runs if run.memory]
+    axes.barh(rows, start, label="at the start", color=_COLOURS[4], height=0.6)
+    axes.barh(rows, rise, left=start, label="rise", color=_COLOURS[5], height=0.6)
+    kinds = ", ".join(dict.fromkeys(f"{run.memory.kind} of {run.memory.scope}" for run in runs if run.memory))
+    _dress(axes, f"Peak memory (measured: {kinds})" if kinds else "Peak memory", "MiB", "")
+    axes.invert_yaxis()
+    _mark_fallbacks(axes, runs)
+    if runs:
+        axes.legend(frameon=False, labelcolor=INK, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    else:
+        _say(axes, "No run measured its memory.")
+
+
+def _median_parts(run: Run) -> tuple[float, float, float, float]:
+    """Split the median step; the last part is the rest, so that the bar is as long as the median."""
+    forward, backward, optimizer = (
+        statistics.median(step.forward_ms for step in run.warm_steps),
+        statistics.median(step.backward_ms for step in run.warm_steps),
+        statistics.median(step.optimizer_ms for step in run.warm_steps),
+    )
+    return forward, backward, optimizer, max(0.0, run.step_ms - forward - backward - optimizer)
+
+
+def _quartiles(run: Run) -> tuple[float, float]:
+    times = [step.total_ms for step in run.warm_steps]
+    if len(times) == 1:
+        return times[0], times[0]
+    low, _, high = statistics.quantiles(times, n=4, method="inclusive")
+    return low, high
+
+
+def _label(run: Run) -> str:
+    """Name a run in a figure, where a dollar sign would start a formula."""
+    return printable(title(run)).replace("$", r"\$")
+
+
+def _dress(axes: Axes, heading: str, x: str, y: str) -> None:
+    axes.set_facecolor("none")
+    axes.set_title(heading, loc="left", fontsize=9, color=INK)
+    axes.set_xlabel(x, fontsize=8, color=INK)
+    axes.set_ylabel(y, fontsize=8, color=INK)
+    axes.tick_params(colors=INK, labelsize=8)
+    for name, spine in axes.spines.items():
+        spine.set_visible(name in {"left", "bottom"})
+        spine.set_color(INK)
+
+
+def _mark_fallbacks(axes: Axes, runs: list[Run]) -> None:
+    for label, run in zip(axes.get_yticklabels(), runs, strict=False):
+        if run.executed_by == EXECUTED_BY_FALLBACK:
+            label.set_color(_FALLBACK)
+
+
+def _say(axes: Any, sentence: str) -> None:
+    axes.text(0.5, 0.5, sentence, transform=axes.transAxes, ha="center", va="center", color=INK, fontsize=9)

@@ -1,0 +1,219 @@
+"""Pages of runs: one run, the ledger, and runs held against a baseline."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ortlab.options import Options
+from ortlab.render import units
+from ortlab.render.page import Block, Cell, Column, Mark, Note, Page, Table, row
+from ortlab.runs import EXECUTED_BY_FALLBACK, Initialization, Ledger, PeakMemory, Run, Step
+
+if TYPE_CHECKING:
+    from ortlab.comparison import Comparison, Contrast
+
+ENGINE_NAMES = {"ort": "ONNX Runtime", "eager": "PyTorch eager", "compile": "torch.compile"}
+"""What the engines are called in sentences."""
+
+ROWS_SHOWN = 50
+"""Runs that the ledger's page shows: the latest ones."""
+
+_RUN = Column("run", meaning="number, who executed it, and the switches that differ from the defaults")
+_TIMES = (
+    Column("step", numeric=True, meaning="measured: median wall time of a warm step, start-up left out"),
+    Column("forward", numeric=True, meaning="measured: median wall time inside the model's forward"),
+    Column("backward", numeric=True, meaning="measured: median wall time inside backward() calls"),
+    Column("optimizer", numeric=True, meaning="measured: median wall time inside optimizer.step()"),
+)
+_WAITED = Column("start-up", numeric=True, meaning="reported by ORT: export, graph building, sessions")
+_RATIO = Column("time", numeric=True, meaning="measured: step time over the baseline's, with 95 % interval")
+_VERDICT = Column("verdict", meaning="what the interval allows to say about time")
+_PEAK = Column("peak memory", numeric=True, meaning="measured: highest memory of the run, see below")
+_MEMORY = Column("peak memory", numeric=True, meaning="measured, and its ratio to the baseline's")
+_LOSS = Column("last loss", numeric=True, meaning="measured: loss of the last step")
+_APART = Column("loss apart", numeric=True, meaning="measured: largest relative difference, step by step")
+
+
+def run_page(run: Run) -> Page:
+    """Say everything that a run holds, each number with where it comes from."""
+    asked = ENGINE_NAMES.get(run.engine, run.engine)
+    blocks: list[Block] = [_executed(run), _times(run)]
+    if run.initialization is not None:
+        blocks.append(_initialization(run.initialization))
+    losses = f"{units.loss(run.losses[0])} → {units.loss(run.losses[-1])}"
+    digests = [row(f"{stage} graph", units.fold(d, 16), "SHA-256") for stage, d in run.graph_digests.items()]
+    facts = [
+        row("engine asked for", asked, "recorded"),
+        row("device", run.device, "recorded"),
+        row("steps", f"{units.count(len(run.steps))} ({units.count(len(run.warm_steps))} warm)", "recorded"),
+        row("loss", losses, "measured, first → last step"),
+        *_memory_rows(run.memory),
+        row("switches changed", _changed(run), "recorded"),
+        row("seed", str(run.seed), "recorded"),
+        row("started", run.started_at, "recorded, UTC"),
+        row("start digest", units.fold(run.start_digest, 16), "weights, optimizer and random state"),
+        row("data digest", units.fold(run.data_digest, 16), "the model's inputs, in order"),
+        *digests,
+        row("versions", ", ".join(f"{name} {version}" for name, version in run.versions.items()), "recorded"),
+    ]
+    heads = (Column(""), Column(""), Column("where it comes from"))
+    blocks.append(Table("Facts", heads, tuple(facts)))
+    return Page(f"Run {title(run)}", tuple(blocks))
+
+
+def ledger_page(ledger: Ledger) -> Page:
+    """List the runs, the latest `ROWS_SHOWN` of them."""
+    if not len(ledger):
+        return Page("Runs", (Note("No run yet. Run a step: %%ort_step, or lab.step(fn, n=20).", Mark.QUIET),))
+    shown = list(ledger)[-ROWS_SHOWN:]
+    hidden = len(ledger) - len(shown)
+    columns = (_RUN, Column("steps", numeric=True), *_TIMES, _WAITED, _PEAK, _LOSS)
+    rows = tuple(
+        row(
+            name_cell(run),
+            units.count(len(run.steps)),
+            *_medians(run),
+            units.duration(run.initialization.total_ms) if run.initialization else "-",
+            units.size(run.memory.peak_bytes if run.memory else None),
+            units.loss(run.losses[-1]),
+        )
+        for run in shown
+    )
+    left_out = f"{units.count(hidden)} earlier runs: lab.runs.table() has them." if hidden else ""
+    return Page("Runs", (Table("", columns, rows, left_out), *_fallbacks(shown), _sources(shown)))
+
+
+def comparison_page(comparison: Comparison) -> Page:
+    """Set each run beside the baseline: time with its confidence interval, memory, loss."""
+    base = comparison.baseline
+    columns = (_RUN, _RATIO, _VERDICT, *_TIMES[:-1], _MEMORY, _LOSS, _APART)
+    rows = [_compared(base, None)] + [_compared(contrast.run, contrast) for contrast in comparison.contrasts]
+    remarks: list[Block] = [
+        Note(f"{title(contrast.run)}: {'; '.join(contrast.remarks)}.", _remark_mark(contrast))
+        for contrast in comparison.contrasts
+        if contrast.remarks
+    ]
+    runs = [base, *(contrast.run for contrast in comparison.contrasts)]
+    interval = Note(
+        f"Ratios are against {title(base)}; below 1 is less. Brackets: 95 % bootstrap confidence interval "
+        "over warm steps. Runs were taken one after another, so a drift of the machine is not in it.",
+        Mark.QUIET,
+    )
+    return Page("Comparison", (Table("", columns, tuple(rows)), *remarks, interval, _sources(runs)))
+
+
+def title(run: Run) -> str:
+    """Name a run for tables; one that PyTorch executed for ORT says so in capitals."""
+    return run.title.replace("PyTorch (fallback)", "PYTORCH (fallback)")
+
+
+def name_cell(run: Run) -> Cell:
+    """Name a run in a cell, red where PyTorch executed it for ORT."""
+    return Cell(title(run), Mark.BAD if run.executed_by == EXECUTED_BY_FALLBACK else Mark.PLAIN)
+
+
+def _executed(run: Run) -> Note:
+    if run.executed_by == EXECUTED_BY_FALLBACK:
+        return Note(f"PYTORCH (fallback): {run.fallback_reason or 'no reason was recorded'}", Mark.BAD)
+    name = ENGINE_NAMES.get(run.executed_by, run.executed_by)
+    return Note(f"Executed by {name} on {run.device}.", Mark.GOOD if run.executed_by == "ort" else Mark.PLAIN)
+
+
+def _fallbacks(runs: list[Run]) -> list[Block]:
+    """Give the reason of every fallback among `runs`, in words and in red."""
+    return [
+        Note(f"#{run.number} PYTORCH (fallback): {run.fallback_reason or 'no reason was recorded'}", Mark.BAD)
+        for run in runs
+        if run.executed_by == EXECUTED_BY_FALLBACK
+    ]
+
+
+def _times(run: Run) -> Table:
+    parts: tuple[tuple[str, Callable[[Step], float]], ...] = (
+        ("forward", lambda step: step.forward_ms),
+        ("backward", lambda step: step.backward_ms),
+        ("optimizer", lambda step: step.optimizer_ms),
+        ("everything else", lambda step: step.other_ms),
+    )
+    whole = run.step_ms
+    rows = [row("step", units.duration(whole), units.percent(1.0))]
+    for name, part in parts:
+        value = statistics.median(part(step) for step in run.warm_steps)
+        rows.append(row(name, units.duration(value), units.percent(value / whole if whole else None)))
+    columns = (Column("part"), Column("time", numeric=True), Column("share", numeric=True))
+    warm = units.count(len(run.warm_steps))
+    caption = f"Time of a step: measured on {run.device}, median of {warm} warm steps"
+    return Table(caption, columns, tuple(rows))
+
+
+def _initialization(initialization: Initialization) -> Table:
+    named = (
+        ("export to ONNX", initialization.export_ms),
+        ("graph builder", initialization.graph_builder_ms),
+        ("input detection", initialization.detection_ms),
+        ("gradient graph", initialization.graph_ms),
+        ("sessions", initialization.session_ms),
+    )
+    rows = [row(name, units.duration(value)) for name, value in named]
+    rows.append(row("total, everything between included", units.duration(initialization.total_ms)))
+    columns = (Column("part"), Column("time", numeric=True))
+    caption = f"Start-up: reported by ORT, from the {initialization.stage} on"
+    return Table(caption, columns, tuple(rows))
+
+
+def _memory_rows(memory: PeakMemory | None) -> list[tuple[Cell, ...]]:
+    if memory is None:
+        return [row("peak memory", units.MISSING, "this platform cannot tell")]
+    source = f"measured, {memory.kind} of {memory.scope}"
+    return [
+        row("peak memory", units.size(memory.peak_bytes), source),
+        row("rise above start", units.size(memory.rise_bytes), source),
+    ]
+
+
+def _changed(run: Run) -> str:
+    names = run.options.changed(Options())
+    return ", ".join(f"{name}={getattr(run.options, name)}" for name in names) or "none, all defaults"
+
+
+def _medians(run: Run) -> list[str]:
+    warm = run.warm_steps
+    return [
+        units.duration(run.step_ms),
+        units.duration(statistics.median(step.forward_ms for step in warm)),
+        units.duration(statistics.median(step.backward_ms for step in warm)),
+        units.duration(statistics.median(step.optimizer_ms for step in warm)),
+    ]
+
+
+def _compared(run: Run, contrast: Contrast | None) -> tuple[Cell, ...]:
+    time, verdict, apart = units.ratio(1.0), Cell("baseline", Mark.QUIET), "-"
+    if contrast is not None:
+        time = units.ratio_interval(contrast.time_ratio, contrast.time_low, contrast.time_high)
+        verdict = Cell(contrast.verdict, _verdict_mark(contrast))
+        apart = units.difference(contrast.loss_difference)
+    memory = contrast.memory_ratio if contrast else 1.0
+    peak = f"{units.size(run.memory.peak_bytes)} ({units.ratio(memory)})" if run.memory else units.MISSING
+    return row(name_cell(run), time, verdict, *_medians(run)[:-1], peak, units.loss(run.losses[-1]), apart)
+
+
+def _verdict_mark(contrast: Contrast) -> Mark:
+    """Colour a verdict, but never one about a run that ORT did not execute: it is no result of a switch."""
+    if contrast.run.executed_by == EXECUTED_BY_FALLBACK:
+        return Mark.QUIET
+    return {"faster": Mark.GOOD, "slower": Mark.WARN}.get(contrast.verdict, Mark.QUIET)
+
+
+def _remark_mark(contrast: Contrast) -> Mark:
+    return Mark.BAD if contrast.run.executed_by == EXECUTED_BY_FALLBACK else Mark.WARN
+
+
+def _sources(runs: list[Run]) -> Note:
+    """Say once, under a table, what its numbers are."""
+    devices = ", ".join(dict.fromkeys(run.device for run in runs))
+    kinds = dict.fromkeys(f"{run.memory.kind} of {run.memory.scope}" for run in runs if run.memory)
+    memory = f" Peak memory: measured, {'; '.join(kinds)}." if kinds else ""
+    times = f"Times: measured on {devices}, median of warm steps, start-up left out."
+    return Note(times + memory, Mark.QUIET)

@@ -1,0 +1,91 @@
+"""Records as plain text, for terminals, logs and notebooks that show no HTML."""
+
+from __future__ import annotations
+
+import textwrap
+import unicodedata
+
+from ortlab.render import units
+from ortlab.render.page import Block, Folded, Mark, Note, Page, Table
+from ortlab.render.pages import compose
+
+_GAP = "  "
+_NOTE_WIDTH = 100
+"""Columns of a terminal that a note may fill; tables take what they need."""
+
+_CELL_LIMIT = 72
+"""Characters of a cell that are shown; a longer one loses its middle."""
+
+
+def render(record: object) -> str:
+    """Write a record (or a `Page`) as plain text.
+
+    Parameters
+    ----------
+    record
+        A `Run`, `Ledger`, `Comparison`, `MemoryPlan`, `Graph`, `Options`, `Status` or doctor's report.
+
+    Raises
+    ------
+    TypeError
+        If there is no page for a record of this type.
+    """
+    page = record if isinstance(record, Page) else compose(record)
+    parts = [printable(page.title), *(_block(block) for block in page.blocks)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def table(content: Table) -> str:
+    """Write one table, its columns as wide as their widest cell."""
+    heads = [printable(column.name) for column in content.columns]
+    body = [[units.fold(printable(cell.text), _CELL_LIMIT) for cell in cells] for cells in content.rows]
+    widths = [max(_width(line[i]) for line in [heads, *body]) for i in range(len(heads))]
+    flush_right = [column.numeric for column in content.columns]
+    lines = [printable(content.caption)] if content.caption else []
+    if any(heads):
+        lines += [_line(heads, widths, flush_right), _GAP.join("-" * width for width in widths)]
+    lines += [_line(cells, widths, flush_right) for cells in body]
+    if content.left_out:
+        lines.append(printable(content.left_out))
+    return "\n".join(lines)
+
+
+def printable(text: str) -> str:
+    r"""Return `text` with control characters written out, so that a name cannot break a table or a terminal.
+
+    A line break becomes a space, and an escape sequence its Python escape: "\\x1b[31m".
+    """
+    flat = " ".join(text.splitlines())
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in flat)
+
+
+def _block(block: Block) -> str:
+    if isinstance(block, Table):
+        return table(block)
+    if isinstance(block, Note):
+        prefix = "! " if block.mark in {Mark.BAD, Mark.WARN} else ""
+        wrapper = textwrap.TextWrapper(
+            _NOTE_WIDTH, initial_indent=prefix, subsequent_indent=" " * len(prefix), break_on_hyphens=False
+        )
+        return "\n".join(wrapper.fill(printable(line)) for line in block.text.splitlines())
+    return _folded(block)
+
+
+def _folded(block: Folded) -> str:
+    return "\n".join([f"{printable(block.title)}:", *(printable(line) for line in block.text.splitlines())])
+
+
+def _line(cells: list[str], widths: list[int], flush_right: list[bool]) -> str:
+    padded = []
+    for cell, width, right in zip(cells, widths, flush_right, strict=True):
+        space = " " * (width - _width(cell))
+        padded.append(space + cell if right else cell + space)
+    return _GAP.join(padded).rstrip()
+
+
+def _width(text: str) -> int:
+    """Count terminal columns: East Asian wide characters and emoji take two, combining marks none."""
+    if text.isascii():
+        return len(text)
+    wide = sum(unicodedata.east_asian_width(c) in {"W", "F"} for c in text)
+    return len(text) + wide - sum(unicodedata.combining(c) > 0 for c in text)

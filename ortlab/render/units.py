@@ -1,0 +1,116 @@
+"""Numbers with their units, in words: the only place that rounds.
+
+Sizes are 1024-based (1 MiB is 1,048,576 bytes). Every function takes None and nan, whose answer is "n/a".
+Measured numbers keep three significant digits, because the fourth changes from run to run.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+MISSING: Final = "n/a"
+
+_SIZES: Final = ("B", "KiB", "MiB", "GiB", "TiB")
+_SIZE_BASE: Final = 1024
+_MS_PER_S: Final = 1000
+_S_PER_MIN: Final = 60
+_HUNDREDTHS_RUN_OUT: Final = 0.1
+
+
+def size(number_of_bytes: float | None) -> str:
+    """Write a size in bytes, 1024-based: "512 B", "3.25 MiB", "1.50 GiB"."""
+    value = _number(number_of_bytes)
+    if math.isnan(value):
+        return MISSING
+    unit = 0
+    while abs(round(value)) >= _SIZE_BASE and unit < len(_SIZES) - 1:
+        value /= _SIZE_BASE
+        unit += 1
+    return f"{value:,.0f} B" if unit == 0 else f"{_three_digits(value)} {_SIZES[unit]}"
+
+
+def duration(milliseconds: float | None) -> str:
+    """Write a time given in ms: "0.042 ms", "12.3 ms", "1.23 s", "2 min 05 s"."""
+    value = _number(milliseconds)
+    if math.isnan(value):
+        return MISSING
+    # Rounded before the unit is chosen, so that 999.7 ms becomes "1.00 s" and not "1,000 ms".
+    rounded = _significant(value)
+    if abs(rounded) < _MS_PER_S:
+        return f"{_three_digits(rounded)} ms"
+    if abs(rounded) < _MS_PER_S * _S_PER_MIN:
+        return f"{_three_digits(rounded / _MS_PER_S)} s"
+    minutes, seconds = divmod(round(value / _MS_PER_S), _S_PER_MIN)
+    return f"{minutes:,} min {seconds:02d} s"
+
+
+def ratio(value: float | None) -> str:
+    """Write a ratio without unit: "0.83x" is 0.83 times the baseline."""
+    number = _number(value)
+    return MISSING if math.isnan(number) else f"{_hundredths(number)}x"
+
+
+def ratio_interval(value: float | None, low: float | None, high: float | None) -> str:
+    """Write a ratio and its confidence interval: "0.83x [0.80, 0.86]"; the ratio alone if there is none."""
+    number, lower, upper = _number(value), _number(low), _number(high)
+    if math.isnan(number + lower + upper):
+        return ratio(value)
+    return f"{ratio(value)} [{_hundredths(lower)}, {_hundredths(upper)}]"
+
+
+def percent(fraction: float | None) -> str:
+    """Write a fraction of one as a percentage: 0.125 is "12.5 %"."""
+    number = _number(fraction)
+    return MISSING if math.isnan(number) else f"{100 * number:.1f} %"
+
+
+def count(number: float | None) -> str:
+    """Write a whole number with thousands separators: "12,345"."""
+    value = _number(number)
+    return MISSING if math.isnan(value) else f"{value:,.0f}"
+
+
+def loss(value: float | None) -> str:
+    """Write a loss with five significant digits: "6.9315"; enough to see two runs part.
+
+    A loss that is nan is a result, not a missing one, and is written "nan".
+    """
+    return MISSING if value is None else f"{value:#.5g}"
+
+
+def difference(value: float | None) -> str:
+    """Write a relative difference with two significant digits: "1.2e-07"; exactly equal is "0"."""
+    number = _number(value)
+    if math.isnan(number):
+        return MISSING
+    return "0" if number == 0 else f"{number:.1e}"
+
+
+def fold(text: str, limit: int = 160) -> str:
+    """Shorten a text to `limit` characters by leaving out its middle: exporters make long names."""
+    if len(text) <= limit:
+        return text
+    head = (limit - 1) * 2 // 3
+    return f"{text[:head]}…{text[len(text) - (limit - 1 - head) :]}"
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _significant(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
+def _three_digits(value: float) -> str:
+    """Write three significant digits, all digits before the point, at most three behind it, no exponent."""
+    if value == 0:
+        return "0"
+    decimals = max(0, 2 - math.floor(math.log10(abs(_significant(value)))))
+    return f"{value:,.{min(decimals, 3)}f}"
+
+
+def _hundredths(value: float) -> str:
+    """Round to hundredths, or to two significant digits where hundredths would leave only zeros."""
+    return f"{value:.2g}" if 0 < abs(value) < _HUNDREDTHS_RUN_OUT else f"{value:.2f}"

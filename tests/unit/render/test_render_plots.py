@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from xml.etree import ElementTree as ET
+
+import matplotlib as mpl
+import pytest
+
+from ortlab.render import plots
+
+
+@pytest.fixture
+def runs(new_run, fallback_run):
+    return [new_run(1, "eager", step_ms=12.0), new_run(2), fallback_run]
+
+
+def test_the_bars_of_a_run_end_at_its_median(runs):
+    axes = plots.step_times(runs).axes[0]
+    last_parts = axes.containers[3]
+    ends = [bar.get_x() + bar.get_width() for bar in last_parts]
+    assert ends == pytest.approx([run.step_ms for run in runs])
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels == ["#1 eager", "#2 ort", "#4 PYTORCH (fallback)"]
+
+
+def test_error_bars_are_the_quartiles(new_run):
+    run = new_run(1)  # warm steps of 10.1, 10.2, 10.0 and 10.1 ms
+    axes = plots.step_times([run]).axes[0]
+    (segment,) = axes.collections[0].get_segments()
+    assert segment[:, 0] == pytest.approx([10.075, 10.125])
+
+
+def test_memory_bars_end_at_the_peak(runs):
+    start, rise = plots.memory(runs).axes[0].containers[:2]
+    peaks = [a.get_width() + b.get_width() for a, b in zip(start, rise, strict=True)]
+    assert peaks == pytest.approx([901, 902, 904])  # MiB
+
+
+def test_losses_are_drawn_step_by_step(runs):
+    axes = plots.losses(runs).axes[0]
+    assert len(axes.lines) == 3
+    assert list(axes.lines[1].get_ydata()) == [7.0, 6.5, 6.0, 5.5, 5.0]
+    assert list(axes.lines[1].get_xdata()) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("draw", [plots.losses, plots.step_times, plots.memory, plots.overview])
+def test_no_runs_draw_a_sentence_and_not_an_error(draw):
+    source = plots.svg(draw([]), "no runs")
+    assert "No run" in source
+
+
+def test_a_run_without_memory_or_loss_is_drawn(new_run):
+    run = new_run(1, "eager", memory=None)
+    assert "No run measured its memory." in plots.svg(plots.overview([run]), "one run")
+
+
+def test_only_the_latest_runs_are_drawn(new_run):
+    axes = plots.step_times([new_run(number) for number in range(1, 101)]).axes[0]
+    assert len(axes.get_yticklabels()) == plots.RUNS_SHOWN
+    assert axes.get_yticklabels()[-1].get_text() == "#100 ort"
+
+
+def test_inline_svg_follows_the_theme_and_leaves_the_page_alone(runs):
+    source = plots.svg(plots.overview(runs), 'Loss & time "<of> three runs')
+    root = ET.fromstring(source)  # well-formed  # noqa: S314 - our own text
+    assert root.attrib["aria-label"] == 'Loss & time "<of> three runs'
+    assert root.attrib["role"] == "img"
+    assert "currentColor" in source
+    assert plots.INK not in source
+    assert "<style" not in source
+    assert source == plots.svg(plots.overview(runs), 'Loss & time "<of> three runs')
+
+
+def test_drawing_leaves_matplotlib_as_it_was(runs):
+    before = dict(mpl.rcParams)
+    plots.svg(plots.overview(runs), "runs")
+    assert dict(mpl.rcParams) == before
+    import sys
+
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    assert pyplot is None or not pyplot.get_fignums()
+
+
+def test_names_with_dollar_signs_are_not_formulas(new_run):
+    from ortlab.options import Options
+
+    run = new_run(1, options=Options(save_onnx_prefix="$\\frac$<b>"))
+    assert "$\\frac$&lt;b&gt;" in plots.svg(plots.step_times([run]), "one run")

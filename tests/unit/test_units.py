@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from ortlab.render import units
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0 B"),
+        (512, "512 B"),
+        (1023, "1,023 B"),
+        (1024, "1.00 KiB"),
+        (1536, "1.50 KiB"),
+        (671_088_640, "640 MiB"),
+        (1024**3, "1.00 GiB"),
+        (1024**3 - 1, "1.00 GiB"),  # not "1,024 MiB"
+        (1.5 * 1024**5, "1,536 TiB"),
+        (-3 * 1024**2, "-3.00 MiB"),
+    ],
+)
+def test_size_is_1024_based_and_keeps_three_digits(value, text):
+    assert units.size(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0 ms"),
+        (0.0421, "0.042 ms"),
+        (0.5, "0.500 ms"),
+        (12.34, "12.3 ms"),
+        (999.4, "999 ms"),
+        (999.7, "1.00 s"),  # not "1,000 ms"
+        (1234, "1.23 s"),
+        (59_940, "59.9 s"),
+        (59_960, "1 min 00 s"),  # not "60.0 s"
+        (125_000, "2 min 05 s"),
+    ],
+)
+def test_duration_picks_its_unit_after_rounding(value, text):
+    assert units.duration(value) == text
+
+
+def test_ratio_with_its_interval():
+    assert units.ratio(0.834) == "0.83x"
+    assert units.ratio(0.0042) == "0.0042x"  # two digits, never "0.00x"
+    assert units.ratio_interval(0.83, 0.8, 0.86) == "0.83x [0.80, 0.86]"
+    assert units.ratio_interval(0.83, math.nan, math.nan) == "0.83x"
+
+
+def test_percent_count_loss_and_difference():
+    assert units.percent(0.125) == "12.5 %"
+    assert units.count(12345) == "12,345"
+    assert units.loss(6.5) == "6.5000"
+    assert units.loss(math.nan) == "nan"  # a diverged loss is a result
+    assert units.difference(1.234e-7) == "1.2e-07"
+    assert units.difference(0.0) == "0"
+
+
+@pytest.mark.parametrize(
+    "write", [units.size, units.duration, units.ratio, units.percent, units.count, units.difference]
+)
+@pytest.mark.parametrize("value", [None, math.nan])
+def test_a_missing_number_is_said_to_be_missing(write, value):
+    assert write(value) == "n/a"
+
+
+def test_fold_leaves_the_middle_out_and_keeps_the_limit():
+    assert units.fold("short", 10) == "short"
+    folded = units.fold("a" * 5000 + "end", 40)
+    assert len(folded) == 40
+    assert folded.startswith("aaa")
+    assert folded.endswith("aend")
