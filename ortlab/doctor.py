@@ -1,0 +1,284 @@
+"""The doctor: what is installed, whether it can train, and which command mends what cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+
+import psutil
+
+from ortlab.engine import function_library, installation
+from ortlab.errors import InstallError, OptionError
+from ortlab.options import Options
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Status: TypeAlias = Literal["ok", "warn", "fail"]
+
+# Loss and gradients in float32 differ by rounding only; with so few units that stays far below this.
+_TOLERANCE: Final = 1e-5
+# Importing takes seconds, and longer from a cold disk; compiling the Function runner comes once on top.
+_SELFTEST_SECONDS: Final = 300
+# ortlab's folder goes to the end of the path: if it is site-packages, it would hide the standard library at the
+# front.
+_SELFTEST: Final = """
+import runpy, sys
+sys.path.append(sys.argv[1])
+runpy.run_module("ortlab.engine.selftest", run_name="__main__")
+"""
+_MIB: Final = 2**20
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at.
+
+    Attributes
+    ----------
+    name
+        What, in a word or two.
+    status
+        "ok", "warn" (works, but not as well as it could) or "fail".
+    found
+        What was found, one line.
+    fix
+        Command or step that mends it; "" if nothing has to be mended.
+    """
+
+    name: str
+    status: Status
+    found: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything the doctor looked at, in the order of looking."""
+
+    checks: tuple[Check, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing failed; warnings do not count."""
+        return all(check.status != "fail" for check in self.checks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON can hold it."""
+        return {"ok": self.ok, "checks": [dataclasses.asdict(check) for check in self.checks]}
+
+    def table(self) -> pd.DataFrame:
+        """Return one row a check, indexed by name, with the columns status, found and fix."""
+        import pandas as pd
+
+        columns = [field.name for field in dataclasses.fields(Check)]
+        return pd.DataFrame([dataclasses.astuple(check) for check in self.checks], columns=columns).set_index(
+            "name"
+        )
+
+
+def examine(environ: Mapping[str, str] | None = None) -> Report:
+    """Look at everything that training with ONNX Runtime needs; it takes some seconds.
+
+    A few units are trained in a fresh process, so that an installation that ends the process is reported too.
+
+    Parameters
+    ----------
+    environ
+        Environment variables to examine and to run that process with; those of this process if None.
+
+    Returns
+    -------
+    Report
+        One check for each thing; nothing raises.
+    """
+    environ = os.environ if environ is None else environ
+    checks = [_python(), _packages(), _onnxruntime()]
+    if all(check.status == "ok" for check in checks):
+        checks += _trained(*_selftest(environ))
+    checks += [_cache(), *_notebook(), _transformers(), _machine(), _variables(environ)]
+    return Report(tuple(checks))
+
+
+def _python() -> Check:
+    found = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
+    return _installed("Python", installation.check_python, lambda _: found)
+
+
+def _packages() -> Check:
+    def shown(versions: dict[str, str]) -> str:
+        return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+    return _installed("Packages", installation.check_packages, shown)
+
+
+def _onnxruntime() -> Check:
+    return _installed("ONNX Runtime", installation.check_onnxruntime, lambda one: f"{one.name} {one.version}")
+
+
+def _installed(name: str, check: Callable[[], Any], shown: Callable[[Any], str]) -> Check:
+    try:
+        return Check(name, "ok", shown(check()))
+    except InstallError as error:
+        return Check(name, "fail", " ".join(filter(None, (error.what, error.why))), error.fix)
+
+
+def _selftest(environ: Mapping[str, str]) -> tuple[dict[str, dict[str, Any]], str]:
+    """Train in a fresh process; return the findings of each stage that ended, and how the process ended."""
+    # The user's options are left out: they are examined on their own, and could hide that training works.
+    kept = {name: value for name, value in environ.items() if not name.startswith("ORTMODULE_")}
+    chosen = Options(log_level="ERROR").environment()
+    command = [sys.executable, "-c", _SELFTEST, str(Path(__file__).parents[1])]
+    try:
+        done = subprocess.run(
+            command,
+            env=kept | chosen,
+            capture_output=True,
+            text=True,
+            timeout=_SELFTEST_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return {}, f"The process that trains did not end within {_SELFTEST_SECONDS} seconds."
+    stages = {}
+    for line in done.stdout.splitlines():
+        if line.startswith('{"stage"'):
+            findings = json.loads(line)
+            stages[findings.pop("stage")] = findings
+    last = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
+    return stages, f"The process that trains ended with code {done.returncode}: {last}"
+
+
+def _trained(stages: Mapping[str, dict[str, Any]], end: str) -> list[Check]:
+    names = {
+        "load": "ORTModule",
+        "devices": "GPU",
+        "train": "Training step",
+        "functions": "Autograd Functions",
+    }
+    judges = {"load": _load, "devices": _devices, "train": _step, "functions": _step}
+    checks = []
+    for stage, name in names.items():
+        findings = stages.get(stage)
+        if findings is None:
+            checks.append(
+                Check(name, "fail", end, f"Run `{sys.executable} -m ortlab.engine.selftest` to see it all.")
+            )
+            break
+        if "error" in findings:
+            checks.append(Check(name, "fail", findings["error"], findings["fix"]))
+            if stage == "load":
+                break
+        else:
+            checks.append(judges[stage](name, findings))
+    return checks
+
+
+def _load(name: str, findings: Mapping[str, Any]) -> Check:
+    found = (
+        f"onnxruntime {findings['onnxruntime']} beside torch {findings['torch']}; "
+        f"operators by {findings['aten']}, Functions by {findings['functions']}"
+    )
+    if findings["functions"].startswith("unavailable"):
+        fix = "Install a C++ compiler, then run `ortlab build`; only models with autograd Functions need it."
+        return Check(name, "warn", found, fix)
+    return Check(name, "ok", found)
+
+
+def _devices(name: str, findings: Mapping[str, Any]) -> Check:
+    driver = Path("/proc/driver/nvidia/version").exists()
+    by_ort = "CUDAExecutionProvider" in findings["providers"]
+    if findings["gpus"] and by_ort:
+        return Check(name, "ok", f"{', '.join(findings['gpus'])}; torch for CUDA {findings['torch_cuda']}")
+    if findings["gpus"]:
+        found = f"{', '.join(findings['gpus'])}, which this ONNX Runtime cannot use: the CPU will be used"
+        return Check(name, "warn", found, f"Install {installation.CUDA}=={installation.ORT_VERSION} instead.")
+    if driver:
+        found = "an NVIDIA driver, but PyTorch sees no GPU: the CPU will be used"
+        return Check(
+            name, "warn", found, "Install a torch for CUDA: https://pytorch.org/get-started/locally/"
+        )
+    return Check(name, "ok", "not present: the CPU will be used")
+
+
+def _step(name: str, findings: Mapping[str, Any]) -> Check:
+    difference = findings["difference"]
+    found = f"executed by ORT; loss and gradients differ from PyTorch's by {difference:.1e} (relative)"
+    # Written so that nan fails.
+    if not difference <= _TOLERANCE:
+        return Check(
+            name, "fail", found, "Install the versions of requirements/constraints.txt, then report it."
+        )
+    return Check(name, "ok", found)
+
+
+def _cache() -> Check:
+    folder = function_library.cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        fix = f"Set {function_library.CACHE_VARIABLE} to a folder that can be written."
+        return Check("Cache folder", "warn", f"{folder} cannot be written: {error.strerror}", fix)
+    return Check("Cache folder", "ok", str(folder))
+
+
+def _notebook() -> list[Check]:
+    checks = []
+    # The first major versions with the protocol that the panel speaks.
+    for name, first in {"ipywidgets": 8, "jupyterlab": 4, "anywidget": 0}.items():
+        version = _version(name)
+        if version is None:
+            checks.append(
+                Check(name, "warn", "not installed: no panel", f"Run `{installation.pip('install', name)}`.")
+            )
+        elif int(version.split(".")[0]) < first:
+            fix = f"Run `{installation.pip('install', f'{name}>={first}')}`."
+            checks.append(Check(name, "warn", f"{version} is too old for the panel", fix))
+        else:
+            checks.append(Check(name, "ok", version))
+    return checks
+
+
+def _transformers() -> Check:
+    version = _version("transformers")
+    return Check(
+        "transformers", "ok", version or "not installed; only `ortlab demo` and the tutorials need it"
+    )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _machine() -> Check:
+    memory = psutil.virtual_memory()
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    found = f"{usable} cores; {memory.available // _MIB} of {memory.total // _MIB} MiB of memory are free"
+    return Check("Machine", "ok", found)
+
+
+def _variables(environ: Mapping[str, str]) -> Check:
+    name = "Variables"
+    try:
+        _, notes = Options.from_environment(environ)
+    except OptionError as error:
+        return Check(name, "fail", " ".join(filter(None, (error.what, error.why))), error.fix)
+    odd = [note for note in notes if " sets " not in note]
+    if odd:
+        return Check(name, "warn", " ".join(notes), "Unset those that are old or unknown.")
+    return Check(name, "ok", " ".join(notes) or "no ORTMODULE_* variable changes an option")

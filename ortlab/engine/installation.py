@@ -1,0 +1,270 @@
+"""Which packages are installed, whether they can train together, and which command mends it if they cannot.
+
+Nothing here imports torch or onnxruntime, except :func:`have`: a broken installation must be explained before
+it is touched, because the imports fail with messages that name neither the cause nor the cure.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import platform
+import re
+import shlex
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from ortlab.errors import InstallError
+from ortlab.switches import Need
+
+ORT_VERSION: Final = "1.19.2"
+CPU: Final = "onnxruntime-training-cpu"
+CUDA: Final = "onnxruntime-training"
+
+Version: TypeAlias = tuple[int, ...]
+
+# (first, first that is too new); the same as in pyproject.toml, which pip may have been told to ignore.
+PYTHONS: Final = ((3, 10), (3, 13))
+PACKAGES: Final[dict[str, tuple[Version, Version | None]]] = {
+    "torch": ((2, 4), (2, 16)),
+    "onnx": ((1, 16), None),
+    "numpy": ((1, 26), None),
+}
+# The CUDA wheels of 1.19.2 end here; those for the CPU go on to 3.12.
+_LAST_CUDA_PYTHON: Final = (3, 11)
+# Named like ONNX Runtime, but packages of their own that live beside it.
+_NEIGHBOURS: Final = frozenset({"onnxruntime-extensions", "onnxruntime-tools", "onnxruntime-genai"})
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """One installed distribution that provides the package `onnxruntime`.
+
+    Attributes
+    ----------
+    name
+        Normalised, as pip shows it: "onnxruntime-training-cpu".
+    version
+        As its metadata says, "1.19.2".
+    location
+        Folder that it is installed in.
+    """
+
+    name: str
+    version: str
+    location: Path
+
+    @property
+    def is_training(self) -> bool:
+        """Whether it is the release that ortlab works with; local parts ("+cu118") do not count."""
+        return self.name in {CPU, CUDA} and self.version.split("+")[0] == ORT_VERSION
+
+
+def distributions() -> tuple[Distribution, ...]:
+    """Every installed distribution that provides the package `onnxruntime`.
+
+    Returns
+    -------
+    tuple of Distribution
+        By name. More than one have overwritten each other's files.
+    """
+    found: dict[str, Distribution] = {}
+    for each in metadata.distributions():
+        name = _normalised(each.metadata["Name"] or "")
+        # A distribution that is on the path twice counts as the first of the two, as for the import.
+        if name not in found and _provides_onnxruntime(name, each):
+            found[name] = Distribution(name, each.version, Path(str(each.locate_file(""))))
+    return tuple(sorted(found.values(), key=lambda one: one.name))
+
+
+def _normalised(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _provides_onnxruntime(name: str, distribution: metadata.Distribution) -> bool:
+    if not name.startswith(("onnxruntime", "ort-nightly")) or name in _NEIGHBOURS:
+        return False
+    top_level = distribution.read_text("top_level.txt")
+    return top_level is None or "onnxruntime" in top_level.split()
+
+
+def check() -> None:
+    """Make sure that the installed packages can train with ONNX Runtime.
+
+    Raises
+    ------
+    InstallError
+        They cannot; the error holds the command that mends it.
+    """
+    check_python()
+    check_packages()
+    check_onnxruntime()
+
+
+def check_python() -> Version:
+    """Check the version of Python, and return it.
+
+    Raises
+    ------
+    InstallError
+        There is no onnxruntime-training 1.19.2 for this Python.
+    """
+    first, too_new = PYTHONS
+    present = sys.version_info[:2]
+    if not first <= present < too_new:
+        raise InstallError(
+            f"Python {_dotted(present)} cannot be used.",
+            why=f"ortlab and {CPU} {ORT_VERSION} work with Python {_dotted(first)} up to, but not including, "
+            f"{_dotted(too_new)}.",
+            fix="Make an environment with Python 3.11, for example `conda create -n ortlab python=3.11`.",
+        )
+    return sys.version_info[:3]
+
+
+def check_packages() -> dict[str, str]:
+    """Check the packages that ONNX Runtime trains with, and return their versions by name.
+
+    Raises
+    ------
+    InstallError
+        One is missing, too old or too new.
+    """
+    versions: dict[str, str] = {}
+    for name, (first, too_new) in PACKAGES.items():
+        wanted = f"{name}>={_dotted(first)}" + (f",<{_dotted(too_new)}" if too_new else "")
+        fix = f"Run `{pip('install', wanted)}` and restart the kernel."
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            raise InstallError(f"{name} is not installed.", fix=fix) from None
+        present = tuple(map(int, re.findall(r"\d+", versions[name])[:2]))
+        if present < first or (too_new and present >= too_new):
+            raise InstallError(
+                f"{name} {versions[name]} cannot be used.", why=f"ortlab works with {wanted}.", fix=fix
+            )
+    return versions
+
+
+def check_onnxruntime() -> Distribution:
+    """Check that exactly one training release of ONNX Runtime is installed, whole, and return it.
+
+    Raises
+    ------
+    InstallError
+        None is, another release or kind is, several are, or files have been overwritten or removed.
+    """
+    found = distributions()
+    if not found:
+        raise InstallError(
+            "ONNX Runtime Training is not installed.", fix=f"Run `{pip('install', _wanted(found))}`."
+        )
+    names = " and ".join(f"{one.name} {one.version}" for one in found)
+    mend = (
+        f"Run `{pip('uninstall', '-y', *(one.name for one in found))} && "
+        f"{pip('install', _wanted(found))}`, then restart the kernel."
+    )
+    if len(found) > 1:
+        raise InstallError(
+            f"{names} are installed together.",
+            why="Each installs the package `onnxruntime` over the other's files.",
+            fix=mend,
+        )
+    [one] = found
+    if not one.is_training:
+        raise InstallError(
+            f"{names} is installed, which cannot train with ORTModule as ortlab needs it.",
+            why=f"Training ended with release {ORT_VERSION} of {CPU} and {CUDA}.",
+            fix=mend,
+        )
+    damage = _damage(one)
+    if damage:
+        raise InstallError(f"The files of {names} are damaged.", why=damage, fix=mend)
+    missing = [name for name in _requirements(one.name) if not _is_installed(name)]
+    if missing:
+        raise InstallError(
+            f"{names} lacks packages that it needs: {', '.join(missing)}.",
+            fix=f"Run `{pip('install', *missing)}` and restart the kernel.",
+        )
+    return one
+
+
+def _damage(one: Distribution) -> str:
+    """Say what another ONNX Runtime, perhaps removed since, has done to the files; "" if nothing."""
+    spec = importlib.util.find_spec("onnxruntime")
+    if spec is None or spec.origin is None:
+        return "Its metadata is there, but not the package `onnxruntime`."
+    package = Path(spec.origin).parent
+    if not (package / "training" / "ortmodule" / "__init__.py").is_file():
+        return f"{package} has no folder training/ortmodule."
+    about = package / "capi" / "build_and_package_info.py"
+    built = (
+        re.search(r"package_name = '([^']+)'", about.read_text(encoding="utf-8")) if about.is_file() else None
+    )
+    if built and _normalised(built[1]) != one.name:
+        return f"{package} holds the files of {built[1]}."
+    return ""
+
+
+def _requirements(name: str) -> list[str]:
+    lines = [line for line in metadata.requires(name) or () if "extra ==" not in line]
+    return [re.split(r"[^A-Za-z0-9._-]", line, maxsplit=1)[0] for line in lines]
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _wanted(found: tuple[Distribution, ...]) -> str:
+    """Choose the release for CUDA if one for a GPU was there and this Python has it, or else the CPU's."""
+    here = (platform.system(), platform.machine())
+    possible = here == ("Linux", "x86_64") and sys.version_info[:2] <= _LAST_CUDA_PYTHON
+    gpu = any(one.name in {CUDA, "onnxruntime-gpu", "ort-nightly-gpu"} for one in found)
+    return f"{CUDA if gpu and possible else CPU}=={ORT_VERSION}"
+
+
+def pip(*arguments: str) -> str:
+    """Command line of the pip that belongs to this very Python; a bare `pip` may be another one's."""
+    return shlex.join([sys.executable, "-m", "pip", *arguments])
+
+
+def _dotted(version: Version) -> str:
+    return ".".join(map(str, version))
+
+
+@functools.cache
+def have() -> frozenset[Need]:
+    """Find out what switches can rely on here. The first call imports torch and onnxruntime.
+
+    Returns
+    -------
+    frozenset of Need
+        What is present. A package that cannot be imported is not.
+    """
+    present = {
+        need
+        for need, module in {Need.TRITON: "triton", Need.DEEPSPEED: "deepspeed"}.items()
+        if importlib.util.find_spec(module)
+    }
+    try:
+        import onnxruntime
+        import torch
+        from onnxruntime.capi import _pybind_state
+    except ImportError:
+        return frozenset(present)
+    if torch.cuda.is_available() and "CUDAExecutionProvider" in onnxruntime.get_available_providers():
+        present.add(Need.CUDA)
+        if torch.cuda.get_device_capability() >= (8, 0):
+            present.add(Need.AMPERE)
+    if getattr(_pybind_state, "is_triton_enabled", bool)():
+        present.add(Need.TRITON_BUILD)
+    extensions = Path(onnxruntime.__file__).parent / "training" / "ortmodule" / "torch_cpp_extensions"
+    if any(extensions.glob("torch_gpu_allocator*.so")):
+        present.add(Need.GPU_ALLOCATOR)
+    return frozenset(present)

@@ -1,0 +1,176 @@
+"""Train a few units with ORT and with PyTorch, and compare: `python -m ortlab.engine.selftest`.
+
+The doctor runs it in a process of its own, because a broken installation may end the process. Each stage
+writes one line of JSON as soon as it is done, so that what came before a crash is known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+if TYPE_CHECKING:
+    import torch
+
+Findings: TypeAlias = dict[str, Any]
+
+
+def load() -> Findings:
+    """Import ORTModule beside the installed torch.
+
+    Returns
+    -------
+    dict
+        "torch" and "onnxruntime": the versions imported; "aten", "functions", "cache": see
+        `ortlab.engine.extensions.ExtensionStatus`.
+    """
+    from ortlab import engine
+    from ortlab.engine import extensions
+
+    engine.load()
+    import onnxruntime
+    import torch
+
+    status = dataclasses.asdict(extensions.status())
+    versions = {"torch": torch.__version__, "onnxruntime": onnxruntime.__version__}
+    return versions | status | {"cache": str(status["cache"])}
+
+
+def devices() -> Findings:
+    """Look for GPUs.
+
+    Returns
+    -------
+    dict
+        "gpus": names of those that torch sees; "torch_cuda": CUDA version that torch was built for, or None;
+        "providers": execution providers that ORT has.
+    """
+    import onnxruntime
+    import torch
+
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "gpus": gpus,
+        "torch_cuda": torch.version.cuda,
+        "providers": onnxruntime.get_available_providers(),
+    }
+
+
+def train() -> Findings:
+    """Take one step of an embedding, which ORT calls PyTorch back for, and a 4-unit linear layer.
+
+    Returns
+    -------
+    dict
+        See :func:`_compare`.
+    """
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4))
+    return _compare(model, torch.arange(6).reshape(2, 3))
+
+
+def functions() -> Findings:
+    """Take one step of a 4-unit linear layer and an autograd Function, which ORT calls back as Python code.
+
+    Returns
+    -------
+    dict
+        See :func:`_compare`.
+    """
+    import torch
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(value)
+            return value * value
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+            (value,) = ctx.saved_tensors
+            return 2 * value * gradient
+
+    class Squared(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 4)
+
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = Square.apply(self.linear(value))
+            return result
+
+    return _compare(Squared(), torch.linspace(-1, 1, 8).reshape(2, 4))
+
+
+def _compare(model: torch.nn.Module, value: torch.Tensor) -> Findings:
+    """Take a step with PyTorch and one with ORT.
+
+    Returns
+    -------
+    dict
+        "difference": largest difference of the loss and the gradients, relative to the largest value of each;
+        "nodes": types of the nodes that call PyTorch back.
+
+    Raises
+    ------
+    RuntimeError
+        It was not ORT that took the step.
+    """
+    from ortlab import engine
+
+    wrapped = engine.load().ORTModule(model)
+    pairs = zip(_step(model, value), _step(wrapped, value), strict=True)
+    difference = max(
+        ((by_ort - by_torch).abs().max() / by_torch.abs().max()).item() for by_torch, by_ort in pairs
+    )
+    manager = wrapped._torch_module._execution_manager(True)  # noqa: FBT003 - ORT's own signature
+    if manager._execution_agent is None:
+        raise RuntimeError("ORT has no session, so PyTorch took the step")
+    types = {node.op_type for node in manager._onnx_models.optimized_model.graph.node}
+    return {"difference": difference, "nodes": sorted(types & {"ATen", "PythonOp"})}
+
+
+def _step(model: torch.nn.Module, value: torch.Tensor) -> list[torch.Tensor]:
+    """Loss and the gradient of each parameter; the gradients are cleared."""
+    loss = model(value).square().mean()
+    loss.backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    return [loss.detach(), *gradients]
+
+
+STAGES: Final[dict[str, Callable[[], Findings]]] = {
+    "load": load,
+    "devices": devices,
+    "train": train,
+    "functions": functions,
+}
+
+
+def main() -> int:
+    """Run the stages one after the other.
+
+    Returns
+    -------
+    int
+        0, or 1 if a stage failed; its line has "error" and "fix". Without ORTModule there are no more stages.
+    """
+    failed = False
+    for stage, run in STAGES.items():
+        try:
+            findings = run()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the doctor shows it
+            findings = {"error": f"{type(error).__name__}: {error}", "fix": getattr(error, "fix", "")}
+            failed = True
+        print(json.dumps({"stage": stage} | findings), flush=True)  # noqa: T201 - read by the doctor
+        if failed and stage == "load":
+            break
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
