@@ -1,0 +1,274 @@
+"""The command line: `ortlab demo`, `ortlab lab`, `ortlab doctor`, `ortlab build`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ortlab
+from ortlab.errors import OrtlabError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.resources.abc import Traversable
+
+QUICKSTART = "01_quickstart.ipynb"
+
+FAILED = 1
+"""Exit code when ortlab could not do what it was asked, or the doctor found a fault."""
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells report it."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Parameters
+    ----------
+    argv
+        Arguments without the program's name; those of the process if None.
+
+    Returns
+    -------
+    int
+        Exit code: 0 done, 1 not possible (the reason is on standard error), 130 interrupted.
+
+    Raises
+    ------
+    SystemExit
+        With code 2 if the arguments are wrong, with 0 for ``--help`` and ``--version``.
+    """
+    parser = _parser()
+    args, others = parser.parse_known_args(argv)
+    if others and args.command != "lab":
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    args.others = others
+    try:
+        code: int = args.action(args)
+    except OrtlabError as error:
+        print(f"ortlab {args.command}: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print(f"\nortlab {args.command}: interrupted.", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader, `head` for instance, has had enough. Python would complain again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ortlab",
+        description="ONNX Runtime Training in a notebook: which switches exist, and what they do.",
+    )
+    parser.add_argument("--version", action="version", version=f"ortlab {ortlab.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    demo = commands.add_parser(
+        "demo",
+        help="train a small BERT on real English text with ORT, with PyTorch, and with a recompute plan",
+        description="Train a small BERT on the English text that ships with Python: on ONNX Runtime, on"
+        " PyTorch, and on ONNX Runtime with a recompute plan, from the same start, and compare.",
+    )
+    demo.add_argument(
+        "--steps", type=_positive, default=20, help="training steps of each run (default: %(default)s)"
+    )
+    demo.add_argument("--layers", type=_positive, default=4, help="transformer layers (default: %(default)s)")
+    demo.add_argument(
+        "--hidden", type=_hidden, default=256, help="hidden size, a multiple of 64 (default: %(default)s)"
+    )
+    demo.add_argument(
+        "--batch", type=_positive, default=8, help="sequences in a batch (default: %(default)s)"
+    )
+    demo.add_argument(
+        "--length", type=_length, default=128, help="tokens in a sequence, 8 to 512 (default: %(default)s)"
+    )
+    demo.add_argument(
+        "--seed",
+        type=_seed,
+        default=2024,
+        help="seed of weights and batches, 2 or more (default: %(default)s)",
+    )
+    demo.add_argument("--save", type=Path, metavar="FILE", help="write the runs to this JSON file")
+    demo.set_defaults(action=_demo)
+
+    lab = commands.add_parser(
+        "lab",
+        help="open JupyterLab on the quickstart",
+        description="Put the quickstart notebook into the folder, unless it is there already, and open"
+        " JupyterLab on it. Every other argument goes to JupyterLab: ortlab lab --no-browser --port 8889.",
+    )
+    lab.add_argument(
+        "--folder", type=Path, default=Path(), help="where the notebook goes (default: this folder)"
+    )
+    lab.set_defaults(action=_lab)
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what is installed, what fits, and which command mends what does not",
+        description="Say what is installed, what fits, and which command mends what does not."
+        " The exit code is 0 if models can be trained, 1 if not.",
+    )
+    doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
+    doctor.set_defaults(action=_doctor)
+
+    build = commands.add_parser(
+        "build",
+        help="compile what runs autograd Functions where it is needed (not on x86-64 Linux)",
+        description="Compile, into the user's cache, the small C++ library that lets ONNX Runtime run"
+        " a model's own autograd Functions. x86-64 Linux and macOS do without; elsewhere the first model"
+        " that needs it compiles it. A C++ compiler is needed, torch's headers are not.",
+    )
+    build.set_defaults(action=_build)
+    return parser
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from ortlab import demo
+
+    setting = demo.Setting(args.steps, args.layers, args.hidden, args.batch, args.length, args.seed)
+    runs = demo.main(setting)
+    if args.save is not None:
+        try:
+            runs.save(args.save)
+        except OSError as error:
+            raise OrtlabError(
+                f"The runs could not be written to {args.save}.", why=str(error), fix="Give another --save."
+            ) from error
+        print(f"\nThe runs are in {args.save}; ortlab.Ledger.load reads them.")
+    return 0
+
+
+def _lab(args: argparse.Namespace) -> int:
+    notebook = place_quickstart(args.folder)
+    from jupyterlab.labapp import LabApp
+
+    LabApp.launch_instance(argv=[str(notebook), *args.others])
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from ortlab import doctor
+
+    report = doctor.examine()
+    if args.json:
+        print(json.dumps(report.to_dict(), indent=2))
+    else:
+        from ortlab.render import text
+
+        print(text.render(report))
+    return 0 if report.ok else FAILED
+
+
+def _build(_: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from ortlab.engine import extensions
+
+    with tqdm(total=100, unit="%", bar_format="{desc:<24}{bar}{percentage:4.0f} %", leave=False) as bar:
+
+        def progress(stage: str, done: float) -> None:
+            bar.set_description_str(stage, refresh=False)
+            bar.update(round(100 * done) - bar.n)
+
+        library = extensions.build(progress)
+    print(f"Compiled: {library}")
+    return 0
+
+
+def place_quickstart(folder: Path) -> Path:
+    """Copy the quickstart notebook into a folder, unless one of that name is there; never overwrite it.
+
+    Parameters
+    ----------
+    folder
+        Made if it does not exist.
+
+    Returns
+    -------
+    Path
+        The notebook in that folder.
+
+    Raises
+    ------
+    OrtlabError
+        If the folder cannot be written, or the installation lacks the notebook.
+    """
+    target = folder / QUICKSTART
+    try:
+        content = _shipped_quickstart().read_bytes()
+    except OSError as error:
+        raise OrtlabError(
+            "The quickstart notebook is missing from this installation of ortlab.",
+            why=str(error),
+            fix="Install ortlab again.",
+        ) from error
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with target.open("xb") as file:
+            file.write(content)
+    except FileExistsError:
+        if not target.is_file():
+            raise OrtlabError(
+                f"{target} cannot be the quickstart notebook.",
+                why="Something other than a file has this name.",
+                fix="Choose another folder: ortlab lab --folder DIRECTORY",
+            ) from None
+    except OSError as error:
+        raise OrtlabError(
+            f"The quickstart notebook cannot be written to {folder.resolve()}.",
+            why=str(error),
+            fix="Choose a folder of yours: ortlab lab --folder DIRECTORY",
+        ) from error
+    return target
+
+
+def _shipped_quickstart() -> Traversable:
+    """Find the notebook: in the wheel, inside the package; in a checkout, beside it."""
+    package = resources.files("ortlab")
+    shipped = package / "notebooks" / QUICKSTART
+    return shipped if shipped.is_file() else Path(str(package)).parent / "notebooks" / QUICKSTART
+
+
+def _positive(text: str) -> int:
+    return _between(text, 1, 1_000_000)
+
+
+def _length(text: str) -> int:
+    return _between(text, 8, 512)
+
+
+def _seed(text: str) -> int:
+    # Seeds 0 and 1 start the same stream of dropout masks in ONNX Runtime on the CPU (row T13).
+    return _between(text, 2, 2**31 - 1)
+
+
+def _hidden(text: str) -> int:
+    value = _between(text, 64, 4096)
+    if value % 64:
+        message = f"{value} is not a multiple of 64, the size of an attention head"
+        raise argparse.ArgumentTypeError(message)
+    return value
+
+
+def _between(text: str, low: int, high: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = low - 1
+    if not low <= value <= high:
+        message = f"{text!r} is not a whole number from {low} to {high}"
+        raise argparse.ArgumentTypeError(message)
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())
