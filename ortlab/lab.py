@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -18,6 +19,7 @@ from ortlab.errors import OptionError, StepError, WrapError
 from ortlab.graphs.stages import STAGES, Graph
 from ortlab.measure import MemoryProbe, Stopwatch, memory_probe, synchronizer
 from ortlab.memory.plan import MemoryPlan, read_plan
+from ortlab.messages import Message
 from ortlab.options import Effect, Options, check_needs, switches
 from ortlab.recording import Recording
 from ortlab.runs import Initialization, Ledger, Run
@@ -34,6 +36,8 @@ ENGINES: Final = ("ort", "eager", "compile")
 
 Observer = Callable[[str], None]
 """Called with "options", "status", "runs" or "progress:<text>:<fraction>" after each change."""
+
+_latest: weakref.ref[Lab] | None = None
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,8 @@ class Lab:
         self._compile = CompileEngine(forward, self._built)
         self._engine: OrtEngine | EagerEngine | CompileEngine = self._choose(engine)
         self._executed_by = ""
+        global _latest  # noqa: PLW0603 - a notebook's magics act on the lab that was wrapped last
+        _latest = weakref.ref(self)
 
     # ---- switches ---------------------------------------------------------------------------------------------
 
@@ -320,6 +326,11 @@ class Lab:
         return Graph(stage, mode, execution.serialized_graph(stage))
 
     @property
+    def messages(self) -> tuple[Message, ...]:
+        """What torch's exporter, ORTModule and ONNX Runtime said during the present builds."""
+        return self._ort.messages
+
+    @property
     def status(self) -> Status:
         """What the lab is doing now."""
         pending = self._engine.pending_stage()
@@ -500,6 +511,11 @@ def wrap(
         If the installed packages cannot train with ONNX Runtime.
     """
     return Lab(module, options=options, engine=engine, name=name, **changes)
+
+
+def latest() -> Lab | None:
+    """Return the lab that was wrapped last, or None if there is none (any more)."""
+    return None if _latest is None else _latest()
 
 
 def _check_engine(engine: str) -> None:
