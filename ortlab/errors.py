@@ -63,3 +63,7 @@ class ExecutionError(OrtlabError):
 
 class LedgerError(OrtlabError):
     """A run was asked for that the ledger does not hold, or a ledger file cannot be read."""
+
+
+class ArgumentError(OrtlabError):
+    """What stands behind a magic cannot be read; IPython shows it as a UsageError."""
