@@ -103,10 +103,20 @@ def compare(runs: Sequence[Run], baseline: Run | None = None) -> Comparison:
 def _contrast(base: Run, run: Run) -> Contrast:
     low, high = _interval([s.total_ms for s in run.warm_steps], [s.total_ms for s in base.warm_steps])
     memory = None
-    if run.memory and base.memory and (run.memory.kind, run.memory.scope) == (base.memory.kind, base.memory.scope):
+    if (
+        run.memory
+        and base.memory
+        and (run.memory.kind, run.memory.scope) == (base.memory.kind, base.memory.scope)
+    ):
         memory = run.memory.peak_bytes / base.memory.peak_bytes
     return Contrast(
-        run, run.step_ms / base.step_ms, low, high, memory, _loss_difference(base, run), tuple(_remarks(base, run))
+        run,
+        run.step_ms / base.step_ms,
+        low,
+        high,
+        memory,
+        _loss_difference(base, run),
+        tuple(_remarks(base, run)),
     )
 
 
@@ -120,8 +130,14 @@ def _interval(values: Sequence[float], base: Sequence[float]) -> tuple[float, fl
         return np.asarray(np.median(a, axis=axis) / np.median(b, axis=axis))
 
     result = bootstrap(
-        (np.asarray(values), np.asarray(base)), ratio, n_resamples=RESAMPLES, confidence_level=CONFIDENCE,
-        method="percentile", vectorized=True, paired=False, rng=np.random.default_rng(0),
+        (np.asarray(values), np.asarray(base)),
+        ratio,
+        n_resamples=RESAMPLES,
+        confidence_level=CONFIDENCE,
+        method="percentile",
+        vectorized=True,
+        paired=False,
+        rng=np.random.default_rng(0),
     )
     return float(result.confidence_interval.low), float(result.confidence_interval.high)
 
@@ -134,10 +150,11 @@ def _loss_difference(base: Run, run: Run) -> float | None:
 
 
 def _remarks(base: Run, run: Run) -> list[str]:
-    remarks = []
-    for one in (base, run):
-        if one.executed_by == EXECUTED_BY_FALLBACK:
-            remarks.append(f"run {one.number} was executed by PyTorch, not ORT: {one.fallback_reason}")
+    remarks = [
+        f"run {one.number} was executed by PyTorch, not ORT: {one.fallback_reason}"
+        for one in (base, run)
+        if one.executed_by == EXECUTED_BY_FALLBACK
+    ]
     if run.start_digest != base.start_digest:
         remarks.append("other start: weights, optimizer or random state differ")
     if run.data_digest != base.data_digest:

@@ -19,7 +19,6 @@ from ortlab.errors import OptionError, StepError, WrapError
 from ortlab.graphs.stages import STAGES, Graph
 from ortlab.measure import MemoryProbe, Stopwatch, memory_probe, synchronizer
 from ortlab.memory.plan import MemoryPlan, read_plan
-from ortlab.messages import Message
 from ortlab.options import Effect, Options, check_needs, switches
 from ortlab.recording import Recording
 from ortlab.runs import Initialization, Ledger, Run
@@ -28,6 +27,7 @@ from ortlab.status import Status
 from ortlab.wrapping import Takeover, check_wrappable
 
 if TYPE_CHECKING:
+    from ortlab.messages import Message
     from ortlab.options import Need
     from ortlab.widgets.panel import Panel
 
@@ -391,7 +391,13 @@ class Lab:
         probe: MemoryProbe = memory_probe(device)
         stopwatch = Stopwatch(synchronize=synchronizer(device), on_optimizer=experiment.start.include)
         self._recording = Recording(
-            self.module, self._engine, stopwatch, probe, experiment.start, self._report_progress, show=progress
+            self.module,
+            self._engine,
+            stopwatch,
+            probe,
+            experiment.start,
+            self._report_progress,
+            show=progress,
         )
         try:
             steps = self._recording.run(experiment.step, experiment.count)
@@ -446,7 +452,12 @@ class Lab:
         return {stage: self.graph(stage).digest for stage in ("processed", "gradient")}
 
     def _choose(self, engine: str) -> OrtEngine | EagerEngine | CompileEngine:
-        return {"ort": self._ort, "eager": self._eager, "compile": self._compile}[engine]
+        engines: dict[str, OrtEngine | EagerEngine | CompileEngine] = {
+            "ort": self._ort,
+            "eager": self._eager,
+            "compile": self._compile,
+        }
+        return engines[engine]
 
     def _last_experiment(self) -> _Experiment:
         if self._experiment is None:
@@ -460,7 +471,8 @@ class Lab:
     def _check_usable(self, what: str) -> None:
         if not self._wrapped:
             raise WrapError(
-                f"This lab cannot {what}: its model is unwrapped.", fix="Wrap it again: lab = ortlab.wrap(model)."
+                f"This lab cannot {what}: its model is unwrapped.",
+                fix="Wrap it again: lab = ortlab.wrap(model).",
             )
         if self._recording is not None:
             raise StepError(
@@ -555,4 +567,3 @@ def _versions() -> dict[str, str]:
     from ortlab.engine.execution import versions
 
     return versions()
-

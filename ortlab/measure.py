@@ -52,7 +52,9 @@ class Stopwatch:
 
     def start_step(self) -> None:
         """Set all times to zero and start the step."""
-        self.forward_ms = self.backward_ms = self.optimizer_ms = self.excluded_ms = self.initialization_ms = 0.0
+        self.forward_ms = self.backward_ms = self.optimizer_ms = self.excluded_ms = self.initialization_ms = (
+            0.0
+        )
         self.forward_calls = self.backward_calls = 0
         self.backward_root: torch.Tensor | None = None
         self._started = self.now_ms()

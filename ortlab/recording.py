@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from ortlab.errors import StepError
-from ortlab.measure import MemoryProbe, Stopwatch
 from ortlab.runs import EXECUTED_BY_FALLBACK, Initialization, Step
 from ortlab.snapshot import DataDigest, Snapshot
+
+if TYPE_CHECKING:
+    from ortlab.measure import MemoryProbe, Stopwatch
 
 
 class Engine(Protocol):
@@ -67,7 +69,7 @@ class Recording:
         self.data = DataDigest()
         self.initialization: Initialization | None = None
         self.fallback_reason = ""
-        self.started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        self.started_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._module = module
         self._engine = engine
         self._stopwatch = stopwatch
@@ -93,8 +95,9 @@ class Recording:
             seed(self._seed)
         self._probe.start()
         steps: list[Step] = []
-        # tqdm draws on terminals only if disable is None; a notebook shows the panel's bar instead.
-        with self._stopwatch.watching(), tqdm(total=count, unit="step", leave=False, disable=None if self._show else True) as bar:
+        # With disable=None tqdm draws on terminals only; a notebook shows the panel's bar instead.
+        bar = tqdm(total=count, unit="step", leave=False, disable=None if self._show else True)
+        with self._stopwatch.watching(), bar:
             for number in range(1, count + 1):
                 steps.append(self._step(fn))
                 bar.update()

@@ -247,8 +247,10 @@ class Ledger(Sequence[Run]):
 
     def __repr__(self) -> str:
         """Show one line per run."""
-        return "\n".join(["Ledger of " + (f"{len(self)} runs" if len(self) != 1 else "1 run")]
-                         + [f"  {run.title}: {len(run.steps)} steps" for run in self])
+        return "\n".join(
+            ["Ledger of " + (f"{len(self)} runs" if len(self) != 1 else "1 run")]
+            + [f"  {run.title}: {len(run.steps)} steps" for run in self]
+        )
 
     @property
     def next_number(self) -> int:

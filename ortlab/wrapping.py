@@ -65,7 +65,7 @@ class Takeover:
 
     def __call__(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a forward: the lab's, or the module's own where the lab itself is tracing or falling back."""
-        if self._module() is not module:
+        if not self.holds(module):
             return self._original_class.forward(module, *args, **kwargs)
         if self._inside:
             return self.original_forward(*args, **kwargs)
@@ -74,6 +74,10 @@ class Takeover:
             return self._dispatch(args, kwargs)
         finally:
             self._inside = False
+
+    def holds(self, module: object) -> bool:
+        """Tell whether this is the module that was taken over, and not a copy of it."""
+        return self._module() is module
 
     def release(self) -> None:
         """Give the module its own class and forward back; does nothing the second time."""
@@ -88,7 +92,7 @@ class Takeover:
 def is_wrapped(module: object) -> bool:
     """Tell whether a lab holds this module's forward."""
     takeover = getattr(module, "__dict__", {}).get(_KEY)
-    return isinstance(takeover, Takeover) and takeover._module() is module
+    return isinstance(takeover, Takeover) and takeover.holds(module)
 
 
 def check_wrappable(module: object) -> None:
@@ -139,7 +143,7 @@ def _subclass(original: type) -> type:
         return takeover(self, args, kwargs)
 
     def reduce_ex(self: torch.nn.Module, protocol: Any) -> Any:
-        reduced = super(subclass, self).__reduce_ex__(protocol)
+        reduced = original.__reduce_ex__(self, protocol)  # type: ignore[operator] # object has it
         constructor, arguments, state, *rest = reduced
         plain = tuple(original if argument is subclass else argument for argument in arguments)
         if isinstance(state, dict):
@@ -153,7 +157,8 @@ def _subclass(original: type) -> type:
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
     }
-    subclass: type = types.new_class(original.__name__, (original,), exec_body=lambda names: names.update(members))
+    subclass: type = types.new_class(
+        original.__name__, (original,), exec_body=lambda names: names.update(members)
+    )
     _subclasses[original] = subclass
     return subclass
-

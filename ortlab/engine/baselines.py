@@ -41,7 +41,9 @@ class CompileEngine:
     executed_by = "compile"
     fallback_reason = ""
 
-    def __init__(self, original_forward: Callable[..., Any], on_built: Callable[[Initialization], None]) -> None:
+    def __init__(
+        self, original_forward: Callable[..., Any], on_built: Callable[[Initialization], None]
+    ) -> None:
         self._forward = torch.compile(original_forward)
         self._called = False
         self._on_built = on_built

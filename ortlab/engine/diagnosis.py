@@ -40,7 +40,9 @@ def explain_build_failure(
         return own
     message = _message(error)
     operator = re.search(r"operator '?([\w:]+)'?.{0,40}(?:not supported|unsupported)", message)
-    gradient = re.search(r"gradient (?:builder|definition)[^.\n]*?(?:for|op)[ :]+(\w+)", message, re.IGNORECASE)
+    gradient = re.search(
+        r"gradient (?:builder|definition)[^.\n]*?(?:for|op)[ :]+(\w+)", message, re.IGNORECASE
+    )
     if operator:
         what = f"ONNX has no form for the operator {operator.group(1)}, so the model cannot be exported."
     elif gradient:
@@ -67,7 +69,10 @@ def explain_execution_failure(error: Exception) -> BaseException:
 
 
 def _own_fault(
-    module: torch.nn.Module, original_forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    module: torch.nn.Module,
+    original_forward: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
 ) -> BuildError | None:
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     name = type(module).__name__

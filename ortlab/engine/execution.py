@@ -7,7 +7,7 @@ switch redoes only what it touches, and a failed or interrupted stage leaves the
 Importing this module loads ONNX Runtime.
 """
 
-# ruff: noqa: E402, I001 - onnxruntime.training can be imported only after load() has prepared torch for it
+# ruff: noqa: E402 - onnxruntime.training can be imported only after load() has prepared torch for it
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ortlab.engine import load
 from ortlab.engine.build_environment import build_environment
+from ortlab.engine.build_log import python_messages, runtime_messages
 from ortlab.engine.callback_error import take_error
 from ortlab.engine.diagnosis import explain_execution_failure
 from ortlab.engine.memory_report import PROBE_ANYWHERE, PROBE_WITHIN_LAYERS, MemoryReport, plans_of_level
 from ortlab.engine.schema import tensor_identities
-from ortlab.options import Options
 from ortlab.runs import Initialization
 
 ortmodule = load()
@@ -53,6 +53,10 @@ from onnxruntime.training.ortmodule._logger import (
 )
 from onnxruntime.training.ortmodule._training_manager import TrainingManager
 
+if TYPE_CHECKING:
+    from ortlab.messages import Message
+    from ortlab.options import Options
+
 Progress = Callable[[str, float], None]
 """Called with what is being done and the fraction done so far, 0 to 1."""
 
@@ -76,6 +80,7 @@ class Execution:
         self.module = module
         self.options = options
         self.training = training
+        self._said: dict[str, list[Message]] = {"export": [], "graph": [], "session": []}
         self._identities: tuple[int, ...] = ()
         self._reports: dict[str, MemoryReport] = {}
         with self._environment():
@@ -89,7 +94,7 @@ class Execution:
         autograd = custom_autograd_function_enabler.state
         training_flags = [(part, part.training) for part in self.module.modules()]
         try:
-            with self._environment(), _without_hooks(self.module):
+            with self._environment(), _without_hooks(self.module), python_messages(self._said["export"]):
                 enable_custom_autograd_support(self.options.custom_autograd)
                 manager._runtime_options.enable_custom_autograd_function = self.options.custom_autograd
                 _register_operators(self.options.opset)
@@ -104,7 +109,8 @@ class Execution:
     def build_graph(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Optimise the exported graph and build its gradient."""
         manager = self._manager
-        with self._environment():
+        said = self._said["graph"]
+        with self._environment(), python_messages(said), runtime_messages(said):
             manager._initialize_graph_builder(self._info)
             manager._detect_from_inputs(tuple(args), dict(kwargs))
             manager._build_graph(manager._get_graph_transformer_config())
@@ -113,9 +119,13 @@ class Execution:
     def create_session(self) -> None:
         """Create the ONNX Runtime session that executes the graph, with the memory plans applied."""
         manager = self._manager
-        manager.create_session(self._plans())
+        plans = self._plans()
+        with runtime_messages(self._said["session"]):
+            manager.create_session(plans)
         manager._gradient_accumulation_manager.initialize(
-            manager._runtime_options.enable_grad_acc_optimization, manager._flattened_module, manager._graph_info
+            manager._runtime_options.enable_grad_acc_optimization,
+            manager._flattened_module,
+            manager._graph_info,
         )
 
     def with_options(self, options: Options, *, keep_graph: bool) -> Execution:
@@ -127,7 +137,9 @@ class Execution:
         mine, its = self._manager, other._manager
         its._graph_transition_manager = mine._graph_transition_manager
         its._flattened_module = mine._flattened_module
+        other._said["export"] = self._said["export"]
         if keep_graph:
+            other._said["graph"] = self._said["graph"]
             for name in ("_graph_builder", "_graph_info", "_onnx_models", "_gradient_map"):
                 if hasattr(mine, name):
                     setattr(its, name, getattr(mine, name))
@@ -151,6 +163,11 @@ class Execution:
         self._manager._execution_agent = None
 
     # ---- reading ----------------------------------------------------------------------------------------------
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """What was said while it was built, each message once."""
+        return tuple(dict.fromkeys(message for said in self._said.values() for message in said))
 
     @property
     def device(self) -> str:
@@ -186,7 +203,8 @@ class Execution:
     def memory_report(self, probe: str = PROBE_ANYWHERE) -> MemoryReport:
         """Ask ORT what is kept for backward and which plans there are; asked once per gradient graph."""
         if probe not in self._reports:
-            insight, savings = self._manager.probe_memory(probe)
+            with runtime_messages(self._said["session"]):
+                insight, savings = self._manager.probe_memory(probe)
             self._reports[probe] = MemoryReport(insight, dict(savings), dict(self._manager.symbols))
         return self._reports[probe]
 
@@ -200,14 +218,18 @@ class Execution:
         """
         manager = self._manager
         if stage == "exported":
-            return bytes(manager._graph_transition_manager._exported_model_info.exported_model.SerializeToString())
+            return bytes(
+                manager._graph_transition_manager._exported_model_info.exported_model.SerializeToString()
+            )
         if stage == "processed":
             return bytes(self._info._post_export_processed_model.SerializeToString())
         if stage == "optimized":
             return bytes(manager._graph_builder.get_forward_model())
         if stage == "gradient":
             return bytes(manager._onnx_models.optimized_model.SerializeToString())
-        return bytes(manager.execution_graph(self._plans()))
+        plans = self._plans()
+        with runtime_messages([]):  # the session has said it all when it was created first
+            return bytes(manager.execution_graph(plans))
 
     # ---- parts ------------------------------------------------------------------------------------------------
 
@@ -231,7 +253,11 @@ class Execution:
         # ORTModule asks for the gradients of all parameters at first, and would notice the frozen ones at the second
         # step (GraphTransitionManager._reprocess_check) if the default skip-check policy did not skip that.
         exported = transition._exported_model_info
-        wanted = {name for name, parameter in transition._flatten_module.named_parameters() if parameter.requires_grad}
+        wanted = {
+            name
+            for name, parameter in transition._flatten_module.named_parameters()
+            if parameter.requires_grad
+        }
         wanted |= set(exported.onnx_graph_input_names_require_grad_user_defined)
         names = [name for name in exported.onnx_graph_input_names_require_grad if name in wanted]
         if not self.training or names == exported.onnx_graph_input_names_require_grad:
@@ -266,6 +292,7 @@ class _SessionOptions:
 
     options: Options
     symbols: dict[str, int]
+    _execution_agent: Any
 
     def _get_session_config(self) -> Any:
         session_options, providers, provider_options = super()._get_session_config()  # type: ignore[misc]

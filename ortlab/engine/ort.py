@@ -19,6 +19,7 @@ from ortlab.runs import EXECUTED_BY_FALLBACK, EXECUTED_BY_ORT, Initialization
 
 if TYPE_CHECKING:
     from ortlab.engine.execution import Execution, Progress
+    from ortlab.messages import Message
 
 KEPT_EXPORTS: Final = 4
 """Exports and graphs kept for going back to earlier options or inputs; they hold no weights, less than 1 MB each."""
@@ -148,6 +149,11 @@ class OrtEngine:
             )
         return current.execution
 
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """What was said while the present executions were built."""
+        return tuple(message for built in self._current.values() for message in built.execution.messages)
+
     def close(self) -> None:
         """Free all sessions, graphs and exports."""
         for built in (*self._current.values(), *self._kept):
@@ -172,12 +178,16 @@ class OrtEngine:
             except OrtlabError:
                 raise
             except Exception as error:
-                raise explain_build_failure(error, self._module, self._original_forward, args, kwargs) from error
+                raise explain_build_failure(
+                    error, self._module, self._original_forward, args, kwargs
+                ) from error
         built = _Built(schema, self.options, deterministic, execution)
         self._keep(built, training)
         return execution
 
-    def _build(self, schema: Schema, training: bool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Execution:  # noqa: FBT001
+    def _build(
+        self, schema: Schema, training: bool, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Execution:  # noqa: FBT001
         from ortlab.engine.execution import Execution
 
         started = time.perf_counter()
@@ -243,4 +253,3 @@ class OrtEngine:
             # At this level ORTModule traces through torch.utils.checkpoint, and ORT recomputes instead of torch.
             schema += (("gradient checkpointing", "traced through"),)
         return schema
-

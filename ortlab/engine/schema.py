@@ -73,11 +73,11 @@ def tensor_identities(module: torch.nn.Module) -> tuple[int, ...]:
 def difference(before: Schema, after: Schema) -> str:
     """Say in one clause what changed between two schemas; empty if nothing did."""
     old, new = dict(before), dict(after)
-    for name in new:
+    for name, description in new.items():
         if name not in old:
             return f"`{name}` is new"
-        if old[name] != new[name]:
-            return f"`{name}` changed from {old[name]} to {new[name]}"
+        if old[name] != description:
+            return f"`{name}` changed from {old[name]} to {description}"
     gone = next((name for name in old if name not in new), None)
     return f"`{gone}` is gone" if gone is not None else ""
 
@@ -100,4 +100,3 @@ def _leaves(name: str, value: Any) -> Iterator[Entry]:
 def _describe(tensor: torch.Tensor) -> str:
     grad = ", requires grad" if tensor.requires_grad else ""
     return f"{str(tensor.dtype).removeprefix('torch.')}, {tensor.dim()} dims, {tensor.device}{grad}"
-

@@ -120,7 +120,9 @@ class Graph:
             target.write_bytes(self.serialized)
         except OSError as error:
             raise BuildError(
-                f"The graph cannot be written to {target}.", why=str(error), fix="Give a file in a folder that exists."
+                f"The graph cannot be written to {target}.",
+                why=str(error),
+                fix="Give a file in a folder that exists.",
             ) from error
         return target
 

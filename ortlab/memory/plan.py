@@ -127,13 +127,12 @@ def read_plan(
     for config, (raw, frequency) in savings.items():
         symbolic, value = evaluate(raw, symbols)
         strategy = max(int(part.split(":")[1]) for part in config.split(","))
-        applied = (0 < memory_level and strategy <= memory_level) or all(
+        applied = (memory_level > 0 and strategy <= memory_level) or all(
             _without_count(part) in wanted for part in config.split(",")
         )
         cluster = ",".join(part.split(":")[0] for part in config.split(","))
-        rows.append(
-            PlanRow(config, cluster, strategy, frequency, symbolic, value, applied, _sentence(cluster, strategy, frequency))
-        )
+        sentence = _sentence(cluster, strategy, frequency)
+        rows.append(PlanRow(config, cluster, strategy, frequency, symbolic, value, applied, sentence))
     rows.sort(key=lambda row: (-(row.saving_bytes or 0.0), row.config))
     return MemoryPlan(tuple(rows), dict(symbols), memory_level, report)
 
