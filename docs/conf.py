@@ -1,0 +1,60 @@
+"""Sphinx configuration; the options table and the quickstart page are made from the code at each build."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+GENERATED = HERE / "_generated"
+sys.path.insert(0, str(ROOT))
+
+import ortlab  # noqa: E402 - the checkout's, not an installed one
+from ortlab import options  # noqa: E402
+
+project = "ortlab"
+copyright = "the ortlab maintainers"  # noqa: A001 - Sphinx's own name for it
+author = "The ortlab maintainers"
+version = release = ortlab.__version__
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+exclude_patterns = ["_build", "jupyter_execute"]
+html_theme = "furo"  # follows the reader's light or dark setting
+html_title = f"ortlab {release}"
+html_static_path: list[str] = []
+html_theme_options = {"sidebar_hide_name": False, "navigation_with_keys": True}
+
+# The quickstart is shown with its stored outputs, which the test suite compares with a fresh execution.
+nb_execution_mode = "off"
+# Widgets in a stored notebook have their HTML form beside them; no script is fetched from elsewhere.
+nb_mime_priority_overrides = [("html", "text/html", 0), ("html", "application/vnd.jupyter.widget-view+json", None)]
+nb_render_text_lexer = "none"
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_default_options = {"members": True, "show-inheritance": True}
+napoleon_google_docstring = False
+napoleon_numpy_docstring = True
+napoleon_use_ivar = True  # attributes of a record are described in its docstring, and documented once
+# Docstrings use single backticks for names, as NumPy's do.
+default_role = "literal"
+
+
+def generate(_: Sphinx) -> None:
+    """Write the pages that are made from the code."""
+    GENERATED.mkdir(exist_ok=True)
+    (GENERATED / "options.md").write_text(options.markdown(), encoding="utf-8")
+    shutil.copy(ROOT / "notebooks" / "01_quickstart.ipynb", GENERATED / "quickstart.ipynb")
+
+
+def setup(app: Sphinx) -> None:
+    """Hook into the build."""
+    app.connect("builder-inited", generate)
