@@ -116,9 +116,9 @@ def check_python() -> Version:
     present = sys.version_info[:2]
     if not first <= present < too_new:
         raise InstallError(
-            f"Python {_dotted(present)} cannot be used.",
-            why=f"ortlab and {CPU} {ORT_VERSION} work with Python {_dotted(first)} up to, but not including, "
-            f"{_dotted(too_new)}.",
+            f"Python {dotted(present)} cannot be used.",
+            why=f"ortlab and {CPU} {ORT_VERSION} work with Python {dotted(first)} up to, but not including, "
+            f"{dotted(too_new)}.",
             fix="Make an environment with Python 3.11, for example `conda create -n ortlab python=3.11`.",
         )
     return sys.version_info[:3]
@@ -134,7 +134,7 @@ def check_packages() -> dict[str, str]:
     """
     versions: dict[str, str] = {}
     for name, (first, too_new) in PACKAGES.items():
-        wanted = f"{name}>={_dotted(first)}" + (f",<{_dotted(too_new)}" if too_new else "")
+        wanted = f"{name}>={dotted(first)}" + (f",<{dotted(too_new)}" if too_new else "")
         fix = f"Run `{pip('install', wanted)}` and restart the kernel."
         try:
             versions[name] = metadata.version(name)
@@ -234,7 +234,8 @@ def pip(*arguments: str) -> str:
     return shlex.join([sys.executable, "-m", "pip", *arguments])
 
 
-def _dotted(version: Version) -> str:
+def dotted(version: Version) -> str:
+    """Write a version as pip does: (2, 4) is "2.4"."""
     return ".".join(map(str, version))
 
 
