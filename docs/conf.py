@@ -24,7 +24,7 @@ author = "The ortlab maintainers"
 version = release = ortlab.__version__
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
-exclude_patterns = ["_build", "jupyter_execute"]
+exclude_patterns = ["_build", "jupyter_execute", "_generated/options.md"]  # the last is included
 html_theme = "furo"  # follows the reader's light or dark setting
 html_title = f"ortlab {release}"
 html_static_path: list[str] = []
