@@ -44,13 +44,17 @@ class CompileEngine:
     def __init__(
         self, original_forward: Callable[..., Any], on_built: Callable[[Initialization], None]
     ) -> None:
-        self._forward = torch.compile(original_forward)
+        self._original_forward = original_forward
+        self._forward: Callable[..., Any] | None = None
         self._called = False
         self._on_built = on_built
 
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the compiled forward, which is compiled at the first call."""
         start = time.perf_counter()
+        if self._forward is None:
+            # Here and not in __init__: torch.compile imports Inductor, which takes seconds, and few labs need it.
+            self._forward = torch.compile(self._original_forward)
         outputs = self._forward(*args, **kwargs)
         if not self._called:
             elapsed = (time.perf_counter() - start) * 1000
