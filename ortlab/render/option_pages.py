@@ -7,8 +7,8 @@ from ortlab.render.page import Cell, Column, Mark, Note, Page, Table, row
 from ortlab.switches import Effect, Group, Switch, Value
 
 EFFECT_WORDS = {
-    Effect.IMPORT: "re-export, with ORTModule loaded anew",
-    Effect.WRAP: "re-export, with the model wrapped anew",
+    Effect.IMPORT: "new kernel",
+    Effect.WRAP: "re-export",
     Effect.EXPORT: "re-export",
     Effect.GRAPH: "new graph",
     Effect.SESSION: "new session",
@@ -31,10 +31,18 @@ def options_page(options: Options) -> Page:
     return Page("Options", (Note(summary, Mark.PLAIN if changed else Mark.QUIET), *tables))
 
 
-def difference_page(before: Options, after: Options) -> Page:
-    """List the switches whose values differ between two records, and what going over costs."""
-    names = after.changed(before)
-    if not names:
+def difference_page(before: Options, after: Options, names: tuple[str, str] = ("before", "after")) -> Page:
+    """List the switches whose values differ between two records, and what going over costs.
+
+    Parameters
+    ----------
+    before, after
+        The records.
+    names
+        What the columns of their values are called.
+    """
+    changed = after.changed(before)
+    if not changed:
         return Page("Options", (Note("No switch differs.", Mark.QUIET),))
     rows = tuple(
         row(
@@ -43,11 +51,11 @@ def difference_page(before: Options, after: Options) -> Page:
             value_text(getattr(after, name)),
             EFFECT_WORDS[declaration(name).effect],
         )
-        for name in names
+        for name in changed
     )
     stage = after.stage_of_change(before)
     cost = "Nothing has to be rebuilt." if stage is None else f"Going over takes: {EFFECT_WORDS[stage]}."
-    table = Table("Switches that differ", (_NAME, Column("before"), Column("after"), _COST), rows)
+    table = Table("Switches that differ", (_NAME, Column(names[0]), Column(names[1]), _COST), rows)
     return Page("Options", (table, Note(cost)))
 
 

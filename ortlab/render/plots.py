@@ -83,8 +83,8 @@ def svg(figure: Figure, description: str) -> str:
     from matplotlib import rc_context
 
     buffer = io.StringIO()
-    # Text stays text, in the page's own font; a fixed salt makes the same figure the same file.
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "ortlab", "font.family": "sans-serif"}):
+    # Text stays text, in the page's own font.
+    with rc_context({"svg.fonttype": "none", "font.family": "sans-serif"}):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     document = buffer.getvalue()
     body = document[document.index("<svg") :].replace(INK, "currentColor")

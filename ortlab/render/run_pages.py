@@ -63,11 +63,11 @@ def run_page(run: Run) -> Page:
     return Page(f"Run {title(run)}", tuple(blocks))
 
 
-def ledger_page(ledger: Ledger) -> Page:
-    """List the runs, the latest `ROWS_SHOWN` of them."""
+def ledger_page(ledger: Ledger, rows_shown: int = ROWS_SHOWN) -> Page:
+    """List the latest runs."""
     if not len(ledger):
         return Page("Runs", (Note("No run yet. Run a step: %%ort_step, or lab.step(fn, n=20).", Mark.QUIET),))
-    shown = list(ledger)[-ROWS_SHOWN:]
+    shown = list(ledger)[-rows_shown:]
     hidden = len(ledger) - len(shown)
     columns = (_RUN, Column("steps", numeric=True), *_TIMES, _WAITED, _PEAK, _LOSS)
     rows = tuple(

@@ -13,7 +13,7 @@ _GAP = "  "
 _NOTE_WIDTH = 100
 """Columns of a terminal that a note may fill; tables take what they need."""
 
-_CELL_LIMIT = 72
+_CELL_LIMIT = 100
 """Characters of a cell that are shown; a longer one loses its middle."""
 
 

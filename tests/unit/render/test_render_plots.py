@@ -61,13 +61,12 @@ def test_only_the_latest_runs_are_drawn(new_run):
 
 def test_inline_svg_follows_the_theme_and_leaves_the_page_alone(runs):
     source = plots.svg(plots.overview(runs), 'Loss & time "<of> three runs')
-    root = ET.fromstring(source)  # well-formed  # noqa: S314 - our own text
+    root = ET.fromstring(source)  # noqa: S314 - our own text; it has to be well-formed
     assert root.attrib["aria-label"] == 'Loss & time "<of> three runs'
     assert root.attrib["role"] == "img"
     assert "currentColor" in source
     assert plots.INK not in source
     assert "<style" not in source
-    assert source == plots.svg(plots.overview(runs), 'Loss & time "<of> three runs')
 
 
 def test_drawing_leaves_matplotlib_as_it_was(runs):
