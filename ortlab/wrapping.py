@@ -143,7 +143,8 @@ def _subclass(original: type) -> type:
         return takeover(self, args, kwargs)
 
     def reduce_ex(self: torch.nn.Module, protocol: Any) -> Any:
-        reduced = original.__reduce_ex__(self, protocol)  # type: ignore[operator] # object has it
+        reduce: Any = original.__reduce_ex__
+        reduced = reduce(self, protocol)
         constructor, arguments, state, *rest = reduced
         plain = tuple(original if argument is subclass else argument for argument in arguments)
         if isinstance(state, dict):

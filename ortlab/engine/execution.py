@@ -92,7 +92,6 @@ class Execution:
         """Trace the module to ONNX and infer shapes."""
         manager = self._manager
         autograd = custom_autograd_function_enabler.state
-        training_flags = [(part, part.training) for part in self.module.modules()]
         try:
             with self._environment(), _without_hooks(self.module), python_messages(self._said["export"]):
                 enable_custom_autograd_support(self.options.custom_autograd)
@@ -103,8 +102,6 @@ class Execution:
                 self._leave_out_frozen_parameters(transition)
         finally:
             enable_custom_autograd_support(autograd)
-            for part, flag in training_flags:
-                part.training = flag
 
     def build_graph(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Optimise the exported graph and build its gradient."""
@@ -393,6 +390,23 @@ def _without_hooks(module: torch.nn.Module) -> Iterator[None]:
             setattr(module, name, before)
 
 
+class _FlattenedModule(_io._FlattenedModule):  # type: ignore[misc] # untyped base
+    """What ORTModule exports in the module's place; torch's exporter cannot switch the module's mode through it.
+
+    For an export with `TrainingMode.TRAINING`, torch calls `train(True)` on everything and leaves it so
+    (`torch.onnx.utils.select_model_mode_for_export`): a BatchNorm that the user keeps in eval while the model trains
+    would be trained from then on.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__(module)
+        self.training = module.training
+
+    def train(self, mode: bool = True) -> _FlattenedModule:  # noqa: ARG002, FBT001, FBT002 - torch's signature
+        """Change nothing: every part of the user's module is exported in the mode it is in."""
+        return self
+
+
 def _manager(module: torch.nn.Module, options: Options, *, training: bool) -> Any:
     debug = DebugOptions(
         log_level=LogLevel[options.log_level],
@@ -401,8 +415,7 @@ def _manager(module: torch.nn.Module, options: Options, *, training: bool) -> An
     )
     logger: logging.Logger = configure_ortmodule_logger(debug.logging.log_level)
     fallback = _FallbackManager(module, _FallbackPolicy.FALLBACK_DISABLE, False, logger)  # noqa: FBT003
-    flattened = _io._FlattenedModule(module)
-    flattened.training = module.training
+    flattened = _FlattenedModule(module)
     manager = (_Training if training else _Inference)(flattened, debug, fallback, logger)
     manager.options = options
     manager.symbols = {}

@@ -174,7 +174,7 @@ class OrtEngine:
         self.rebuild_reason = self._why(current, schema)
         with restored_on_failure():
             try:
-                execution = self._build(schema, training, args, kwargs)
+                execution = self._build(schema, args, kwargs)
             except OrtlabError:
                 raise
             except Exception as error:
@@ -182,16 +182,15 @@ class OrtEngine:
                     error, self._module, self._original_forward, args, kwargs
                 ) from error
         built = _Built(schema, self.options, deterministic, execution)
-        self._keep(built, training)
+        self._keep(built)
         return execution
 
-    def _build(
-        self, schema: Schema, training: bool, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Execution:  # noqa: FBT001
+    def _build(self, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Execution:
         from ortlab.engine.execution import Execution
 
         started = time.perf_counter()
-        donor, stage = self._donor(schema, training)
+        training = self._module.training
+        donor, stage = self._donor(schema)
         if donor is None:
             execution = Execution(self._module, self.options, training=training)
             self._progress("Exporting the model to ONNX", 0.0)
@@ -207,18 +206,19 @@ class OrtEngine:
         self._on_built(execution.initialization_since(stage, (time.perf_counter() - started) * 1000))
         return execution
 
-    def _donor(self, schema: Schema, training: bool) -> tuple[_Built | None, str]:  # noqa: FBT001
+    def _donor(self, schema: Schema) -> tuple[_Built | None, str]:
         """Find the kept execution that shares the most with what is wanted, and the stage to redo."""
         best: tuple[_Built | None, str] = (None, "export")
         for built in self._kept:
-            if built.schema != schema or built.execution.training != training:
+            if built.schema != schema or built.execution.training != self._module.training:
                 continue
             stage = self._stage(built, self.options) or "session"
             if stage == "session" or (stage == "graph" and best[1] == "export"):
                 best = (built, stage)
         return best
 
-    def _keep(self, built: _Built, training: bool) -> None:  # noqa: FBT001
+    def _keep(self, built: _Built) -> None:
+        training = built.execution.training
         replaced = self._current.get(training)
         if replaced is not None:
             replaced.execution.release_session()
