@@ -230,7 +230,8 @@ class Switch:
         if isinstance(value, str):
             value = value.upper()
         if value not in self.choices:
-            near = difflib.get_close_matches(str(value), [str(choice) for choice in self.choices], n=1)
+            texts = [choice for choice in self.choices if isinstance(choice, str)]
+            near = difflib.get_close_matches(str(value), texts, n=1)
             hint = f" (did you mean {near[0]}?)" if near else ""
             raise self._refusal(value, f"one of {', '.join(map(str, self.choices))}{hint}")
         return value

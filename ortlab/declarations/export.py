@@ -11,11 +11,12 @@ from ortlab.switches import Effect, switch
 class Export:
     """How the model becomes a graph, and what happens if it cannot."""
 
+    # Below 11 the gradient builder makes invalid Gemm nodes; above 20 the TorchScript exporter knows no operators.
     opset: int = switch(
         default=17,
         effect=Effect.EXPORT,
         env="ORTMODULE_ONNX_OPSET_VERSION",
-        minimum=12,
+        choices=tuple(range(11, 21)),
         help=(
             "Version of the ONNX operators that the model is exported to. Pin it to keep a graph that you "
             "know; an older version can be slower, because newer operators are written in pieces."

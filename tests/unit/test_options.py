@@ -202,6 +202,29 @@ def test_the_default_environment_gives_ort_its_own_defaults_but_for_fallback(ort
     assert differing == {"fallback_policy"}
 
 
+# ORTModule passes it to torch's exporter; here nothing of ortlab stands between the two.
+@pytest.mark.filterwarnings("ignore:Setting `training` to something other than default:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:DeepSpeed import error:UserWarning")  # it is optional, and not installed
+@pytest.mark.parametrize("opset", [11, 20])
+def test_ort_trains_at_both_ends_of_the_opsets(ortmodule, monkeypatch, opset):
+    import torch
+
+    for name, text in Options(opset=opset, log_level="ERROR").environment().items():
+        monkeypatch.setenv(name, text)
+    torch.manual_seed(2)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.GELU())
+    value = torch.linspace(-1, 1, 8).reshape(2, 4)
+    wrapped = ortmodule.ORTModule(model)
+
+    by_ort = torch.autograd.grad(wrapped(value).square().sum(), model.parameters())
+    by_torch = torch.autograd.grad(model(value).square().sum(), model.parameters())
+
+    torch.testing.assert_close(by_ort, by_torch)
+    manager = wrapped._torch_module._execution_manager(True)
+    exported = manager._graph_transition_manager._exported_model_info.exported_model
+    assert {one.version for one in exported.opset_import if one.domain == ""} == {opset}
+
+
 # --- declarations -----------------------------------------------------------------------------------------------
 
 
@@ -276,7 +299,9 @@ def test_text_is_read_as_the_type_of_the_option(name, given, value):
         ("opset", "latest", "whole number"),
         ("opset", 14.0, "whole number"),
         ("opset", True, "whole number"),
-        ("opset", 7, "at least 12"),
+        ("opset", 10, "one of 11, 12"),
+        ("opset", 21, "one of 11, 12"),
+        ("cast_level", -2, "at least -1"),
         ("memory_level", 3, "one of 0, 1, 2"),
         ("tuning_max_duration_ms", -1, "at least 0"),
         ("log_level", "INF", "did you mean INFO?"),
