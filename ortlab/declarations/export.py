@@ -11,12 +11,12 @@ from ortlab.switches import Effect, switch
 class Export:
     """How the model becomes a graph, and what happens if it cannot."""
 
-    # Below 11 the gradient builder makes invalid Gemm nodes; above 20 the TorchScript exporter knows no operators.
+    # Below 12 torch exports Dropout and BatchNorm wrongly in training mode; after 20 its TorchScript exporter ends.
     opset: int = switch(
         default=17,
         effect=Effect.EXPORT,
         env="ORTMODULE_ONNX_OPSET_VERSION",
-        choices=tuple(range(11, 21)),
+        choices=tuple(range(12, 21)),
         help=(
             "Version of the ONNX operators that the model is exported to. Pin it to keep a graph that you "
             "know; an older version can be slower, because newer operators are written in pieces."

@@ -205,7 +205,7 @@ def test_the_default_environment_gives_ort_its_own_defaults_but_for_fallback(ort
 # ORTModule passes it to torch's exporter; here nothing of ortlab stands between the two.
 @pytest.mark.filterwarnings("ignore:Setting `training` to something other than default:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:DeepSpeed import error:UserWarning")  # it is optional, and not installed
-@pytest.mark.parametrize("opset", [11, 20])
+@pytest.mark.parametrize("opset", [12, 20])
 def test_ort_trains_at_both_ends_of_the_opsets(ortmodule, monkeypatch, opset):
     import torch
 
@@ -299,8 +299,8 @@ def test_text_is_read_as_the_type_of_the_option(name, given, value):
         ("opset", "latest", "whole number"),
         ("opset", 14.0, "whole number"),
         ("opset", True, "whole number"),
-        ("opset", 10, "one of 11, 12"),
-        ("opset", 21, "one of 11, 12"),
+        ("opset", 11, "one of 12, 13"),
+        ("opset", 21, "one of 12, 13"),
         ("cast_level", -2, "at least -1"),
         ("memory_level", 3, "one of 0, 1, 2"),
         ("tuning_max_duration_ms", -1, "at least 0"),
