@@ -13,8 +13,8 @@ import pytest
 os.environ["MPLBACKEND"] = "Agg"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-# pytest writes the name of the running phase into it.
-VOLATILE = {"PYTEST_CURRENT_TEST"}
+# pytest writes the name of the running phase into the one, torch a folder into the other with the first optimizer.
+VOLATILE = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 
 
 @dataclass(frozen=True)
