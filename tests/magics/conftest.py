@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import linecache
 import sys
+from contextlib import contextmanager
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
@@ -41,7 +43,8 @@ def registrations(shell: InteractiveShell) -> dict[str, object]:
         for table in ("singleton_printers", "type_printers", "deferred_printers")
     }
     kept["mime bundle"] = dict(shell.display_formatter.mimebundle_formatter.type_printers)
-    kept["magics"] = {kind: dict(magics) for kind, magics in shell.magics_manager.magics.items()}
+    # Names only: IPython replaces its own lazy magics when they are first used.
+    kept["magics"] = {kind: set(magics) for kind, magics in shell.magics_manager.magics.items()}
     kept["callbacks"] = {event: list(calls) for event, calls in shell.events.callbacks.items()}
     return kept
 
@@ -52,7 +55,8 @@ def interpreter_hooks() -> dict[str, object]:
         "main": sys.modules["__main__"],
         "displayhook": sys.displayhook,
         "excepthook": sys.excepthook,
-        "builtins": {name: value for name, value in vars(builtins).items() if name != "_"},
+        # pybind11 keeps a record there for every compiler that an extension module was built with.
+        "builtins": {name for name in vars(builtins) if name != "_" and not name.startswith("__pybind11")},
     }
 
 
@@ -69,6 +73,9 @@ def bare_shell():
     finally:
         shell.restore_sys_module_state()
         shell.atexit_operations()
+        atexit.unregister(shell.atexit_operations)
+        for name in {"__IPYTHON__", "display"} - before["builtins"]:  # IPython itself leaves them
+            delattr(builtins, name)
         RaisingShell.clear_instance()
         for name in shell.compile._filename_map:
             linecache.cache.pop(name, None)
@@ -90,3 +97,77 @@ def captured():
     """Collect what cells print and display."""
     with capture_output() as output:
         yield output
+
+
+NET = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+inputs = torch.randn(5, 8)
+labels = torch.randint(0, 4, (5,))
+"""
+
+STEP = """%%ort_step -n 4
+loss = nn.functional.cross_entropy(net(inputs), labels)
+loss.backward()
+optimizer.step()
+optimizer.zero_grad()
+"""
+
+
+@pytest.fixture
+def net_shell(shell):
+    """A shell in which a small network is wrapped as `lab`, and has not run yet."""
+    shell.run(NET)
+    shell.run("lab = %ort_wrap net --no-panel")
+    yield shell
+    lab = shell.user_ns["lab"]
+    lab.unwrap()
+
+
+@pytest.fixture
+def stepped_shell(net_shell):
+    """As `net_shell`, after a run of four steps."""
+    net_shell.run(STEP)
+    return net_shell
+
+
+def lab_state(shell: InteractiveShell) -> dict[str, object]:
+    """Everything that a failed call must leave as it was, as plain values."""
+    import torch
+
+    lab, optimizer = shell.user_ns["lab"], shell.user_ns["optimizer"]
+
+    def plain(value: object) -> object:
+        if isinstance(value, torch.Tensor):
+            return (str(value.dtype), value.tolist())
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+    return {
+        "weights": plain(lab.module.state_dict()),
+        "gradients": [plain(parameter.grad) for parameter in lab.module.parameters()],
+        "training": [part.training for part in lab.module.modules()],
+        "optimizer": plain(optimizer.state_dict()),
+        "random state": plain(torch.get_rng_state()),
+        "options": lab.options,
+        "engine": lab.engine,
+        "runs": [run.to_dict() for run in lab.runs],
+    }
+
+
+@pytest.fixture
+def unchanged():
+    """Return a context manager that proves that its block left a shell's lab as it was."""
+
+    @contextmanager
+    def check(shell):
+        before = lab_state(shell)
+        yield
+        assert lab_state(shell) == before
+
+    return check

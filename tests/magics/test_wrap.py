@@ -1,0 +1,133 @@
+"""%ort_wrap and %ort_unwrap: the lab is returned, the panel is shown, and wrong models are refused."""
+
+from __future__ import annotations
+
+import pytest
+from IPython.core.error import UsageError
+
+from ortlab.lab import Lab
+
+
+@pytest.fixture
+def torch_shell(shell):
+    shell.run("import torch\nfrom torch import nn\nnet = nn.Sequential(nn.Linear(3, 2))\nnest = nn.Linear(3, 2)\nnumber = 3")
+    yield shell
+    for held in list(shell.user_ns.values()):
+        if isinstance(held, Lab):
+            held.unwrap()
+
+
+def test_wrap_returns_the_lab(torch_shell):
+    torch_shell.run("lab = %ort_wrap net --no-panel --engine eager memory_level=1")
+    lab = torch_shell.user_ns["lab"]
+    assert lab.module is torch_shell.user_ns["net"]
+    assert (lab.name, lab.engine, lab.options.memory_level) == ("net", "eager", 1)
+
+
+def test_the_last_line_of_a_cell_shows_the_lab(torch_shell, captured):
+    lab = torch_shell.run("%ort_wrap net --no-panel")
+    assert isinstance(lab, Lab)
+    torch_shell.user_ns["lab"] = lab
+    assert "not built" in torch_shell.formats(lab)["text/plain"]
+
+
+def test_wrap_shows_the_panel_once(torch_shell, captured):
+    torch_shell.run("lab = %ort_wrap net")
+    assert len(captured.outputs) == 1
+    shown = captured.outputs[0].data
+    assert "application/vnd.jupyter.widget-view+json" in shown
+    assert "<h4>net: Sequential</h4>" in shown["text/html"]
+    assert shown["text/plain"].startswith("net: Sequential\n\nONNX Runtime: not built yet")
+
+
+def test_no_panel_shows_nothing(torch_shell, captured):
+    torch_shell.run("lab = %ort_wrap net --no-panel")
+    assert captured.outputs == []
+    assert captured.stdout == ""
+
+
+def test_an_attribute_can_be_wrapped(torch_shell):
+    torch_shell.run("class Trainer: pass\ntrainer = Trainer(); trainer.model = net")
+    torch_shell.run("lab = %ort_wrap trainer.model --no-panel")
+    lab = torch_shell.user_ns["lab"]
+    assert lab.module is torch_shell.user_ns["net"]
+    assert lab.name == "trainer.model"
+
+
+def test_unwrap_returns_the_model_and_keeps_the_runs(stepped_shell):
+    model = stepped_shell.run("%ort_unwrap")
+    assert model is stepped_shell.user_ns["net"]
+    assert type(model).__name__ == "Sequential"
+    assert model(stepped_shell.user_ns["inputs"]).shape == (5, 4)
+    lab = stepped_shell.user_ns["lab"]
+    assert lab.status.state == "unwrapped"
+    assert len(lab.runs) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("%ort_wrap nett", "There is no variable 'nett'.\nNext: Did you mean net"),
+        ("%ort_wrap", "the following arguments are required: MODEL"),
+        ("%ort_wrap number", "A int cannot be wrapped"),
+        ("%ort_wrap nn.Linear(3, 2)", "'nn.Linear(3, 2)' is not the name of a variable"),
+        ("%ort_wrap nn.Linear 3", "'3' is not option=value"),
+        ("%ort_wrap net.wait", "net has no attribute 'wait'"),
+        ("%ort_wrap net --engine tensorrt", "no engine 'tensorrt'"),
+        ("%ort_wrap net --engine eager engine=ort", "engine is given twice"),
+        ("%ort_wrap net --panel", "unrecognized arguments: --panel"),
+        ("%ort_wrap net memory_levle=1", "Did you mean 'memory_level'"),
+        ("%ort_wrap net memory_level=high", "memory_level cannot be 'high'"),
+        ("%ort_wrap net conv_algo_search=EXHAUSTIVE", "needs an NVIDIA GPU"),
+        ("%ort_wrap net memory_level='1", "quotation does not end"),
+        ("%ort_wrap torch.nn.DataParallel", "A type cannot be wrapped"),
+        ("%ort_wrap parallel", "A DataParallel model cannot be wrapped"),
+    ],
+)
+def test_what_cannot_be_wrapped_is_a_usage_error_and_leaves_the_model_alone(torch_shell, line, said):
+    torch_shell.run("parallel = nn.DataParallel(nest)")
+    with pytest.raises(UsageError) as caught:
+        torch_shell.run(line)
+    assert type(caught.value) is UsageError
+    assert said in str(caught.value)
+    torch_shell.run("again = %ort_wrap net --no-panel")
+    assert torch_shell.user_ns["again"].module is torch_shell.user_ns["net"]
+
+
+def test_a_wrapped_model_is_not_wrapped_again(net_shell, unchanged):
+    with unchanged(net_shell), pytest.raises(UsageError, match="%ort_unwrap"):
+        net_shell.run("%ort_wrap net")
+
+
+def test_a_panel_that_fails_leaves_the_model_unwrapped(torch_shell, monkeypatch):
+    def fail(lab):
+        message = "no front end"
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(Lab, "panel", fail)
+    with pytest.raises(RuntimeError, match="no front end"):
+        torch_shell.run("lab = %ort_wrap net")
+    monkeypatch.undo()
+    torch_shell.run("lab = %ort_wrap net --no-panel")
+
+
+def test_the_lab_wrapped_last_is_meant_unless_one_is_named(torch_shell):
+    torch_shell.run("first = %ort_wrap net --no-panel\nimport ortlab\nsecond = ortlab.wrap(nest)")
+    torch_shell.run("%ort_set memory_level=2")
+    torch_shell.run("%ort_set memory_level=1 --lab first")
+    levels = [torch_shell.user_ns[name].options.memory_level for name in ("first", "second")]
+    assert levels == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("frist", "There is no variable 'frist'.\nNext: Did you mean first?"),
+        ("net", "'net' is a Sequential, not a lab.\nNext: --lab first"),
+    ],
+)
+def test_a_lab_that_is_none_is_refused(torch_shell, name, said):
+    torch_shell.run("first = %ort_wrap net --no-panel")
+    with pytest.raises(UsageError) as caught:
+        torch_shell.run(f"%ort_plan --lab {name}")
+    assert said in str(caught.value)
