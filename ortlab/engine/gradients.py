@@ -1,0 +1,103 @@
+"""Gradients of the ATen operators that `ortlab.engine.symbolics` leaves to torch.
+
+A gradient is a list of nodes ``(operator, inputs, outputs, attributes)``, in the notation of
+``ortmodule/_custom_gradient_registry.py`` of 1.19.2: ``GO(i)`` is the gradient of the i-th output, ``I(i)`` and
+``O(i)`` are the inputs and outputs of the operator, ``GI(i)`` is the gradient of the i-th input. ORTModule hands
+the whole table to its gradient builder each time a model is wrapped.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+_ATEN: Final = ("ATen", "org.pytorch.aten")
+
+_Node = tuple[Any, ...]
+
+
+class _Gradient(NamedTuple):
+    """The gradient of one ATen operator; `constants` are the inputs that have none."""
+
+    operator: str
+    nodes: list[_Node]
+    constants: tuple[int, ...]
+
+
+def _backward(operator: str, inputs: list[str], outputs: list[str]) -> _Node:
+    return (_ATEN, inputs, outputs, {"operator": {"value": operator, "dtype": "string"}})
+
+
+def _constant(name: str, value: object, dtype: str) -> _Node:
+    return ("Constant", [], [name], {"value": {"value": value, "dtype": dtype, "is_tensor": True}})
+
+
+_ALL_THREE: Final = _constant("output_mask", [True, True, True], "bool")
+_FLOAT32: Final = 6  # torch's number of the dtype, as aten operators take it (c10/core/ScalarType.h)
+
+_GRADIENTS: Final = (
+    # Takes grad, self, beta, threshold.
+    _Gradient(
+        "softplus",
+        [_backward("softplus_backward", ["GO(0)", "I(0)", "I(1)", "I(2)"], ["GI(0)"])],
+        constants=(1, 2),
+    ),
+    # Takes grad, input, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, mask.
+    _Gradient(
+        "convolution",
+        [
+            ("Shape", ["I(2)"], ["bias_sizes"]),
+            _ALL_THREE,
+            _backward(
+                "convolution_backward",
+                ["GO(0)", "I(0)", "I(1)", "bias_sizes", *(f"I({i})" for i in range(3, 9)), "output_mask"],
+                ["GI(0)", "GI(1)", "GI(2)"],
+            ),
+        ],
+        constants=(3, 4, 5, 6, 7, 8),
+    ),
+    # Takes grad, input, weight, running_mean, running_var, save_mean, save_invstd, train, eps, mask.
+    _Gradient(
+        "native_batch_norm",
+        [
+            _ALL_THREE,
+            _backward(
+                "native_batch_norm_backward",
+                ["GO(0)", "I(0)", "I(1)", "I(3)", "I(4)", "O(1)", "O(2)", "I(5)", "I(7)", "output_mask"],
+                ["GI(0)", "GI(1)", "GI(2)"],
+            ),
+        ],
+        constants=(3, 4, 5, 6, 7),
+    ),
+    # Takes grad, output, dim, input_dtype.
+    _Gradient(
+        "_log_softmax",
+        [
+            _constant("input_dtype", _FLOAT32, "int"),
+            _backward("_log_softmax_backward_data", ["GO(0)", "O(0)", "I(1)", "input_dtype"], ["GI(0)"]),
+        ],
+        constants=(1, 2),
+    ),
+    # Takes grad, self, target, weight, reduction, ignore_index, total_weight.
+    _Gradient(
+        "nll_loss_forward",
+        [
+            _backward(
+                "nll_loss_backward", ["GO(0)", "I(0)", "I(1)", "I(2)", "I(3)", "I(4)", "O(1)"], ["GI(0)"]
+            )
+        ],
+        constants=(1, 2, 3, 4),
+    ),
+)
+
+
+def install() -> None:
+    """Put the gradients of this module into ORTModule's table. Calling it again changes nothing."""
+    from onnxruntime.training.ortmodule._custom_gradient_registry import CustomGradientRegistry
+
+    for gradient in _GRADIENTS:
+        # The key of an ATen operator is its name and its overload; these have only the default one.
+        attributes = (gradient.operator, "")
+        CustomGradientRegistry.register(_ATEN[1], _ATEN[0], attributes, lambda nodes=gradient.nodes: nodes)
+        CustomGradientRegistry.register_custom_stop_gradient_edges(
+            gradient.constants, _ATEN[1], _ATEN[0], *attributes
+        )

@@ -1,0 +1,144 @@
+"""How ATen operators that onnxruntime 1.19.2 exports wrongly, or not at all, become ONNX.
+
+A symbolic function translates one ATen operator of the traced graph. ORTModule registers its own
+(``ortmodule/_custom_op_symbolic_registry.py``) with torch again each time a model is wrapped, from the table
+``CustomOpSymbolicRegistry._SYMBOLICS``; the ones here take their place in that table and so last as long.
+
+Where ONNX Runtime has no kernel that is right, the operator stays an ATen operator that torch executes
+(domain ``org.pytorch.aten``); `ortlab.engine.gradients` holds the gradients of these.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Final
+
+from ortlab.engine import layer_symbolics
+from ortlab.engine.exporter import symbolic_module
+from ortlab.engine.symbolic_words import (
+    TO_THE_END,
+    aten,
+    boolean,
+    constant,
+    int64,
+    int64_vector,
+    is_none,
+    rank,
+    sizes_between,
+)
+from ortlab.errors import BuildError
+
+if TYPE_CHECKING:
+    from ortlab.engine.layer_symbolics import Symbolic
+
+ATEN_CROSS_ENTROPY: Final[ContextVar[bool]] = ContextVar("ATEN_CROSS_ENTROPY", default=False)
+"""Whether exports leave the cross entropy of a (tokens, classes) matrix to torch.
+
+On the CPU, ONNX Runtime's ``SoftmaxCrossEntropyLossInternal`` computes one element at a time, which costs a
+tenth of a step of a language model with a vocabulary of thirty thousand. Read during the export.
+"""
+
+
+def install() -> None:
+    """Put the symbolic functions of this module into ORTModule's table. Calling it again changes nothing."""
+    from onnxruntime.training.ortmodule._custom_op_symbolic_registry import CustomOpSymbolicRegistry
+
+    table = CustomOpSymbolicRegistry._SYMBOLICS
+    if table.get("::diff") is diff:
+        return
+    convolution = layer_symbolics.convolution(table["::_convolution"])
+    table |= {
+        "::_convolution": convolution,
+        "::_convolution_mode": layer_symbolics.convolution_mode(convolution),
+        "::batch_norm": layer_symbolics.batch_norm,
+        "::cross_entropy_loss": cross_entropy_loss(table["::cross_entropy_loss"]),
+        "::cumsum": cumsum,
+        "::diff": diff,
+        "::group_norm": layer_symbolics.group_norm(table["::group_norm"]),
+        "::instance_norm": layer_symbolics.instance_norm,
+        "::softplus": softplus,
+        "::unflatten": unflatten,
+    }
+
+
+def diff(g: Any, x: Any, n: Any, dim: Any, prepend: Any = None, append: Any = None) -> Any:
+    """``torch.diff``: neighbouring differences, as slices; neither torch nor 1.19.2 has a symbolic for it.
+
+    Transformers finds packed sequences in position ids with it, when no attention mask is given.
+    """
+    axis = constant(dim, "i")
+    parts = [part for part in (prepend, x, append) if not is_none(part)]
+    values = g.op("Concat", *parts, axis_i=axis) if len(parts) > 1 else x
+    minus = "Xor" if x.type().scalarType() == "Bool" else "Sub"
+    for _ in range(constant(n, "i")):
+        later = g.op("Slice", values, int64(g, [1]), int64(g, [TO_THE_END]), int64(g, [axis]))
+        earlier = g.op("Slice", values, int64(g, [0]), int64(g, [-1]), int64(g, [axis]))
+        values = g.op(minus, later, earlier)
+    return values
+
+
+def unflatten(g: Any, x: Any, dim: Any, sizes: Any) -> Any:
+    """``Tensor.unflatten``: a Reshape to the shape with one dimension replaced.
+
+    Torch's own (``symbolic_opset13.unflatten``) computes the dimension with ``Mod`` and needs the rank; the symbolic
+    shape inference of 1.19.2 stops at what it emits with a bare AssertionError, and with it
+    ``nn.MultiheadAttention`` and ``nn.TransformerEncoder``.
+    """
+    axis = constant(dim, "i")
+    parts = [int64_vector(g, sizes)]
+    if axis != 0:
+        parts.insert(0, sizes_between(g, x, 0, axis))
+    if axis != -1:
+        parts.append(sizes_between(g, x, axis + 1, TO_THE_END))
+    return g.op("Reshape", x, g.op("Concat", *parts, axis_i=0))
+
+
+def cumsum(g: Any, x: Any, dim: Any, dtype: Any = None) -> Any:
+    """``torch.cumsum``: torch's own symbolic; booleans are counted in int64, as torch counts them."""
+    if x.type().scalarType() == "Bool" and is_none(dtype):
+        from torch.onnx import TensorProtoDataType
+
+        x = g.op("Cast", x, to_i=TensorProtoDataType.INT64)
+    return symbolic_module("symbolic_opset11").cumsum(g, x, dim, dtype)
+
+
+def softplus(g: Any, x: Any, beta: Any, threshold: Any) -> Any:
+    """``F.softplus``: executed by torch; ONNX Runtime has no gradient for ONNX's Softplus."""
+    return aten(g, "softplus", x, beta, threshold).setType(x.type())
+
+
+def cross_entropy_loss(onnx_cross_entropy: Symbolic) -> Symbolic:
+    """``aten::cross_entropy_loss``: ORT's own, or torch's where `ATEN_CROSS_ENTROPY` asks for it and it fits.
+
+    Raises
+    ------
+    BuildError
+        During the export, for label smoothing and for class probabilities as targets: ORT's operator has neither.
+    """
+
+    def symbolic(
+        g: Any, logits: Any, target: Any, weight: Any, reduction: Any, ignore_index: Any, smoothing: Any
+    ) -> Any:
+        if constant(smoothing, "f") != 0:
+            _refuse_loss("label smoothing")
+        if target.type().scalarType() not in {"Long", "Int"}:
+            _refuse_loss("class probabilities as targets")
+        is_matrix = rank(logits) == 2 and logits.type().scalarType() == "Float"  # noqa: PLR2004
+        if not ATEN_CROSS_ENTROPY.get() or not is_matrix:
+            return onnx_cross_entropy(g, logits, target, weight, reduction, ignore_index, smoothing)
+        log_probabilities = aten(g, "_log_softmax", logits, int64(g, 1), boolean(g, value=False))
+        log_probabilities.setType(logits.type())
+        arguments = (log_probabilities, target, weight, reduction, ignore_index)
+        loss = aten(g, "nll_loss_forward", *arguments, outputs=2)[0]
+        loss.setType(g.original_node.output().type())
+        return loss
+
+    return symbolic
+
+
+def _refuse_loss(what: str) -> None:
+    raise BuildError(
+        f"Cross entropy with {what} cannot be trained by ONNX Runtime.",
+        why="Its loss operator takes one class index per row.",
+        fix="Compute the loss outside of the wrapped module, or write it with log_softmax.",
+    )
