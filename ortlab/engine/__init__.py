@@ -41,7 +41,7 @@ def load() -> ModuleType:
 
 
 def _load() -> ModuleType:
-    from ortlab.engine import exporter
+    from ortlab.engine import exporter, gradients, graph_passes, repairs, symbolics
 
     if importlib.util.find_spec("ortlab.engine.installation"):
         from ortlab.engine import installation
@@ -55,4 +55,9 @@ def _load() -> ModuleType:
         from ortlab.engine import extensions
 
         extensions.install()
-    return ortmodule
+    symbolics.install()
+    gradients.install()
+    graph_passes.install()
+    repairs.install_all()
+    module: ModuleType = ortmodule
+    return module

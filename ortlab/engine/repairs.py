@@ -1,0 +1,293 @@
+"""Faults of onnxruntime 1.19.2's training module that are mended by replacing one function each.
+
+1.19.2 is the last release of that module. Each ``install_*`` names the file and the function whose fault it mends;
+all are idempotent. Faults of operators are mended in `ortlab.engine.symbolics` and `ortlab.engine.graph_passes`.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from ortlab.engine import buffers, shape_inference
+from ortlab.engine.patching import replace
+from ortlab.errors import BuildError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+def install_all() -> None:
+    """Mend everything that is mended by replacing a function. Calling it again changes nothing."""
+    buffers.install()
+    shape_inference.install()
+    install_refusals()
+    install_sparsity_switches()
+    install_export_cleanup()
+    install_log_levels()
+    install_log_capture()
+    install_seed()
+    install_buffer_inputs()
+
+
+# --- errors -----------------------------------------------------------------------------------------------------
+
+
+def install_refusals() -> None:
+    """Let a BuildError that is raised inside an export reach the caller as it is.
+
+    ``_graph_transition_manager._get_exported_model`` turns what went wrong into the text of another exception.
+    """
+    from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
+
+    replace(GraphTransitionManager, "_export_model", _raise_refusal)
+
+
+def _raise_refusal(original: Callable[..., Any]) -> Callable[..., Any]:
+    def export_model(**kwargs: Any) -> Any:
+        try:
+            return original(**kwargs)
+        except Exception as error:
+            refusal = _refusal_in(error)
+            if refusal is None or refusal is error:
+                raise
+            raise refusal from None  # its own traceback leads through the export to the operator
+
+    return export_model
+
+
+def _refusal_in(error: BaseException | None) -> BuildError | None:
+    """Find the BuildError among the exceptions that led to one."""
+    pending, seen = [error], set[int]()
+    while pending:
+        error = pending.pop()
+        if isinstance(error, BuildError):
+            return error
+        if error is not None and id(error) not in seen:
+            seen.add(id(error))
+            pending += [error.__context__, error.__cause__]
+    return None
+
+
+# --- sparsity of labels and embeddings ----------------------------------------------------------------------------
+
+
+class _Sparsity(NamedTuple):
+    label: bool
+    embedding: bool
+
+
+_sparsity: Final[ContextVar[_Sparsity | None]] = ContextVar("sparsity", default=None)
+_hooks: Final[ContextVar[list[Any] | None]] = ContextVar("hooks", default=None)
+
+
+def install_sparsity_switches() -> None:
+    """Make the switches of the label and embedding sparsity optimizers do what they say.
+
+    ``_graph_transition_manager._export_model`` passes the embedding's switch to the label's hook as well, so that
+    ORTMODULE_ENABLE_LABEL_SPARSE_OPTIMIZER has no effect; ``_add_check_label_sparsity_hook`` returns None where a list
+    is iterated, so that switching off either the embedding's optimizer or the compute optimizer ends in a TypeError;
+    and a compute optimizer that is switched off after wrapping leaves a printing operator in the graph that only it
+    would have removed.
+    """
+    from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
+
+    replace(GraphTransitionManager, "_export_model", _read_sparsity_switches)
+    replace(GraphTransitionManager, "_add_check_label_sparsity_hook", _label_hook)
+    replace(GraphTransitionManager, "_add_check_embedding_sparsity_hook", _embedding_hook)
+
+
+def _read_sparsity_switches(original: Callable[..., Any]) -> Callable[..., Any]:
+    def export_model(**kwargs: Any) -> Any:
+        options = kwargs[
+            "stage3_param_handle"
+        ]._runtime_options  # the GraphTransitionManager, in spite of its name
+        switches = _Sparsity(
+            label=options.enable_compute_optimizer and options.enable_label_sparse_optimizer,
+            embedding=options.enable_compute_optimizer and options.enable_embedding_sparse_optimizer,
+        )
+        token = _sparsity.set(switches)
+        try:
+            return original(**kwargs)
+        finally:
+            _sparsity.reset(token)
+
+    return export_model
+
+
+def _label_hook(original: Callable[..., Any]) -> Callable[..., list[Any]]:
+    def add_check_label_sparsity_hook(enable: bool, *args: Any) -> list[Any]:  # noqa: FBT001 - ORT's signature
+        switches = _sparsity.get()
+        return _remember(original(enable if switches is None else switches.label, *args))
+
+    return add_check_label_sparsity_hook
+
+
+def _embedding_hook(original: Callable[..., Any]) -> Callable[..., list[Any]]:
+    def add_check_embedding_sparsity_hook(enable: bool, *args: Any) -> list[Any]:  # noqa: FBT001 - ORT's signature
+        switches = _sparsity.get()
+        return _remember(original(enable if switches is None else switches.embedding, *args))
+
+    return add_check_embedding_sparsity_hook
+
+
+def _remember(handles: list[Any] | None) -> list[Any]:
+    added = handles or []
+    if (hooks := _hooks.get()) is not None:
+        hooks.extend(added)
+    return added
+
+
+# --- an export that fails -----------------------------------------------------------------------------------------
+
+
+def install_export_cleanup() -> None:
+    """Leave no hooks and no changed random state behind when an export fails.
+
+    ``_graph_transition_manager._export_model`` removes its hooks and restores the random state only on success;
+    after a failure the model would go on with hooks on its loss and its embeddings.
+    """
+    from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
+
+    replace(GraphTransitionManager, "_export_model", _clean_up_after_failure)
+
+
+def _clean_up_after_failure(original: Callable[..., Any]) -> Callable[..., Any]:
+    def export_model(**kwargs: Any) -> Any:
+        from onnxruntime.training.ortmodule import _utils
+
+        random_states = _utils.get_random_states()
+        hooks: list[Any] = []
+        token = _hooks.set(hooks)
+        try:
+            return original(**kwargs)
+        except BaseException:
+            for hook in hooks:
+                hook.remove()
+            _utils.set_random_states(random_states)
+            raise
+        finally:
+            _hooks.reset(token)
+
+    return export_model
+
+
+# --- logging --------------------------------------------------------------------------------------------------------
+
+
+def install_log_levels() -> None:
+    """Give sessions ONNX Runtime's number for ORTModule's log level.
+
+    ``_graph_execution_manager._get_session_config`` passes ORTModule's own number: FATAL is out of range and ends in
+    a RuntimeError, WARNING means "error" there and hides warnings. ``_logger.ORTMODULE_LOG_LEVEL_MAP`` has the right
+    numbers.
+    """
+    from onnxruntime.training.ortmodule._graph_execution_manager import GraphExecutionManager
+
+    replace(GraphExecutionManager, "_get_session_config", _map_log_level)
+
+
+def _map_log_level(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_session_config(self: Any) -> Any:
+        from onnxruntime.training.ortmodule._logger import ortmodule_loglevel_to_onnxruntime_c_loglevel
+
+        session_options, providers, provider_options = original(self)
+        level = self._debug_options.logging.log_level
+        session_options.log_severity_level = int(ortmodule_loglevel_to_onnxruntime_c_loglevel(level))
+        return session_options, providers, provider_options
+
+    return get_session_config
+
+
+def install_log_capture() -> None:
+    """Let an export run where standard output has no file descriptor, as under IPython's ``capture_output``.
+
+    ``_logger._suppress_os_stream_output`` redirects the descriptors of `sys.stdout` and `sys.stderr`, and without
+    them ends in a TypeError that hides the reason. There is nothing to redirect then.
+    """
+    from onnxruntime.training.ortmodule import _logger
+
+    replace(_logger, "_suppress_os_stream_output", _only_with_descriptors)
+
+
+def _only_with_descriptors(original: Callable[..., Any]) -> Callable[..., Any]:
+    @contextmanager
+    def suppress_os_stream_output(
+        enable: bool = True,  # noqa: FBT001, FBT002 - ORT's signature
+        on_exit: Callable[[Any], None] | None = None,
+    ) -> Iterator[None]:
+        both = all(_has_descriptor(stream) for stream in (sys.stdout, sys.stderr))
+        with original(enable=enable and both, on_exit=on_exit):
+            yield
+
+    return suppress_os_stream_output
+
+
+def _has_descriptor(stream: Any) -> bool:
+    try:
+        stream.fileno()
+    except (AttributeError, OSError):  # io.UnsupportedOperation is an OSError
+        return False
+    return True
+
+
+# --- random numbers -----------------------------------------------------------------------------------------------
+
+_INSTEAD_OF_ZERO: Final = 1_073_741_789
+"""Far from the small numbers that people choose as seeds."""
+
+_MINSTD_MODULUS: Final = 2**31 - 1
+
+
+def install_seed() -> None:
+    """Let ``torch.manual_seed(0)`` give different dropout masks in the first two steps.
+
+    On the CPU, ONNX Runtime draws dropout masks from ``std::default_random_engine``, seeded with a counter that
+    starts at the seed. That engine (minstd) treats seed 0, and every multiple of 2**31 - 1, as seed 1.
+    """
+    from onnxruntime.training import ortmodule
+
+    # torch.manual_seed is ``ortmodule.override_torch_manual_seed`` by now, which looks `set_seed` up there.
+    replace(ortmodule, "set_seed", _avoid_seed_zero)
+
+
+def _avoid_seed_zero(original: Callable[[int], None]) -> Callable[[int], None]:
+    def set_seed(seed: int) -> None:
+        original(seed if seed % _MINSTD_MODULUS else _INSTEAD_OF_ZERO)
+
+    return set_seed
+
+
+# --- input checks -------------------------------------------------------------------------------------------------
+
+
+def install_buffer_inputs() -> None:
+    """Let models with buffers run with ORTModule's input checks switched on.
+
+    ``_graph_transition_manager._reprocess_check`` asserts that each graph input is an argument or a parameter; the
+    buffers of a model are graph inputs too.
+    """
+    from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
+
+    replace(GraphTransitionManager, "_reprocess_check", _count_buffers_in)
+
+
+def _count_buffers_in(original: Callable[..., Any]) -> Callable[..., Any]:
+    def reprocess_check(flatten_module: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(_ParametersAndBuffers(flatten_module), *args, **kwargs)
+
+    return reprocess_check
+
+
+class _ParametersAndBuffers:
+    """A module as `_reprocess_check` sees it: its buffers are parameters that need no gradient."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def named_parameters(self) -> Iterator[tuple[str, Any]]:
+        """Yield the names and tensors of the parameters, then of the buffers."""
+        yield from self._module.named_parameters()
+        yield from self._module.named_buffers()
