@@ -56,5 +56,5 @@ def generate(_: Sphinx) -> None:
 
 
 def setup(app: Sphinx) -> None:
-    """Hook into the build."""
+    """Let each build start with `generate`."""
     app.connect("builder-inited", generate)

@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         " PyTorch, and on ONNX Runtime with a recompute plan, from the same start, and compare.",
     )
     demo.add_argument(
-        "--steps", type=_positive, default=20, help="training steps of each run (default: %(default)s)"
+        "--steps", type=_positive, default=15, help="training steps of each run (default: %(default)s)"
     )
     demo.add_argument("--layers", type=_positive, default=4, help="transformer layers (default: %(default)s)")
     demo.add_argument(

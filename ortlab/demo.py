@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from ortlab.memory.plan import MemoryPlan
-    from ortlab.runs import Ledger
+    from ortlab.render.page import Page
+    from ortlab.runs import Ledger, PeakMemory
 
 VOCABULARY = 4096
 """Entries of the tokenizer."""
@@ -46,7 +47,7 @@ class Setting:
         Of weights and batches.
     """
 
-    steps: int = 20
+    steps: int = 15
     layers: int = 4
     hidden: int = 256
     batch: int = 8
@@ -137,8 +138,36 @@ def bert(setting: Setting, vocabulary: int) -> nn.Module:
     return model.train()
 
 
+def prepare(setting: Setting) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """Make the model and its training step.
+
+    Returns
+    -------
+    model : torch.nn.Module
+        With the weights of the seed.
+    step : callable
+        Draws a batch, trains on it and returns the loss.
+    """
+    texts = english_text()
+    tokenizer = train_tokenizer(texts)
+    tokens = torch.tensor([token for one in tokenizer.encode_batch(texts) for token in one.ids])
+    torch.manual_seed(setting.seed)
+    model = bert(setting, tokenizer.get_vocab_size())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
+    data = MaskedText(tokens, tokenizer.get_vocab()[MASK], setting.batch, setting.length)
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(**data.draw()).loss
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return model, step
+
+
 def main(setting: Setting, show: Callable[[str], None] = print) -> Ledger:
-    """Train on ORT, on PyTorch, and on ORT with a recompute plan, from the same start, and compare.
+    """Train on ORT, on PyTorch, and on ORT with recompute plans, from the same start, and compare.
 
     Parameters
     ----------
@@ -158,48 +187,75 @@ def main(setting: Setting, show: Callable[[str], None] = print) -> Ledger:
         If the installation cannot train; the error says what to do.
     """
     import ortlab
+    from ortlab import demo_peak
     from ortlab.render import text, units
 
-    texts = english_text()
-    tokenizer = train_tokenizer(texts)
-    tokens = torch.tensor([token for one in tokenizer.encode_batch(texts) for token in one.ids])
-    torch.manual_seed(setting.seed)
-    model = bert(setting, tokenizer.get_vocab_size())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
-    data = MaskedText(tokens, tokenizer.get_vocab()[MASK], setting.batch, setting.length)
-    weights = sum(parameter.numel() for parameter in model.parameters())
+    model, step = prepare(setting)
+    weights = units.count(sum(parameter.numel() for parameter in model.parameters()))
     show(
-        f"BERT, {setting.layers} layers of {setting.hidden}, {units.count(weights)} weights, on"
-        f" {units.count(len(tokens))} tokens of English;"
+        f"A BERT of {setting.layers} layers and {weights} weights learns English from Python's language reference:"
         f" {setting.steps} steps of {setting.batch} x {setting.length} tokens."
     )
-
     lab = ortlab.wrap(model)
-
-    def step() -> Tensor:
-        optimizer.zero_grad()
-        loss: Tensor = model(**data.draw()).loss
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    show("\nOn ONNX Runtime ...")
-    lab.step(step, n=setting.steps, watch=[optimizer])
+    show("\n1. On ONNX Runtime ...\n")
+    lab.step(step, n=setting.steps)
     show(text.render(lab.options))
     plan = lab.plan()
-    show(text.render(plan))
-    show("\nThe same steps on PyTorch ...")
+    show("\n" + text.render(without_logs(plan)))
+    chosen = largest_savings(plan)
+    show("\n2. The same steps, from the same start, on PyTorch ...")
     lab.set(engine="eager").rerun()
-    chosen = largest_saving(plan)
-    show(f"\nThe same steps on ONNX Runtime, recomputing {chosen} ...")
-    lab.set(engine="ort", memory_plan=(chosen,)).rerun()
+    show(f"\n3. The same steps on ONNX Runtime, recomputing {' and '.join(chosen)} ...")
+    lab.set(engine="ort", memory_plan=chosen).rerun()
     show("\n" + text.render(lab.compare()))
+    show("\n4. Peak memory once more, each configuration in a fresh process ...")
+    peaks = {
+        "ort": demo_peak.measure(setting, "ort"),
+        "eager": demo_peak.measure(setting, "eager"),
+        f"ort, recomputing {' and '.join(chosen)}": demo_peak.measure(setting, "ort", chosen),
+    }
+    show("\n" + text.render(peak_page(peaks)))
     return lab.runs
 
 
-def largest_saving(plan: MemoryPlan) -> str:
-    """Return the configuration of the recompute plan with the largest predicted saving.
+def largest_savings(plan: MemoryPlan, count: int = 2) -> tuple[str, ...]:
+    """Return the recompute plans with the largest predicted savings, as `Options.memory_plan` takes them.
 
     Plans that recompute with compromise are left out: they save a part of a size only.
     """
-    return next(row.config for row in plan.rows if row.strategy == 1)  # rows are sorted by saving
+    return tuple(row.config for row in plan.rows if row.strategy == 1)[:count]  # rows are sorted by saving
+
+
+def without_logs(record: object) -> Page:
+    """Return a record's page without the long texts that a notebook keeps folded."""
+    from ortlab.render.page import Folded, Page
+    from ortlab.render.pages import compose
+
+    page = compose(record)
+    return Page(page.title, tuple(block for block in page.blocks if not isinstance(block, Folded)))
+
+
+def peak_page(peaks: dict[str, PeakMemory | None]) -> Page:
+    """Set peaks that were measured in fresh processes beside each other; ratios are against the first."""
+    from ortlab.render import units
+    from ortlab.render.page import Column, Note, Page, Table, row
+
+    columns = tuple(
+        Column(name, numeric=bool(name)) for name in ("", "before the step", "peak", "rise", "ratio")
+    )
+    first = next(iter(peaks.values()))
+    rows = tuple(
+        row(
+            name,
+            units.size(peak.start_bytes if peak else None),
+            units.size(peak.peak_bytes if peak else None),
+            units.size(peak.rise_bytes if peak else None),
+            units.ratio(peak.rise_bytes / first.rise_bytes if peak and first else None),
+        )
+        for name, peak in peaks.items()
+    )
+    note = (
+        "Measured: resident set of a fresh process in which freed memory goes back to the system at once. Before the"
+        " step there are libraries, weights and optimizer state; the rise is gradients and what is kept for backward."
+    )
+    return Page("Peak memory", (Table("", columns, rows), Note(note)))
