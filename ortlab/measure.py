@@ -71,13 +71,13 @@ class Stopwatch:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Time a forward pass; initialisation that is added meanwhile is taken off."""
+        """Time a forward pass; what is initialised or excluded meanwhile is taken off."""
         self.forward_calls += 1
-        start, before = self.now_ms(), self.initialization_ms
+        start, before = self.now_ms(), self.initialization_ms + self.excluded_ms
         try:
             yield
         finally:
-            self.forward_ms += self.now_ms() - start - (self.initialization_ms - before)
+            self.forward_ms += self.now_ms() - start - (self.initialization_ms + self.excluded_ms - before)
 
     @contextmanager
     def excluded(self) -> Iterator[None]:

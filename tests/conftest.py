@@ -13,8 +13,9 @@ import pytest
 os.environ["MPLBACKEND"] = "Agg"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-# pytest writes the name of the running phase into the one, torch a folder into the other with the first optimizer.
-VOLATILE = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+# pytest writes the name of the running phase into the first; torch sets the others with the first optimizer and at the
+# first torch.compile.
+VOLATILE = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"}
 
 
 @dataclass(frozen=True)

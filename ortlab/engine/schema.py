@@ -30,7 +30,10 @@ def call_schema(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Schema:
     args, kwargs
         The arguments of the module's forward.
     """
-    return tuple(_leaves("args", list(args))) + tuple(_leaves("kwargs", dict(kwargs)))
+    entries = list(_leaves("input", list(args)))
+    for name, value in kwargs.items():
+        entries.extend(_leaves(f"input {name}", value))
+    return tuple(entries)
 
 
 def module_schema(module: torch.nn.Module) -> Schema:

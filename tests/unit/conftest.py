@@ -1,0 +1,37 @@
+"""Fixtures that several unit tests share."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+
+def _models():
+    spec = importlib.util.spec_from_file_location("tests_unit_models", Path(__file__).with_name("models.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def experiment():
+    """Return a model, its optimizer and a training step, without dropout."""
+    return _models().Experiment()
+
+
+@pytest.fixture
+def noisy_experiment():
+    """Return the same with dropout."""
+    return _models().Experiment(dropout=0.5)
+
+
+@pytest.fixture
+def lab(experiment):
+    """Wrap the experiment's model; unwrap it after the test."""
+    import ortlab
+
+    lab = ortlab.wrap(experiment.model)
+    yield lab
+    lab.unwrap()

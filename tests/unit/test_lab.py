@@ -1,0 +1,553 @@
+"""The lab on a real model and real ONNX Runtime sessions."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import ortlab
+from ortlab.errors import BuildError, LedgerError, OptionError, StepError, WrapError
+
+
+def equal(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
+    return len(before) == len(after) and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+# --- steps and runs ----------------------------------------------------------------------------------------------
+
+
+def test_a_run_records_who_executed_it_and_where_time_went(lab, experiment):
+    run = lab.step(experiment.step, n=4)
+    assert run.executed_by == "ort"
+    assert len(run.steps) == 4
+    assert run.initialization.stage == "export"
+    assert run.initialization.total_ms >= run.initialization.export_ms > 0
+    assert run.initialization.session_ms > 0
+    for step in run.steps:
+        assert step.forward_ms > 0
+        assert step.backward_ms > 0
+        assert step.optimizer_ms > 0
+        assert step.total_ms >= step.forward_ms + step.backward_ms + step.optimizer_ms
+    assert [step.initialization_ms > 0 for step in run.steps] == [True, False, False, False]
+    assert list(lab.runs) == [run]
+    assert run.memory.peak_bytes >= run.memory.start_bytes > 0
+    assert run.graph_digests.keys() == {"processed", "gradient"}
+    assert run.versions["onnxruntime"] == "1.19.2"
+
+
+def test_losses_equal_those_of_pytorch(experiment):
+    reference = copy.deepcopy(experiment)
+    expected = [reference.step().item() for _ in range(5)]
+    lab = ortlab.wrap(experiment.model)
+    run = lab.step(experiment.step, n=5)
+    assert run.losses == pytest.approx(expected, rel=1e-5)
+    for name, value in reference.model.state_dict().items():
+        torch.testing.assert_close(experiment.model.state_dict()[name], value, rtol=1e-4, atol=1e-6)
+    lab.unwrap()
+
+
+def test_rerun_starts_from_the_same_point_bit_for_bit(noisy_experiment):
+    lab = ortlab.wrap(noisy_experiment.model)
+    lab.step(noisy_experiment.step, n=2)
+    first = lab.step(noisy_experiment.step, n=4)
+    after_first = noisy_experiment.state()
+    again = lab.rerun()
+    assert again.losses == first.losses
+    assert again.start_digest == first.start_digest
+    assert again.data_digest == first.data_digest
+    assert equal(after_first, noisy_experiment.state())
+    lab.unwrap()
+
+
+def test_steps_after_one_another_draw_other_dropout_masks(noisy_experiment):
+    lab = ortlab.wrap(noisy_experiment.model)
+    with torch.no_grad():
+        for parameter in noisy_experiment.model.parameters():
+            parameter.requires_grad_(requires_grad=True)
+
+    def frozen_step():
+        loss = noisy_experiment.model(noisy_experiment.x).pow(2).mean()
+        loss.backward()
+        noisy_experiment.optimizer.zero_grad()
+        torch.rand(1)  # a training loop draws random numbers, for shuffling at least
+        return loss
+
+    first, second = lab.step(frozen_step, n=3), lab.step(frozen_step, n=3)
+    assert len(set(first.losses + second.losses)) == 6
+    lab.unwrap()
+
+
+def test_restore_goes_back_to_the_start_of_the_last_step_call(lab, experiment):
+    start = experiment.state()
+    lab.step(experiment.step, n=3)
+    assert not equal(start, experiment.state())
+    lab.restore()
+    assert equal(start, [*experiment.model.state_dict().values(), torch.get_rng_state()])
+    assert not experiment.optimizer.state
+
+
+def test_an_optimizer_that_only_the_step_knows_is_restored_too(lab, experiment):
+    class Hidden:
+        optimizer = torch.optim.AdamW(experiment.model.parameters(), lr=1e-2)
+
+    def step():
+        loss = experiment.model(experiment.x).pow(2).mean()
+        loss.backward()
+        vars(Hidden)["optimizer"].step()
+        vars(Hidden)["optimizer"].zero_grad()
+
+    first = lab.step(step, n=3)
+    assert lab.rerun().losses == first.losses
+
+
+def test_the_loss_is_that_of_backward_where_the_step_returns_none(lab, experiment):
+    seen = []
+
+    def step():
+        loss = experiment.model(experiment.x).pow(2).mean()
+        seen.append(loss.item())
+        loss.backward()
+
+    assert lab.step(step, n=2).losses == tuple(seen)
+
+
+def test_other_data_is_noticed(lab, experiment):
+    batches = iter(torch.randn(6, 16, 4))
+
+    def step():
+        loss = experiment.model(next(batches)).pow(2).mean()
+        loss.backward()
+        return loss
+
+    lab.step(step, n=3)
+    lab.rerun()
+    remarks = lab.compare().contrasts[0].remarks
+    assert remarks == ("other data: the model did not see the same inputs",)
+
+
+def test_engines_are_compared(lab, experiment):
+    lab.step(experiment.step, n=6)
+    lab.set(engine="eager").rerun()
+    lab.set(engine="compile").rerun()
+    comparison = lab.compare(baseline=2)
+    assert [run.executed_by for run in lab.runs] == ["ort", "eager", "compile"]
+    assert comparison.baseline is lab.runs[1]
+    for contrast in comparison.contrasts:
+        assert contrast.loss_difference < 1e-5
+        assert contrast.time_low <= contrast.time_ratio <= contrast.time_high
+        assert contrast.remarks == ()
+
+
+# --- switches ----------------------------------------------------------------------------------------------------
+
+
+def test_a_switch_redoes_only_what_it_touches(lab, experiment):
+    first = lab.step(experiment.step, n=2)
+    plan = lab.plan().rows[0].config
+    lab.set(memory_plan=plan)
+    assert lab.status.state == "rebuild pending"
+    assert lab.status.pending_stage == "session"
+    session = lab.rerun()
+    assert session.initialization.stage == "session"
+    assert session.initialization.export_ms == session.initialization.graph_ms == 0
+    lab.set(memory_plan=(), compute_optimizer=False)
+    assert lab.rerun().initialization.stage in ("graph", "export")
+    lab.set(opset=16)
+    assert lab.status.pending_stage == "export"
+    assert lab.rerun().initialization.stage == "export"
+    assert all(run.losses == pytest.approx(first.losses, rel=1e-5) for run in lab.runs)
+
+
+def test_going_back_reuses_the_export(lab, experiment):
+    lab.step(experiment.step, n=1)
+    lab.set(opset=16).rerun()
+    lab.set(opset=17).rerun()
+    assert [run.initialization.stage for run in lab.runs] == ["export", "export", "session"]
+
+
+def test_toggling_keeps_module_optimizer_and_keys(lab, experiment):
+    keys = list(experiment.model.state_dict())
+    parameters = [id(parameter) for parameter in experiment.model.parameters()]
+    lab.step(experiment.step, n=1)
+    lab.set(memory_level=1).rerun()
+    assert lab.module is experiment.model
+    assert list(experiment.model.state_dict()) == keys
+    assert [id(parameter) for parameter in experiment.model.parameters()] == parameters
+    assert isinstance(experiment.model, nn.Module)
+    assert type(experiment.model).__name__ == "Classifier"
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"memory_lvel": 1}, "no option 'memory_lvel'"),
+        ({"memory_level": "much"}, "memory_level cannot be"),
+        ({"triton": True}, "triton cannot act"),
+        ({"engine": "tpu"}, "no engine 'tpu'"),
+        ({"memory_level": 1, "memory_plan": "Gelu+:1:-1"}, "contradict"),
+    ],
+)
+def test_a_wrong_option_changes_nothing(lab, changes, what):
+    options = lab.options
+    with pytest.raises(OptionError, match=what) as caught:
+        lab.set(**changes)
+    assert caught.value.fix
+    assert lab.options is options
+    assert lab.engine == "ort"
+
+
+def test_environment_variables_give_the_first_values(experiment, monkeypatch):
+    monkeypatch.setenv("ORTMODULE_MEMORY_OPT_LEVEL", "1")
+    lab = ortlab.wrap(experiment.model)
+    assert lab.options.memory_level == 1
+    assert "ORTMODULE_MEMORY_OPT_LEVEL" in lab.notes[0]
+    lab.step(experiment.step, n=1)
+    assert os.environ["ORTMODULE_MEMORY_OPT_LEVEL"] == "1"
+    lab.unwrap()
+
+
+def test_two_labs_do_not_disturb_each_other(lab, experiment):
+    torch.manual_seed(1)
+    other_model = nn.Linear(4, 2)
+    other = ortlab.wrap(other_model, opset=16)
+    lab.step(experiment.step, n=1)
+    other.step(lambda: other_model(experiment.x).sum().backward(), n=1)
+    assert (lab.options.opset, other.options.opset) == (17, 16)
+    assert (lab.graph("exported").opset, other.graph("exported").opset) == (17, 16)
+    other.unwrap()
+
+
+# --- what changes under a lab ------------------------------------------------------------------------------------
+
+
+def test_another_flag_is_exported_anew(lab, experiment):
+    torch.testing.assert_close(
+        experiment.model(experiment.x, doubled=True),
+        copy.deepcopy(experiment.model)(experiment.x, doubled=True),
+    )
+    experiment.model(experiment.x, doubled=False)
+    assert lab.status.reason == "`input doubled` changed from True to False"
+
+
+def test_other_dtype_and_rank_rebuild_by_themselves():
+    torch.manual_seed(1)
+    model = nn.Linear(4, 2)
+    lab = ortlab.wrap(model)
+    x = torch.randn(3, 4)
+    model(x)
+    assert model(x[None]).shape == (1, 3, 2)
+    assert lab.status.reason == "`input[0]` changed from float32, 2 dims, cpu to float32, 3 dims, cpu"
+    model.double()
+    torch.testing.assert_close(model(x.double()), copy.deepcopy(model)(x.double()))
+    lab.unwrap()
+
+
+def test_a_batch_that_the_model_cannot_take_leaves_the_build(lab, experiment):
+    run = lab.step(experiment.step, n=2)
+    with pytest.raises(BuildError, match="same dtype") as caught:
+        experiment.model(experiment.x.double())
+    assert "plain PyTorch" in caught.value.why
+    assert lab.rerun().losses == run.losses
+    assert lab.runs[-1].initialization is None
+
+
+def test_parts_in_eval_and_frozen_parameters_stay_so(lab, experiment):
+    experiment.model.norm.eval()
+    experiment.model.hidden.weight.requires_grad_(requires_grad=False)
+    reference = copy.deepcopy(experiment)
+    expected = [reference.step().item() for _ in range(3)]
+    assert lab.step(experiment.step, n=3).losses == pytest.approx(expected, rel=1e-5)
+    assert not experiment.model.norm.training
+    assert experiment.model.hidden.weight.grad is None
+    assert experiment.model.norm.num_batches_tracked == 0
+
+
+def test_eval_after_training_has_no_dropout(noisy_experiment):
+    lab = ortlab.wrap(noisy_experiment.model)
+    lab.step(noisy_experiment.step, n=2)
+    noisy_experiment.model.eval()
+    reference = copy.deepcopy(noisy_experiment.model)
+    with torch.no_grad():
+        torch.testing.assert_close(noisy_experiment.model(noisy_experiment.x), reference(noisy_experiment.x))
+    noisy_experiment.model.train()
+    assert lab.rerun().losses == lab.runs[0].losses
+    lab.unwrap()
+
+
+def test_a_replaced_parameter_is_used(lab, experiment):
+    experiment.model(experiment.x)
+    experiment.model.head.weight = nn.Parameter(torch.zeros(3, 8))
+    torch.testing.assert_close(
+        experiment.model(experiment.x), experiment.model.head.bias.expand(16, 3), check_stride=False
+    )
+
+
+def test_forward_hooks_run_once(lab, experiment):
+    calls = []
+    experiment.model.register_forward_hook(lambda *_: calls.append(1))
+    experiment.model(experiment.x)
+    assert calls == [1]
+
+
+# --- failures ----------------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_raises_leaves_everything_as_it_was(lab, experiment):
+    lab.step(experiment.step, n=2)
+    before, count = experiment.state(), len(lab.runs)
+
+    def broken():
+        experiment.step()
+        message = "in the middle"
+        raise ValueError(message)
+
+    with pytest.raises(ValueError, match="in the middle"):
+        lab.step(broken, n=3)
+    assert equal(before, experiment.state())
+    assert len(lab.runs) == count
+    assert lab.rerun().losses == lab.runs[0].losses
+
+
+@pytest.mark.parametrize("call", ["step", "rerun"])
+def test_an_interrupt_leaves_everything_as_it_was(lab, experiment, call):
+    slow = threading.Event()
+
+    def step():
+        loss = experiment.step()
+        if slow.is_set():
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+        return loss
+
+    first = lab.step(step, n=2)
+    before = experiment.state()
+    slow.set()
+    with pytest.raises(KeyboardInterrupt):
+        lab.step(step, n=50) if call == "step" else lab.rerun()
+    slow.clear()
+    assert equal(before, experiment.state())
+    assert len(lab.runs) == 1
+    assert lab.rerun().losses == first.losses
+
+
+def test_an_interrupt_during_export_leaves_the_lab_usable(lab, experiment):
+    original = experiment.model.head.forward
+    before = experiment.state()
+
+    def interrupted(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        return original(*args)
+
+    experiment.model.head.forward = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        lab.step(experiment.step, n=2)
+    del experiment.model.head.forward
+    assert equal(before, experiment.state())
+    assert len(lab.runs) == 0
+    assert lab.step(experiment.step, n=2).executed_by == "ort"
+
+
+@pytest.mark.parametrize(
+    ("step", "what"),
+    [
+        (lambda experiment: experiment.model(experiment.x).sum(), "no backward"),
+        (lambda _: 1.0, "did not call the wrapped model"),
+    ],
+)
+def test_a_step_that_trains_nothing_is_refused(lab, experiment, step, what):
+    before = experiment.state()
+    with pytest.raises(StepError, match=what):
+        lab.step(lambda: step(experiment), n=2)
+    assert equal(before, experiment.state())
+    assert len(lab.runs) == 0
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.5, True, "3"])
+def test_a_wrong_number_of_steps_is_refused(lab, experiment, count):
+    with pytest.raises(StepError, match="whole number"):
+        lab.step(experiment.step, n=count)
+
+
+def test_options_cannot_change_during_a_step(lab, experiment):
+    def step():
+        experiment.step()
+        lab.set(memory_level=1)
+
+    with pytest.raises(StepError, match="while a step is running"):
+        lab.step(step)
+    assert lab.options.memory_level == 0
+
+
+def test_asking_before_the_first_step_says_what_to_do(lab):
+    for ask in (lab.plan, lab.graph):
+        with pytest.raises(BuildError, match="Run a step first"):
+            ask()
+    for ask in (lab.rerun, lab.restore):
+        with pytest.raises(StepError, match="No step has run"):
+            ask()
+    with pytest.raises(LedgerError, match="no run"):
+        lab.compare()
+
+
+class Eigenvalues(nn.Module):
+    """A model that ONNX cannot express."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.linear(x)
+        return torch.linalg.eigvalsh(hidden @ hidden.T).sum()
+
+
+def test_what_cannot_be_exported_is_an_error_and_no_silent_fallback():
+    model = Eigenvalues()
+    lab = ortlab.wrap(model)
+    with pytest.raises(BuildError, match="linalg_eigvalsh"):
+        model(torch.randn(2, 3))
+    lab.unwrap()
+
+
+def test_a_fallback_is_marked_wherever_it_appears():
+    torch.manual_seed(5)
+    model = Eigenvalues()
+    x = torch.randn(2, 3)
+    lab = ortlab.wrap(model, fallback=True)
+    run = lab.step(lambda: model(x).backward(), n=3)
+    assert run.executed_by == "fallback"
+    assert "linalg_eigvalsh" in run.fallback_reason
+    assert run.title.startswith("#1 PyTorch (fallback)")
+    assert lab.status.state == "fallback"
+    lab.set(engine="eager").rerun()
+    contrast = lab.compare(baseline=2).contrasts[0]
+    assert "executed by PyTorch, not ORT" in contrast.remarks[0]
+    lab.unwrap()
+
+
+@pytest.mark.parametrize(
+    ("returned", "what"), [(None, "None"), (3, "a int"), ("text", "a str")], ids=["None", "int", "str"]
+)
+def test_a_forward_without_tensors_is_explained(returned, what):
+    class Empty(nn.Linear):
+        def forward(self, _):
+            return returned
+
+    model = Empty(2, 2)
+    lab = ortlab.wrap(model)
+    with pytest.raises(BuildError, match=f"returned no tensor, but {what}"):
+        model(torch.randn(2, 2))
+    lab.unwrap()
+
+
+def test_a_forward_that_fails_shows_its_own_error():
+    class Broken(nn.Linear):
+        def forward(self, _):
+            raise KeyError("oops")
+
+    model = Broken(2, 2)
+    lab = ortlab.wrap(model, fallback=True)
+    with pytest.raises(BuildError, match="KeyError: 'oops'") as caught:
+        model(torch.randn(2, 2))
+    assert isinstance(caught.value.__cause__, Exception)
+    lab.unwrap()
+
+
+# --- wrapping ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("thing", [3, None, "model", nn.Linear])
+def test_only_modules_are_wrapped(thing):
+    with pytest.raises(WrapError, match="cannot be wrapped"):
+        ortlab.wrap(thing)
+
+
+def test_data_parallel_is_refused(experiment):
+    with pytest.raises(WrapError, match="DistributedDataParallel"):
+        ortlab.wrap(nn.DataParallel(experiment.model))
+
+
+def test_a_module_is_wrapped_once(lab, experiment):
+    with pytest.raises(WrapError, match="wrapped already"):
+        ortlab.wrap(experiment.model)
+    lab.unwrap()
+    again = ortlab.wrap(experiment.model)
+    assert again.step(experiment.step).executed_by == "ort"
+    again.unwrap()
+
+
+def test_unwrapping_gives_the_model_back_as_trained(lab, experiment):
+    lab.step(experiment.step, n=2)
+    trained = experiment.state()
+    assert lab.unwrap() is experiment.model
+    assert equal(trained, experiment.state())
+    assert lab.status.state == "unwrapped"
+    with pytest.raises(WrapError, match="unwrapped"):
+        lab.step(experiment.step)
+    assert lab.unwrap() is experiment.model
+
+
+# --- looking -----------------------------------------------------------------------------------------------------
+
+
+def test_graphs_by_stage(lab, experiment, tmp_path):
+    lab.step(experiment.step, n=1)
+    graphs = {
+        stage: lab.graph(stage) for stage in ("exported", "processed", "optimized", "gradient", "execution")
+    }
+    for graph in graphs.values():
+        assert sum(graph.operators.values()) == graph.node_count > 0
+    assert graphs["gradient"].node_count > graphs["optimized"].node_count
+    assert not any("Grad" in name for name in graphs["exported"].operators)
+    assert any("Grad" in name for name in graphs["gradient"].operators)
+    saved = graphs["execution"].save(tmp_path / "execution.onnx")
+    assert saved.stat().st_size == len(graphs["execution"].serialized)
+    with pytest.raises(OptionError, match="no graph stage 'final'"):
+        lab.graph("final")
+    with pytest.raises(BuildError, match="cannot be written"):
+        graphs["execution"].save(tmp_path / "absent" / "graph.onnx")
+
+
+def test_a_plan_is_applied_and_changes_the_executed_graph(lab, experiment):
+    first = lab.step(experiment.step, n=2)
+    plan = lab.plan()
+    assert plan.rows
+    assert plan.enabled == ()
+    assert [row.saving_bytes for row in plan.rows] == sorted(
+        (r.saving_bytes for r in plan.rows), reverse=True
+    )
+    before = lab.graph("execution").node_count
+    lab.set(memory_plan=[row.config for row in plan.rows])
+    run = lab.rerun()
+    assert run.losses == first.losses
+    assert lab.plan().enabled == tuple(row.config for row in plan.rows)
+    assert lab.graph("execution").node_count > before
+
+
+def test_observers_hear_of_changes_until_they_stop(lab, experiment):
+    events = []
+    stop = lab.observe(events.append)
+    lab.set(memory_level=1)
+    lab.step(experiment.step, n=2)
+    assert {"options", "status", "runs"} <= set(events)
+    assert any(event.startswith("progress:Exporting") for event in events)
+    assert any(event.startswith("progress:Step 2 of 2") for event in events)
+    stop()
+    heard = len(events)
+    lab.set(memory_level=0)
+    assert len(events) == heard
+
+
+def test_what_a_build_says_is_kept(lab, experiment, capfd):
+    lab.set(memory_level=1)
+    lab.step(experiment.step, n=1)
+    texts = [message.text for message in lab.messages]
+    assert any("No transformer layer boundary" in text for text in texts)
+    assert capfd.readouterr().err == ""
