@@ -46,7 +46,6 @@ class Stopwatch:
         self._clock = clock
         self._synchronize = synchronize
         self._on_optimizer = on_optimizer
-        self._depth = 0
         self._optimizer_start = 0.0
         self.start_step()
 
@@ -57,6 +56,7 @@ class Stopwatch:
         )
         self.forward_calls = self.backward_calls = 0
         self.backward_root: torch.Tensor | None = None
+        self._depth = self._optimizer_depth = 0
         self._started = self.now_ms()
 
     def now_ms(self) -> float:
@@ -115,12 +115,16 @@ class Stopwatch:
             yield
 
     def _before_optimizer(self, optimizer: Any, *_: Any) -> None:
-        with self.excluded():
-            self._on_optimizer(optimizer)
-        self._optimizer_start = self.now_ms()
+        self._optimizer_depth += 1
+        if self._optimizer_depth == 1:  # a subclass's step and the step that it calls both run the hooks
+            with self.excluded():
+                self._on_optimizer(optimizer)
+            self._optimizer_start = self.now_ms()
 
     def _after_optimizer(self, *_: Any) -> None:
-        self.optimizer_ms += self.now_ms() - self._optimizer_start
+        self._optimizer_depth -= 1
+        if not self._optimizer_depth:
+            self.optimizer_ms += self.now_ms() - self._optimizer_start
 
 
 class MemoryProbe(Protocol):

@@ -8,6 +8,7 @@ unwrapped module.
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import types
 import weakref
@@ -146,6 +147,8 @@ def _subclass(original: type) -> type:
         reduce: Any = original.__reduce_ex__
         reduced = reduce(self, protocol)
         constructor, arguments, state, *rest = reduced
+        if constructor is copyreg.__newobj__:  # type: ignore[attr-defined] # pickle insists on obj's own class there
+            constructor = object.__new__
         plain = tuple(original if argument is subclass else argument for argument in arguments)
         if isinstance(state, dict):
             state = {key: value for key, value in state.items() if key != _KEY}
