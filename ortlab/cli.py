@@ -132,19 +132,24 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _demo(args: argparse.Namespace) -> int:
+    if args.save is not None:
+        _check_writable(args.save)  # now, not after a minute of training
     from ortlab import demo
 
     setting = demo.Setting(args.steps, args.layers, args.hidden, args.batch, args.length, args.seed)
     runs = demo.main(setting)
     if args.save is not None:
-        try:
-            runs.save(args.save)
-        except OSError as error:
-            raise OrtlabError(
-                f"The runs could not be written to {args.save}.", why=str(error), fix="Give another --save."
-            ) from error
+        runs.save(args.save)
         print(f"\nThe runs are in {args.save}; ortlab.Ledger.load reads them.")
     return 0
+
+
+def _check_writable(path: Path) -> None:
+    try:
+        with path.open("a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise OrtlabError(f"{path} cannot be written.", why=str(error), fix="Give another --save.") from error
 
 
 def _lab(args: argparse.Namespace) -> int:

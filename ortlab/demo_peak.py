@@ -14,7 +14,7 @@ import sys
 from dataclasses import asdict, replace
 
 from ortlab.demo import Setting, prepare
-from ortlab.errors import StepError
+from ortlab.errors import OrtlabError, StepError
 from ortlab.runs import PeakMemory
 
 WARM_UP_STEPS, MEASURED_STEPS = 2, 3
@@ -83,4 +83,7 @@ def main(argument: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    try:
+        main(sys.argv[1])
+    except OrtlabError as error:
+        sys.exit(" ".join(filter(None, (error.what, error.why))))

@@ -1,0 +1,205 @@
+"""The command line, run as users run it: in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+import ortlab
+from ortlab import cli
+from ortlab.errors import OrtlabError
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def ortlab_command(*arguments: str, **keywords) -> subprocess.CompletedProcess:
+    keywords.setdefault("timeout", 300)
+    return subprocess.run(
+        [sys.executable, "-m", "ortlab.cli", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        **keywords,
+    )
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    """Let the process find the checkout from any folder, installed or not."""
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+
+
+def test_version():
+    result = ortlab_command("--version")
+    assert (result.returncode, result.stdout) == (0, f"ortlab {ortlab.__version__}\n")
+
+
+def test_help_names_every_command_and_loads_neither_torch_nor_onnxruntime():
+    code = (
+        "import sys\n"
+        "from ortlab.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print([name for name in ('torch', 'onnxruntime', 'transformers') if name in sys.modules])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    for command in ("demo", "lab", "doctor", "build"):
+        assert f"\n    {command} " in result.stdout
+    assert result.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "required: COMMAND"),
+        (["dmeo"], "invalid choice: 'dmeo'"),
+        (["doctor", "--jsno"], "unrecognized arguments: --jsno"),
+        (["demo", "--steps", "0"], "'0' is not a whole number from 1 to"),
+        (["demo", "--steps", "many"], "'many' is not a whole number"),
+        (["demo", "--hidden", "100"], "100 is not a multiple of 64"),
+        (["demo", "--length", "4"], "'4' is not a whole number from 8 to 512"),
+        (["demo", "--seed", "1"], "'1' is not a whole number from 2 to"),
+    ],
+)
+def test_wrong_arguments_are_named_and_exit_with_2(arguments, message):
+    result = ortlab_command(*arguments)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_doctor_table_and_json_agree():
+    table, record = ortlab_command("doctor"), ortlab_command("doctor", "--json")
+    report = json.loads(record.stdout)
+    assert report["checks"]
+    for check in report["checks"]:
+        assert check["name"] in table.stdout
+    assert table.returncode == record.returncode == (0 if report["ok"] else 1)
+
+
+def test_doctor_reports_an_installation_without_onnxruntime(tmp_path):
+    # A package that shadows the real one, as a half-removed installation does.
+    broken = tmp_path / "onnxruntime"
+    broken.mkdir()
+    (broken / "__init__.py").write_text(
+        "raise ImportError('libonnxruntime.so: cannot open')", encoding="utf-8"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"}
+    result = ortlab_command("doctor", "--json", env=environment)
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    report = json.loads(result.stdout)
+    assert report["ok"] is False
+    assert any(check["status"] == "fail" for check in report["checks"])
+
+
+def test_a_failure_is_one_message_without_a_traceback(tmp_path):
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    result = ortlab_command("lab", "--folder", str(tmp_path / "file"), "--no-browser")
+    assert result.returncode == 1
+    assert result.stderr.startswith("ortlab lab: The quickstart notebook cannot be written to")
+    assert "Next: " in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT for one process")
+def test_ctrl_c_prints_one_line():
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-u",
+            "-m",
+            "ortlab.cli",
+            "demo",
+            "--steps",
+            "10000",
+            "--layers",
+            "1",
+            "--hidden",
+            "64",
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert "learns English" in process.stdout.readline()
+        time.sleep(1)  # into the build or the steps; the outcome is the same at any time
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert errors.splitlines()[-1] == "ortlab demo: interrupted."
+    assert "Traceback" not in errors
+
+
+class TestQuickstart:
+    def test_is_the_notebook_of_the_repository(self, tmp_path):
+        placed = cli.place_quickstart(tmp_path / "new" / "folder")
+        assert placed == tmp_path / "new" / "folder" / "01_quickstart.ipynb"
+        assert placed.read_bytes() == (REPOSITORY / "notebooks" / "01_quickstart.ipynb").read_bytes()
+
+    def test_is_never_overwritten(self, tmp_path):
+        mine = tmp_path / "01_quickstart.ipynb"
+        mine.write_text("my notes", encoding="utf-8")
+        assert cli.place_quickstart(tmp_path) == mine
+        assert mine.read_text(encoding="utf-8") == "my notes"
+
+    def test_a_folder_of_its_name_is_an_error(self, tmp_path):
+        (tmp_path / "01_quickstart.ipynb").mkdir()
+        with pytest.raises(OrtlabError, match="cannot be the quickstart"):
+            cli.place_quickstart(tmp_path)
+
+    def test_opens_in_jupyterlab(self, tmp_path, unused_port):
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "ortlab.cli", "lab", "--folder", ".", "--no-browser", "--allow-root"),
+                *("--ip=127.0.0.1", f"--port={unused_port}", "--ServerApp.port_retries=0"),
+                "--IdentityProvider.token=",
+            ],
+            cwd=tmp_path,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            page = wait_for(
+                f"http://127.0.0.1:{unused_port}/api/contents/01_quickstart.ipynb?content=0", process
+            )
+            assert json.loads(page)["type"] == "notebook"
+        finally:
+            process.terminate()
+            _, log = process.communicate(timeout=60)
+        assert "/lab/tree/01_quickstart.ipynb" in log
+
+
+@pytest.fixture
+def unused_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_for(address: str, process: subprocess.Popen, seconds: float = 90) -> bytes:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.stderr.read()
+        try:
+            with urllib.request.urlopen(address, timeout=5) as answer:  # noqa: S310 - our own server
+                return answer.read()
+        except OSError:
+            time.sleep(0.3)
+    raise AssertionError(f"{address} did not answer within {seconds} s")
