@@ -224,7 +224,7 @@ class OrtEngine:
             replaced.execution.release_session()
         self._current[training] = built
         self._kept = [*(one for one in self._kept if one is not replaced), built]
-        if replaced is not None and replaced.options != built.options:
+        if replaced is not None and (replaced.schema, replaced.options) != (built.schema, built.options):
             self._kept.insert(0, replaced)
         in_use = list(self._current.values())
         spare = [one for one in self._kept if all(one is not used for used in in_use)]
