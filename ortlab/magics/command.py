@@ -1,4 +1,4 @@
-"""What every magic has in common: its line is parsed, `-h` shows help, our errors have no traceback."""
+"""What every magic has in common: its line is parsed, `-h` shows help, errors show what the user can mend."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.error import UsageError
 
 from ortlab.errors import OrtlabError
+from ortlab.magics import user_frames
 
 if TYPE_CHECKING:
+    from IPython.core.magic import Magics
+
     from ortlab.magics.arguments import Parser
 
 Magic = Callable[..., Any]
@@ -21,9 +24,9 @@ Magic = Callable[..., Any]
 def command(parser: Parser) -> Callable[[Magic], Magic]:
     """Make a magic of a method that takes parsed arguments (and, for a cell magic, the line and the cell).
 
-    An `OrtlabError` is re-raised as exactly `UsageError`: IPython shows that without the frames inside ortlab,
-    which say no more than the message, and would show a subclass with them. Any other error passes unchanged:
-    it is the user's, or a fault of ours that needs its traceback.
+    An `OrtlabError` is re-raised as exactly `UsageError`: IPython shows that without the frames inside ortlab, which
+    say no more than the message, and would show a subclass with them. Where the user's own code caused it, the
+    message ends with the line. Any other error passes, its traceback cut down to what the user's cell did.
 
     Parameters
     ----------
@@ -33,8 +36,8 @@ def command(parser: Parser) -> Callable[[Magic], Magic]:
 
     def decorate(method: Callable[..., Any]) -> Magic:
         @functools.wraps(method)
-        def magic(self: object, line: str, cell: str | None = None) -> Any:
-            __tracebackhide__ = True
+        def magic(self: Magics, line: str, cell: str | None = None) -> Any:
+            __tracebackhide__ = True  # IPython leaves this frame out
             try:
                 arguments: argparse.Namespace = parser.read(line)
                 if arguments.help:
@@ -42,7 +45,11 @@ def command(parser: Parser) -> Callable[[Magic], Magic]:
                     return None
                 return method(self, arguments) if cell is None else method(self, arguments, line, cell)
             except OrtlabError as error:
-                raise UsageError(str(error)) from error
+                place = user_frames.place(error, self.shell)
+                raise UsageError(f"{error}\nWhere: {place}" if place else str(error)) from error
+            except BaseException as error:
+                # Not "from" anything: that would hide what the user's code was handling when it raised.
+                raise error.with_traceback(user_frames.since_cell(error.__traceback__, self.shell))  # noqa: B904
 
         return magic
 
