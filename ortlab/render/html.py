@@ -19,12 +19,12 @@ STYLE = """\
   font-weight: 600; white-space: nowrap; }
 .ortlab table.ortlab-table tr { background: none; }
 .ortlab table.ortlab-table th, .ortlab table.ortlab-table td { text-align: left; vertical-align: baseline;
-  padding: 3px 12px 3px 0; max-width: 36em; white-space: normal; overflow-wrap: anywhere; background: none;
+  padding: 3px 12px 3px 0; max-width: 36em; white-space: normal; overflow-wrap: break-word; background: none;
   border: 0; border-bottom: 1px solid var(--jp-border-color2, rgba(128, 128, 128, .35)); }
 .ortlab table.ortlab-table thead th { font-weight: 600; white-space: nowrap; overflow-wrap: normal; }
 .ortlab table.ortlab-table thead th[title] { text-decoration: underline dotted; text-underline-offset: 3px;
   cursor: help; }
-.ortlab table.ortlab-table tbody th { font-weight: 500; }
+.ortlab table.ortlab-table tbody th { font-weight: 500; min-width: 10em; overflow-wrap: anywhere; }
 .ortlab table.ortlab-table .ortlab-number { text-align: right; white-space: nowrap; }
 .ortlab p { margin: 2px 0 6px; }
 .ortlab .ortlab-good { color: var(--jp-success-color0, #2e8540); }

@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import re
 import statistics
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import quoteattr
 
+from ortlab.render import units
 from ortlab.render.run_pages import title
 from ortlab.render.text import printable
 from ortlab.runs import EXECUTED_BY_FALLBACK, Run
@@ -28,13 +30,22 @@ _FALLBACK = "#d32f2f"
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 _PARTS = ("forward", "backward", "optimizer", "everything else")
 _MIB = 1 << 20
-_INCHES_PER_BAR = 0.32
+_WIDTH = 8.5  # inches
+_INCHES_PER_BAR = 0.34
+_LABEL_WIDTH = 30  # characters
+_LEGEND: dict[str, Any] = {
+    "frameon": False,
+    "labelcolor": INK,
+    "fontsize": 8,
+    "loc": "upper left",
+    "bbox_to_anchor": (1.0, 1.0),
+}
 _SVG_STYLE = "stroke-linejoin: round; stroke-linecap: butt; max-width: 100%; height: auto"
 
 
 def losses(runs: Sequence[Run]) -> Figure:
     """Draw the loss of every step, one line per run."""
-    figure = _figure(7.0, 2.8)
+    figure = _figure(2.8)
     axes = figure.add_subplot()
     _draw_losses(axes, _latest(runs))
     return figure
@@ -43,7 +54,7 @@ def losses(runs: Sequence[Run]) -> Figure:
 def step_times(runs: Sequence[Run]) -> Figure:
     """Draw the median step time of every run by part, with the quartiles of the whole step as error bars."""
     shown = _latest(runs)
-    figure = _figure(7.0, 1.2 + _INCHES_PER_BAR * len(shown))
+    figure = _figure(1.2 + _INCHES_PER_BAR * len(shown))
     axes = figure.add_subplot()
     _draw_times(axes, shown)
     return figure
@@ -52,7 +63,7 @@ def step_times(runs: Sequence[Run]) -> Figure:
 def memory(runs: Sequence[Run]) -> Figure:
     """Draw the peak memory of every run that has one, split into what was there at its start and the rise."""
     shown = [run for run in _latest(runs) if run.memory]
-    figure = _figure(7.0, 1.2 + _INCHES_PER_BAR * len(shown))
+    figure = _figure(1.2 + _INCHES_PER_BAR * len(shown))
     axes = figure.add_subplot()
     _draw_memory(axes, shown)
     return figure
@@ -62,7 +73,7 @@ def overview(runs: Sequence[Run]) -> Figure:
     """Draw loss, step time and memory under one another, for the panel."""
     shown = _latest(runs)
     bars = 0.9 + _INCHES_PER_BAR * len(shown)
-    figure = _figure(7.0, 2.4 + 2 * bars)
+    figure = _figure(2.4 + 2 * bars)
     top, middle, bottom = figure.subplots(3, height_ratios=[2.4, bars, bars])
     _draw_losses(top, shown)
     _draw_times(middle, shown)
@@ -94,10 +105,10 @@ def svg(figure: Figure, description: str) -> str:
     return body.replace("<svg", f'<svg role="img" aria-label={label} style="{_SVG_STYLE}"', 1)
 
 
-def _figure(width: float, height: float) -> Figure:
+def _figure(height: float) -> Figure:
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), layout="constrained", facecolor="none")
+    return Figure(figsize=(_WIDTH, height), layout="constrained", facecolor="none")
 
 
 def _latest(runs: Sequence[Run]) -> list[Run]:
@@ -122,9 +133,9 @@ def _draw_losses(axes: Axes, runs: list[Run]) -> None:
             )
     from matplotlib.ticker import MaxNLocator
 
-    _dress(axes, "Loss (measured)", "step", "loss")
+    _dress(axes, "Loss, measured", "step", "loss")
     if axes.lines:
-        axes.legend(frameon=False, labelcolor=INK, fontsize=8)
+        axes.legend(**_LEGEND)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     else:
         _say(axes, "No run reported a loss.")
@@ -142,11 +153,16 @@ def _draw_times(axes: Axes, runs: list[Run]) -> None:
               [q[1] - m for m, q in zip(medians, map(_quartiles, runs), strict=True)]]  # fmt: skip
     axes.errorbar(medians, rows, xerr=spread, fmt="none", ecolor=INK, capsize=3, linewidth=1.2)
     devices = ", ".join(dict.fromkeys(run.device for run in runs))
-    _dress(axes, f"Step time (measured on {devices}: median of warm steps; whiskers: quartiles)", "ms", "")
+    heading = (
+        f"Step time, measured on {devices} (median of warm steps; whiskers: quartiles)"
+        if runs
+        else "Step time"
+    )
+    _dress(axes, heading, "ms", "")
     axes.invert_yaxis()
     _mark_fallbacks(axes, runs)
     if runs:
-        axes.legend(frameon=False, labelcolor=INK, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        axes.legend(**_LEGEND)
     else:
         _say(axes, "No run yet.")
 
@@ -158,11 +174,11 @@ def _draw_memory(axes: Axes, runs: list[Run]) -> None:
     axes.barh(rows, start, label="at the start", color=_COLOURS[4], height=0.6)
     axes.barh(rows, rise, left=start, label="rise", color=_COLOURS[5], height=0.6)
     kinds = ", ".join(dict.fromkeys(f"{run.memory.kind} of {run.memory.scope}" for run in runs if run.memory))
-    _dress(axes, f"Peak memory (measured: {kinds})" if kinds else "Peak memory", "MiB", "")
+    _dress(axes, f"Peak memory, measured ({kinds})" if kinds else "Peak memory", "MiB", "")
     axes.invert_yaxis()
     _mark_fallbacks(axes, runs)
     if runs:
-        axes.legend(frameon=False, labelcolor=INK, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        axes.legend(**_LEGEND)
     else:
         _say(axes, "No run measured its memory.")
 
@@ -186,8 +202,9 @@ def _quartiles(run: Run) -> tuple[float, float]:
 
 
 def _label(run: Run) -> str:
-    """Name a run in a figure, where a dollar sign would start a formula."""
-    return printable(title(run)).replace("$", r"\$")
+    """Name a run in a figure: two lines at most, and no dollar sign, which would start a formula."""
+    name = units.fold(printable(title(run)), 2 * _LABEL_WIDTH - 4)
+    return textwrap.fill(name, _LABEL_WIDTH).replace("$", r"\$")
 
 
 def _dress(axes: Axes, heading: str, x: str, y: str) -> None:

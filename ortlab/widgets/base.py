@@ -1,0 +1,94 @@
+"""What all parts of the panel share: the error box, the end of a widget tree, and text that stays text."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from html import escape
+
+import ipywidgets as widgets
+
+from ortlab.errors import OrtlabError
+
+_CODE = re.compile(r"`([^`]+)`")
+
+
+class ErrorBox(widgets.HBox):
+    """A message under the panel that stays until it is dismissed or the next attempt succeeds."""
+
+    def __init__(self) -> None:
+        self._message = widgets.HTML(layout=widgets.Layout(flex="1 1 auto", width="auto"))
+        self._dismiss = widgets.Button(description="Dismiss", tooltip="Remove this message")
+        self._dismiss.on_click(lambda _: self.clear())
+        super().__init__([self._message, self._dismiss])
+        self.add_class("ortlab-error")
+        self.clear()
+
+    @property
+    def text(self) -> str:
+        """The message as HTML; empty if there is none."""
+        return str(self._message.value)
+
+    def clear(self) -> None:
+        """Remove the message."""
+        self._message.value = ""
+        self.layout.display = "none"
+
+    def show(self, error: BaseException) -> None:
+        """Show an error: what, why and next of ours; type, message and folded traceback of any other."""
+        self._message.value = f'<div class="ortlab" role="alert">{_lines(error)}</div>'
+        self.layout.display = "flex"
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Show what goes wrong inside, and clear the box if nothing does.
+
+        A widget's callback has nobody above it who would show an exception, so every error ends here. Interrupts
+        too: the kernel's message loop would only log them.
+        """
+        try:
+            yield
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - shown, whatever it is
+            self.show(error)
+        else:
+            self.clear()
+
+
+def close_tree(widget: widgets.Widget) -> None:
+    """Close a widget with its children, layouts and styles, which ipywidgets leaves open in kernel and browser."""
+    for child in getattr(widget, "children", ()):
+        close_tree(child)
+    for name in ("layout", "style"):
+        part = getattr(widget, name, None)
+        if isinstance(part, widgets.Widget):
+            part.close()
+    # The class's own close, because a subclass may call this function from its.
+    widgets.Widget.close(widget)
+
+
+def prose(text: str) -> str:
+    """Escape a text for HTML and set what stands between backticks as code."""
+    return _CODE.sub(r"<code>\1</code>", escape(text))
+
+
+def _lines(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "<p><strong>Interrupted.</strong></p><p>The lab is as it was before the call.</p>"
+    if isinstance(error, OrtlabError):
+        parts = [f'<p class="ortlab-bad">{prose(error.what)}</p>']
+        if error.why:
+            parts.append(f"<p><strong>Why:</strong> {_broken(error.why)}</p>")
+        if error.fix:
+            parts.append(f"<p><strong>Next:</strong> {_broken(error.fix)}</p>")
+        return "".join(parts)
+    folded = escape("".join(traceback.format_exception(error)))
+    return (
+        f'<p class="ortlab-bad">{escape(type(error).__name__)}: {_broken(str(error))}</p>'
+        f"<details><summary>Traceback</summary><pre>{folded}</pre></details>"
+    )
+
+
+def _broken(text: str) -> str:
+    return prose(text).replace("\n", "<br>")

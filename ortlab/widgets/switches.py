@@ -1,0 +1,171 @@
+"""The panel's controls: one row per switch, made from its declaration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, Final
+
+import ipywidgets as widgets
+
+from ortlab.options import Effect, Group, Need, Options, Switch, switches, unmet
+from ortlab.render.option_pages import EFFECT_WORDS, value_text
+from ortlab.switches import Value
+from ortlab.widgets.base import prose
+
+Change = Callable[[str, Value], None]
+"""Called with a switch's name and the value that the user chose."""
+
+_DEFAULTS: Final = Options()
+
+
+class SwitchRow(widgets.Box):
+    """One switch: its control, its help, what a change takes, and why it cannot act.
+
+    Parameters
+    ----------
+    switch
+        The declaration.
+    have
+        What this machine offers.
+    on_change
+        Told what the user chose; the row itself changes nothing.
+    """
+
+    def __init__(self, switch: Switch, have: Collection[Need], on_change: Change) -> None:
+        self.switch = switch
+        self.control = _control(switch)
+        self._missing = unmet(switch.name, have) or _import_time(switch)
+        self._help = widgets.HTML()
+        self._on_change = on_change
+        self._showing = False
+        super().__init__([self.control, self._help])
+        self.add_class("ortlab-switch")
+        self.control.observe(self._changed, "value")
+
+    @property
+    def reason(self) -> str:
+        """Why the control is greyed out; empty if it is not."""
+        return self._reason
+
+    def show(self, options: Options) -> None:
+        """Show the value that `options` have, without sending it back."""
+        value = getattr(options, self.switch.name)
+        parent = self.switch.part_of
+        self._reason = self._missing
+        if not self._reason and parent and not getattr(options, parent):
+            self._reason = f"Acts only while `{parent}` is on."
+        self._showing = True
+        try:
+            self.control.value = _shown(self.switch, value)
+        finally:
+            self._showing = False
+        changed = value != getattr(_DEFAULTS, self.switch.name)
+        self.control.disabled = bool(self._reason)
+        for name, applies in (("ortlab-changed", changed), ("ortlab-off", bool(self._reason))):
+            (self.add_class if applies else self.remove_class)(name)
+        self._help.value = self._explain(changed=changed)
+
+    def _explain(self, *, changed: bool) -> str:
+        chip = f'<span class="ortlab-chip">takes effect: {EFFECT_WORDS[self.switch.effect]}</span>'
+        default = value_text(getattr(_DEFAULTS, self.switch.name))
+        parts = [f"{prose(self.switch.help)}<br>{chip}"]
+        if changed:
+            parts.append(f"<strong>changed</strong>, default {prose(default)}")
+        if self._reason:
+            parts.append(f"<em>{prose(self._reason)}</em>")
+        return f'<div class="ortlab-help">{" ".join(parts)}</div>'
+
+    def _changed(self, change: Any) -> None:
+        if not self._showing:
+            self._on_change(self.switch.name, change["new"])
+
+
+class SwitchList(widgets.VBox):
+    """The switches of one group at a time, chosen by buttons; rows are made when their group is first shown."""
+
+    def __init__(self, have: Collection[Need], on_change: Change) -> None:
+        self._have = have
+        self._on_change = on_change
+        self._options = _DEFAULTS
+        self._rows: dict[Group, tuple[SwitchRow, ...]] = {}
+        self.groups = widgets.ToggleButtons(
+            options=[(group.value.capitalize(), group) for group in Group],
+            value=Group.COMPUTE,
+            description="Switches",
+        )
+        self._body = widgets.VBox()
+        super().__init__([self.groups, self._body])
+        self.groups.observe(self._show_group, "value")
+
+    def row(self, name: str) -> SwitchRow:
+        """Row of a switch, made if need be."""
+        group = next(one.group for one in switches() if one.name == name)
+        return next(row for row in self._rows_of(group) if row.switch.name == name)
+
+    def show(self, options: Options) -> None:
+        """Show the values that `options` have."""
+        self._options = options
+        changed = options.changed(_DEFAULTS)
+        counts = {
+            group: sum(one.group is group and one.name in changed for one in switches()) for group in Group
+        }
+        labels = tuple((_group_label(group, counts[group]), group) for group in Group)
+        if tuple(self.groups.options) != labels:
+            chosen = self.groups.value
+            with self.groups.hold_trait_notifications():
+                self.groups.options = labels
+                self.groups.value = chosen
+        for rows in self._rows.values():
+            for row in rows:
+                row.show(options)
+        self._show_group()
+
+    def _show_group(self, _change: Any = None) -> None:
+        rows = self._rows_of(self.groups.value)
+        if self._body.children != rows:
+            self._body.children = rows
+
+    def _rows_of(self, group: Group) -> tuple[SwitchRow, ...]:
+        if group not in self._rows:
+            declared = [one for one in switches() if one.group is group]
+            self._rows[group] = tuple(SwitchRow(one, self._have, self._on_change) for one in declared)
+            for row in self._rows[group]:
+                row.show(self._options)
+        return self._rows[group]
+
+    @property
+    def all_rows(self) -> tuple[SwitchRow, ...]:
+        """Rows made so far, shown or not: the panel closes them."""
+        return tuple(row for rows in self._rows.values() for row in rows)
+
+
+def _group_label(group: Group, changed: int) -> str:
+    """Name a group, and how many of its switches differ from their defaults."""
+    return group.value.capitalize() + (f" ({changed} changed)" if changed else "")
+
+
+def _control(switch: Switch) -> widgets.ValueWidget:
+    if switch.type is bool:
+        return widgets.Checkbox(description=switch.name, indent=False, tooltip=switch.help)
+    named = {"description": switch.name, "tooltip": switch.help}
+    if switch.choices:
+        kind = widgets.SelectMultiple if switch.type is tuple else widgets.Dropdown
+        control = kind(options=[(value_text(choice), choice) for choice in switch.choices], **named)
+        if switch.type is tuple:
+            control.rows = len(switch.choices)
+        return control
+    if switch.type is int:
+        return widgets.IntText(continuous_update=False, **named)
+    hint = "none; separate several by commas" if switch.type is tuple else "none"
+    return widgets.Text(continuous_update=False, placeholder=hint, **named)
+
+
+def _shown(switch: Switch, value: Value) -> Value:
+    """Turn a switch's value into what its control takes: a free list is typed as text with commas."""
+    return ", ".join(value) if isinstance(value, tuple) and not switch.choices else value
+
+
+def _import_time(switch: Switch) -> str:
+    if switch.effect is not Effect.IMPORT:
+        return ""
+    return f"Read while ONNX Runtime is imported: set `{switch.env}=1` and restart the kernel."

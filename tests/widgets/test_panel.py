@@ -1,0 +1,381 @@
+"""The panel over a real lab: a small model on ONNX Runtime, buttons clicked and controls set from Python."""
+
+from __future__ import annotations
+
+import gc
+import re
+from functools import partial
+
+import ipywidgets as widgets
+import pytest
+import torch
+from ipywidgets.widgets.widget import _instances as open_widgets
+
+import ortlab
+from ortlab.errors import OptionError
+from ortlab.options import Options, switches, unmet
+from ortlab.widgets.panel import RUNS_SHOWN, Panel
+
+
+@pytest.fixture
+def step_and_lab():
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.randn(4, 8)
+
+    def step():
+        optimizer.zero_grad()
+        loss = model(inputs).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    lab = ortlab.wrap(model, options=Options())
+    yield step, lab
+    lab.unwrap()
+
+
+@pytest.fixture
+def lab(step_and_lab):
+    return step_and_lab[1]
+
+
+@pytest.fixture
+def run(step_and_lab):
+    step, lab = step_and_lab
+    return partial(lab.step, step, 4)
+
+
+@pytest.fixture
+def panel(lab):
+    panel = lab.panel()
+    yield panel
+    panel.close()
+
+
+def words(panel: Panel) -> str:
+    """Text of every HTML part of the panel that is on show, tags left out."""
+    found = []
+
+    def visit(widget):
+        if isinstance(widget, widgets.HTML) and not widget.value.startswith("<style"):
+            found.append(re.sub(r"<[^>]+>", " ", widget.value))
+        for child in getattr(widget, "children", ()):
+            visit(child)
+
+    visit(panel)
+    return " ".join(" ".join(found).split())
+
+
+# ---- switches ---------------------------------------------------------------------------------------------------
+
+
+def test_every_switch_has_a_control_with_its_help(panel):
+    for one in switches():
+        row = panel.switches.row(one.name)
+        assert row.control.description == one.name
+        assert row.control.tooltip == one.help
+        assert re.sub(r"\W+", " ", one.help).split()[0] in words_of(row)
+
+
+def words_of(row) -> str:
+    return re.sub(r"<[^>]+>", " ", row.children[-1].value)
+
+
+def test_a_tick_changes_the_option_and_is_marked(panel, lab):
+    row = panel.switches.row("compute_optimizer")
+    row.control.value = False
+    assert lab.options == Options(compute_optimizer=False)
+    assert panel.errors.text == ""
+    assert "ortlab-changed" in row._dom_classes
+    assert "changed" in words_of(row)
+    assert "default on" in words_of(row)
+    assert panel.switches.groups.options[0][0] == "Compute (1 changed)"
+    row.control.value = True
+    assert lab.options == Options()
+    assert "ortlab-changed" not in row._dom_classes
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("memory_level", 2, 2),
+        ("log_level", "ERROR", "ERROR"),
+        ("save_onnx_prefix", "a <b>", "a <b>"),
+        ("memory_plan", "Gelu+:1:-1, Cast+:2:3", ("Gelu+:1:-1", "Cast+:2:3")),
+        ("skip_check", ("DEVICE",), ("DEVICE",)),
+        ("cast_level", 0, 0),
+    ],
+)
+def test_each_kind_of_control_sets_its_option(panel, lab, name, value, expected):
+    panel.switches.row(name).control.value = value
+    assert panel.errors.text == ""
+    assert getattr(lab.options, name) == expected
+
+
+def test_a_switch_that_cannot_act_here_is_greyed_out_with_the_reason(panel, lab):
+    missing = [one.name for one in switches() if unmet(one.name, lab.have)]
+    for one in switches():
+        row = panel.switches.row(one.name)
+        assert row.control.disabled == bool(row.reason)
+        if one.name in missing:
+            assert row.reason == unmet(one.name, lab.have)
+            assert "needs" in words_of(row)
+
+
+def test_a_part_of_a_switch_that_is_off_is_greyed_out_until_it_is_on(panel, lab):
+    row = panel.switches.row("save_onnx_prefix")
+    assert row.control.disabled
+    assert "Acts only while save_onnx is on." in " ".join(words_of(row).split()).replace(" .", ".")
+    lab.set(save_onnx=True)
+    assert not row.control.disabled
+
+
+def test_a_refused_value_is_explained_and_taken_back(panel, lab):
+    row = panel.switches.row("memory_plan")
+    row.control.value = "not a plan <script>alert(1)</script>"
+    assert lab.options == Options()
+    assert row.control.value == ""
+    assert "Why:" in panel.errors.text
+    assert "Next:" in panel.errors.text
+    assert "<script>" not in panel.errors.text
+    assert panel.errors.layout.display == "flex"
+    panel.switches.row("memory_level").control.value = 1  # a change that succeeds clears the message
+    assert panel.errors.text == ""
+    assert panel.errors.layout.display == "none"
+
+
+def test_a_message_can_be_dismissed(panel):
+    panel.compare.click()
+    assert panel.errors.text
+    panel.errors.children[1].click()
+    assert panel.errors.text == ""
+
+
+def test_a_change_from_a_cell_shows_and_a_refused_one_changes_nothing(panel, lab):
+    lab.set(memory_level=2)
+    assert panel.switches.row("memory_level").control.value == 2
+    with pytest.raises(OptionError):
+        lab.set(memory_level=7)
+    assert panel.switches.row("memory_level").control.value == 2
+
+
+def test_the_engine_buttons_choose_the_engine(panel, lab):
+    panel.engine.value = "eager"
+    assert lab.engine == "eager"
+    assert "PyTorch eager: ready." in words(panel)
+    lab.set(engine="ort")
+    assert panel.engine.value == "ort"
+
+
+# ---- buttons ----------------------------------------------------------------------------------------------------
+
+
+def test_before_the_first_step_the_buttons_say_what_to_do(panel):
+    assert "not built yet" in words(panel)
+    assert "No run yet." in words(panel)
+    for button in (panel.rerun, panel.compare, panel.plan):
+        button.click()
+        assert "ortlab-bad" in panel.errors.text
+        assert "Next:" in panel.errors.text
+        assert not button.disabled
+
+
+def test_rerun_adds_a_run_with_the_present_switches(panel, lab, run):
+    run()
+    panel.switches.row("compute_optimizer").control.value = False
+    assert "rebuild pending" in words(panel)
+    panel.rerun.click()
+    assert panel.errors.text == ""
+    assert len(lab.runs) == 2
+    assert lab.runs[1].options.compute_optimizer is False
+    assert "#2 ort (compute_optimizer=False)" in words(panel)
+    assert "ONNX Runtime: ready." in words(panel)
+    assert panel.progress.layout.visibility == "hidden"
+
+
+def test_compare_shows_intervals_and_a_chart(panel, run):
+    run()
+    run()
+    panel.compare.click()
+    assert panel.errors.text == ""
+    assert re.search(r"\d\.\d+x \[", words(panel))
+    assert 'aria-label="Loss, step time' in panel._result.value
+    assert panel._result.value.count("<svg") == 1
+
+
+def test_ticking_a_plan_sets_it_and_the_rerun_applies_it(panel, lab, run):
+    run()
+    panel.plan.click()
+    assert panel.errors.text == ""
+    box = panel.plans.boxes["Gelu+:1:-1"]
+    assert not box.value
+    box.value = True
+    assert lab.options.memory_plan == ("Gelu+:1:-1",)
+    panel.rerun.click()
+    assert lab.plan().enabled == ("Gelu+:1:-1",)
+    assert "predicted by ORT" in words(panel)
+    box.value = False
+    assert lab.options.memory_plan == ()
+
+
+def test_a_plan_ticked_elsewhere_shows_and_a_level_takes_over(panel, lab, run):
+    run()
+    panel.plan.click()
+    lab.set(memory_plan=("Gelu+:1:-1",))
+    assert panel.plans.boxes["Gelu+:1:-1"].value
+    lab.set(memory_plan=(), memory_level=1)
+    assert all(box.disabled and not box.value for box in panel.plans.boxes.values())
+
+
+def test_an_unexpected_error_shows_its_type_and_a_folded_traceback(panel, lab, run):
+    run()
+    calls = []
+
+    def failing_step():
+        calls.append(1)
+        loss = lab.module(torch.randn(4, 8)).sum()
+        loss.backward()
+        if len(calls) > 2:
+            raise ZeroDivisionError("<b>out of data</b>")
+        return loss
+
+    lab.step(failing_step, 2)
+    weights = {name: value.clone() for name, value in lab.module.state_dict().items()}
+    panel.rerun.click()
+    assert "ZeroDivisionError: &lt;b&gt;out of data" in panel.errors.text
+    assert "<details><summary>Traceback" in panel.errors.text
+    assert "failing_step" in panel.errors.text
+    assert len(lab.runs) == 2
+    assert all(torch.equal(value, weights[name]) for name, value in lab.module.state_dict().items())
+    assert not panel.rerun.disabled
+
+
+def test_an_interrupt_of_a_rerun_is_said_and_leaves_the_lab(panel, lab):
+    calls = []
+
+    def interrupted_step():
+        calls.append(1)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        loss = lab.module(torch.randn(4, 8)).sum()
+        loss.backward()
+        return loss
+
+    lab.step(interrupted_step)
+    panel.rerun.click()
+    assert "Interrupted." in panel.errors.text
+    assert len(lab.runs) == 1
+
+
+def test_progress_is_shown_while_steps_run(panel, lab, run):
+    seen = []
+    panel.progress.observe(
+        lambda _: seen.append((panel.progress.layout.visibility, panel.progress.value)), "value"
+    )
+    run()
+    assert seen
+    assert panel.progress.layout.visibility == "hidden"
+
+
+def test_a_long_ledger_shows_its_end(panel, lab, run):
+    for _ in range(RUNS_SHOWN + 2):
+        run()
+    assert "2 earlier runs" in words(panel)
+    assert panel._runs.value.count("<tr>") == RUNS_SHOWN + 1
+
+
+class Scale:
+    factor = 2.0
+
+
+class Scaled(torch.nn.Module):
+    """Takes an input that is no tensor, which ORT cannot."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+
+    def forward(self, x, scale):
+        return self.inner(x) * scale.factor
+
+
+def test_a_fallback_has_a_red_badge_with_the_reason():
+    model = Scaled()
+    lab = ortlab.wrap(model, options=Options(fallback=True))
+    panel = lab.panel()
+    lab.step(lambda: model(torch.ones(2, 4), Scale()).sum().backward(), 2)
+    assert lab.runs[-1].executed_by == "fallback"
+    assert '<span class="ortlab-badge ortlab-bad">PYTORCH (fallback)</span>' in panel._header.value
+    assert "does not support input type &lt;class" in panel._header.value
+    assert "#1 PYTORCH (fallback)" in words(panel)
+    panel.close()
+    lab.unwrap()
+
+
+# ---- several panels, other forms, the end -----------------------------------------------------------------------
+
+
+def test_two_panels_of_one_lab_stay_in_step(lab, run):
+    first, second = Panel(lab), Panel(lab)
+    first.switches.row("compute_optimizer").control.value = False
+    assert second.switches.row("compute_optimizer").control.value is False
+    run()
+    assert "#1 ort" in words(first)
+    assert words(first) == words(second)
+    first.close()
+    second.switches.row("compute_optimizer").control.value = True
+    assert lab.options == Options()
+    second.close()
+
+
+def test_closing_leaves_no_widget_and_no_observer_behind(lab, run):
+    gc.collect()
+    before = set(open_widgets)
+    for _ in range(3):
+        panel = Panel(lab)
+        run()
+        for label, group in panel.switches.groups.options:
+            panel.switches.groups.value = group
+            assert label
+        panel.plan.click()
+        panel.plan.click()
+        panel.compare.click()
+        panel.close()
+    assert set(open_widgets) == before
+    assert lab._observers == []
+    run()  # the lab goes on without its panels
+
+
+def test_a_closed_panel_can_be_closed_again(lab):
+    panel = Panel(lab)
+    panel.close()
+    panel.close()
+
+
+def test_front_ends_without_widgets_get_text_and_html(panel, lab, run):
+    run()
+    lab.set(memory_level=1)
+    bundle = panel._repr_mimebundle_()
+    assert bundle["application/vnd.jupyter.widget-view+json"]["model_id"] == panel.model_id
+    for form in ("text/plain", "text/html"):
+        assert "#1 ort" in bundle[form]
+        assert "memory_level" in bundle[form]
+        assert "rebuild pending" in bundle[form]
+        assert "measured" in bundle[form]
+
+
+def test_the_repr_names_the_lab_and_has_no_address(panel):
+    assert repr(panel).startswith("Panel(Lab(model: Sequential, engine='ort', not built")
+    assert "0x" not in repr(panel)
+
+
+def test_a_hostile_model_name_stays_text():
+    model = torch.nn.Linear(2, 2)
+    lab = ortlab.wrap(model, name="<img src=x onerror=alert(1)>", engine="eager")
+    panel = lab.panel()
+    assert "<img" not in panel._header.value
+    assert "<img" not in panel._repr_mimebundle_()["text/html"]
+    panel.close()
+    lab.unwrap()
