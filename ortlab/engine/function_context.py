@@ -109,16 +109,20 @@ class FunctionContext(FunctionCtx):
                 copies[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
             return copies[id(tensor)]
 
-        for name, value in vars(self).items():
+        for name, value in self._kept().items():
             setattr(self, name, tree_map_only(Tensor, own, value))
         self._outputs = tuple(TensorType.of(output) for output in outputs)
         excluded = {id(tensor) for tensor in getattr(self, "non_differentiable", ())}
         self._differentiable = tuple(id(output) not in excluded for output in outputs)
 
+    def _kept(self) -> dict[str, Any]:
+        """Return what the Function put on the ``ctx``: saved tensors and attributes of its own."""
+        return {name: value for name, value in vars(self).items() if name not in _OWN_ATTRIBUTES}
+
     def storages(self) -> set[int]:
         """Return the storage addresses of all tensors that the ``ctx`` holds."""
         found: set[int] = set()
-        for value in vars(self).values():
+        for value in self._kept().values():
             tree_map_only(Tensor, lambda tensor: found.add(storage_address(tensor)), value)
         return found - {0}
 
@@ -140,6 +144,9 @@ class FunctionContext(FunctionCtx):
         vars(self).clear()
         self._released = True
 
+
+# Attributes of every context that hold no tensors.
+_OWN_ATTRIBUTES: Final = frozenset(vars(FunctionContext((), ()))) - {"to_save"}
 
 # The contexts that wait for their backward, by serial number: an address could belong to another object by
 # then.
