@@ -216,17 +216,12 @@ def place_quickstart(folder: Path) -> Path:
             why=str(error),
             fix="Install ortlab again.",
         ) from error
+    if target.is_file():
+        return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with target.open("xb") as file:
             file.write(content)
-    except FileExistsError:
-        if not target.is_file():
-            raise OrtlabError(
-                f"{target} cannot be the quickstart notebook.",
-                why="Something other than a file has this name.",
-                fix="Choose another folder: ortlab lab --folder DIRECTORY",
-            ) from None
     except OSError as error:
         raise OrtlabError(
             f"The quickstart notebook cannot be written to {folder.resolve()}.",

@@ -158,13 +158,19 @@ class TestQuickstart:
 
     def test_a_folder_of_its_name_is_an_error(self, tmp_path):
         (tmp_path / "01_quickstart.ipynb").mkdir()
-        with pytest.raises(OrtlabError, match="cannot be the quickstart"):
+        with pytest.raises(OrtlabError, match="cannot be written to"):
             cli.place_quickstart(tmp_path)
 
-    def test_opens_in_jupyterlab(self, tmp_path, unused_port):
+    @pytest.mark.skipif(os.name == "nt", reason="the stand-in for the user's browser is a shell script")
+    def test_opens_in_jupyterlab(self, tmp_path, unused_port, monkeypatch):
+        # Jupyter hands the browser a page that goes on to the notebook with the server's token.
+        browser, opened = tmp_path / "browser", tmp_path / "opened"
+        browser.write_text(f'#!/bin/sh\ncp "${{1#file://}}" {opened}.part && mv {opened}.part {opened}\n')
+        browser.chmod(0o755)
+        monkeypatch.setenv("BROWSER", str(browser))
         process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "ortlab.cli", "lab", "--folder", ".", "--no-browser", "--allow-root"),
+                *(sys.executable, "-m", "ortlab.cli", "lab", "--folder", ".", "--allow-root"),
                 *("--ip=127.0.0.1", f"--port={unused_port}", "--ServerApp.port_retries=0"),
                 "--IdentityProvider.token=",
             ],
@@ -178,10 +184,13 @@ class TestQuickstart:
                 f"http://127.0.0.1:{unused_port}/api/contents/01_quickstart.ipynb?content=0", process
             )
             assert json.loads(page)["type"] == "notebook"
+            deadline = time.monotonic() + 30
+            while not opened.exists() and time.monotonic() < deadline:
+                time.sleep(0.1)
         finally:
             process.terminate()
-            _, log = process.communicate(timeout=60)
-        assert "/lab/tree/01_quickstart.ipynb" in log
+            process.communicate(timeout=60)
+        assert f"127.0.0.1:{unused_port}/lab/tree/01_quickstart.ipynb" in opened.read_text(encoding="utf-8")
 
 
 @pytest.fixture
