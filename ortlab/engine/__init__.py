@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
+import logging
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import ModuleType
 
 _loading = threading.Lock()
@@ -41,23 +43,33 @@ def load() -> ModuleType:
 
 
 def _load() -> ModuleType:
-    from ortlab.engine import exporter, gradients, graph_passes, repairs, symbolics
+    from ortlab.engine import exporter, extensions, gradients, graph_passes, installation, repairs, symbolics
 
-    if importlib.util.find_spec("ortlab.engine.installation"):
-        from ortlab.engine import installation
-
-        installation.check()
+    installation.check()
     exporter.prepare_torch()
-    from onnxruntime.training import ortmodule
+    with _root_logger_kept():
+        from onnxruntime.training import ortmodule
 
     exporter.adapt_ort()
-    if importlib.util.find_spec("ortlab.engine.extensions"):
-        from ortlab.engine import extensions
-
-        extensions.install()
+    extensions.install()
     symbolics.install()
     gradients.install()
     graph_passes.install()
     repairs.install_all()
     module: ModuleType = ortmodule
     return module
+
+
+@contextmanager
+def _root_logger_kept() -> Iterator[None]:
+    """Put the root logger's handlers back: 1.19.2 calls `logging.basicConfig` on import (onnxruntime/tools/logger.py).
+
+    With a handler there, the user's own `logging.basicConfig` would do nothing.
+    """
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -551,3 +553,9 @@ def test_what_a_build_says_is_kept(lab, experiment, capfd):
     texts = [message.text for message in lab.messages]
     assert any("No transformer layer boundary" in text for text in texts)
     assert capfd.readouterr().err == ""
+
+
+def test_loading_onnx_runtime_leaves_the_root_logger_alone():
+    program = "import logging, ortlab.engine; ortlab.engine.load(); print(logging.getLogger().handlers)"
+    result = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
