@@ -564,6 +564,6 @@ def _mentioned(fn: Callable[[], object]) -> list[object]:
 
 
 def _versions() -> dict[str, str]:
-    from ortlab.engine.execution import versions
+    from ortlab.engine.sessions import versions
 
     return versions()

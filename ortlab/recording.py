@@ -90,7 +90,7 @@ class Recording:
         from tqdm import tqdm
 
         if self._engine.name == "ort":
-            from ortlab.engine.execution import seed
+            from ortlab.engine.sessions import seed
 
             seed(self._seed)
         self._probe.start()
