@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
-
-import torch
 
 from ortlab.comparison import Comparison, compare
 from ortlab.engine.baselines import CompileEngine, EagerEngine
 from ortlab.engine.installation import have as installed_needs
 from ortlab.engine.ort import OrtEngine
 from ortlab.errors import OptionError, StepError, WrapError
+from ortlab.experiment import Experiment
 from ortlab.graphs.stages import STAGES, Graph
-from ortlab.measure import MemoryProbe, Stopwatch, memory_probe, synchronizer
 from ortlab.memory.plan import MemoryPlan, read_plan
 from ortlab.options import Effect, Options, check_needs, switches
 from ortlab.recording import Recording
 from ortlab.runs import Initialization, Ledger, Run
-from ortlab.snapshot import Snapshot, is_stateful
+from ortlab.snapshot import Snapshot
 from ortlab.status import Status
 from ortlab.wrapping import Takeover, check_wrappable
 
 if TYPE_CHECKING:
+    import torch
+
     from ortlab.messages import Message
     from ortlab.options import Need
     from ortlab.widgets.panel import Panel
@@ -38,16 +36,6 @@ Observer = Callable[[str], None]
 """Called with "options", "status", "runs" or "progress:<text>:<fraction>" after each change."""
 
 _latest: weakref.ref[Lab] | None = None
-
-
-@dataclass(frozen=True)
-class _Experiment:
-    """What a rerun repeats."""
-
-    step: Callable[[], object]
-    count: int
-    start: Snapshot
-    source: str
 
 
 class Lab:
@@ -112,7 +100,7 @@ class Lab:
         self.runs = Ledger()
         self._options = options
         self._observers: list[Observer] = []
-        self._experiment: _Experiment | None = None
+        self._experiment: Experiment | None = None
         self._recording: Recording | None = None
         self._takeover = Takeover(module, self._forward)
         self._wrapped = True
@@ -218,13 +206,7 @@ class Lab:
             Whatever `fn` raises. The lab is then as it was before the call, weights and optimizer included.
         """
         self._check_usable("run a step")
-        if not callable(fn):
-            raise StepError(
-                f"A step must be something to call, not a {type(fn).__name__}.",
-                fix="Pass a function: lab.step(lambda: train(batch), n=20).",
-            )
-        start = Snapshot(self.module, [thing for thing in (*watch, *_mentioned(fn)) if is_stateful(thing)])
-        return self._run(_Experiment(fn, _count(n), start, source), progress=progress)
+        return self._run(Experiment.begin(self.module, fn, n, watch, source), progress=progress)
 
     def rerun(self, n: int | None = None, *, progress: bool = True) -> Run:
         """Go back to the start of the last step call and do it again, with the present options and engine.
@@ -244,12 +226,11 @@ class Lab:
             Whatever the step raises. Weights and optimizer are then as they were before this call.
         """
         self._check_usable("rerun")
-        last = self._last_experiment()
-        count = last.count if n is None else _count(n)
-        before = Snapshot(self.module, last.start.stateful)
+        again = self._last_experiment().times(n)
+        before = Snapshot(self.module, again.start.stateful)
         try:
-            last.start.put_back()
-            return self._run(_Experiment(last.step, count, last.start, last.source), progress=progress)
+            again.start.put_back()
+            return self._run(again, progress=progress)
         except BaseException:
             before.put_back()
             raise
@@ -386,37 +367,10 @@ class Lab:
 
     # ---- parts ------------------------------------------------------------------------------------------------
 
-    def _run(self, experiment: _Experiment, *, progress: bool) -> Run:
-        device = next((tensor.device for tensor in self.module.parameters()), torch.device("cpu"))
-        probe: MemoryProbe = memory_probe(device)
-        stopwatch = Stopwatch(synchronize=synchronizer(device), on_optimizer=experiment.start.include)
-        self._recording = Recording(
-            self.module,
-            self._engine,
-            stopwatch,
-            probe,
-            experiment.start,
-            self._report_progress,
-            show=progress,
-        )
+    def _run(self, experiment: Experiment, *, progress: bool) -> Run:
+        self._recording = Recording(self.module, self._engine, experiment, self._report_progress)
         try:
-            steps = self._recording.run(experiment.step, experiment.count)
-            run = Run(
-                number=self.runs.next_number,
-                engine=self.engine,
-                options=self._options,
-                steps=steps,
-                initialization=self._recording.initialization,
-                memory=probe.read(),
-                fallback_reason=self._recording.fallback_reason,
-                device=str(device),
-                start_digest=experiment.start.digest,
-                data_digest=self._recording.data.hexdigest(),
-                seed=torch.initial_seed(),
-                started_at=self._recording.started_at,
-                graph_digests=self._graph_digests(),
-                versions=_versions(),
-            )
+            run = self._recording.run(self.runs.next_number, self._options, show=progress)
         except BaseException:
             experiment.start.put_back()
             raise
@@ -446,11 +400,6 @@ class Lab:
         if self._recording is not None:
             self._recording.built(done)
 
-    def _graph_digests(self) -> dict[str, str]:
-        if self._engine is not self._ort or self._ort.executed_by != "ort":
-            return {}
-        return {stage: self.graph(stage).digest for stage in ("processed", "gradient")}
-
     def _choose(self, engine: str) -> OrtEngine | EagerEngine | CompileEngine:
         engines: dict[str, OrtEngine | EagerEngine | CompileEngine] = {
             "ort": self._ort,
@@ -459,7 +408,7 @@ class Lab:
         }
         return engines[engine]
 
-    def _last_experiment(self) -> _Experiment:
+    def _last_experiment(self) -> Experiment:
         if self._experiment is None:
             raise StepError(
                 "There is no step to go back to.",
@@ -545,25 +494,3 @@ def _check_import_time(options: Options, before: Options) -> None:
                 why="ONNX Runtime 1.19.2 reads it while it is imported, which has happened.",
                 fix=f"Set the environment variable {early[name]}={int(value)} and restart the kernel.",
             )
-
-
-def _count(n: int) -> int:
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise StepError(f"The number of steps must be a whole number from 1 on, not {n!r}.")
-    return n
-
-
-def _mentioned(fn: Callable[[], object]) -> list[object]:
-    """Objects that a function names: its closure's and its globals', and what a bound method belongs to."""
-    owner = getattr(fn, "__self__", None)
-    function = inspect.unwrap(getattr(fn, "__func__", fn))
-    if not inspect.isfunction(function):
-        return [owner]
-    variables = inspect.getclosurevars(function)
-    return [owner, *variables.nonlocals.values(), *variables.globals.values()]
-
-
-def _versions() -> dict[str, str]:
-    from ortlab.engine.sessions import versions
-
-    return versions()

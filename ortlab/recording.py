@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from ortlab.engine.versions import versions
 from ortlab.errors import StepError
-from ortlab.runs import EXECUTED_BY_FALLBACK, Initialization, Step
-from ortlab.snapshot import DataDigest, Snapshot
+from ortlab.measure import MemoryProbe, Stopwatch, memory_probe, synchronizer
+from ortlab.runs import EXECUTED_BY_FALLBACK, Initialization, Run, Step
+from ortlab.snapshot import DataDigest
 
 if TYPE_CHECKING:
-    from ortlab.measure import MemoryProbe, Stopwatch
+    from ortlab.experiment import Experiment
+    from ortlab.options import Options
 
 
 class Engine(Protocol):
@@ -26,80 +29,96 @@ class Engine(Protocol):
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the module's forward."""
 
+    def graph_digests(self) -> dict[str, str]:
+        """Return a digest of each graph that was executed, by stage; empty for engines without graphs."""
+
 
 class Recording:
-    """Executes the steps of one run; while it does, the lab sends each forward through `forward`.
+    """Executes an experiment once; while it does, the lab sends each forward through `forward`.
 
     Parameters
     ----------
     module, engine
         What is run, and by what.
-    stopwatch, probe
-        What measures time and memory.
-    start
-        The point the run starts at; gives the seed of ORT's generator.
+    experiment
+        The step, how often, and from which start; the module has to stand there.
     progress
         Told about each step.
-    show
-        Whether to draw a progress bar where standard error is a terminal.
-
-    Attributes
-    ----------
-    data
-        Digest of the model's inputs.
-    initialization
-        What was built during the run, or None.
-    fallback_reason
-        Why PyTorch executed a step that ORT was asked for; empty if it did not.
-    started_at
-        ISO 8601, UTC.
     """
 
     def __init__(
         self,
         module: torch.nn.Module,
         engine: Engine,
-        stopwatch: Stopwatch,
-        probe: MemoryProbe,
-        start: Snapshot,
+        experiment: Experiment,
         progress: Callable[[str, float], None],
-        *,
-        show: bool,
     ) -> None:
-        self.data = DataDigest()
-        self.initialization: Initialization | None = None
-        self.fallback_reason = ""
-        self.started_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._module = module
         self._engine = engine
-        self._stopwatch = stopwatch
-        self._probe = probe
-        self._seed = start.ort_seed
+        self._experiment = experiment
         self._progress = progress
-        self._show = show
+        self._device = next((tensor.device for tensor in module.parameters()), torch.device("cpu"))
+        self._probe: MemoryProbe = memory_probe(self._device)
+        self._stopwatch = Stopwatch(
+            synchronize=synchronizer(self._device), on_optimizer=experiment.start.include
+        )
+        self._data = DataDigest()
+        self._initialization: Initialization | None = None
+        self._fallback_reason = ""
         self._executed_by: set[str] = set()
 
-    def run(self, fn: Callable[[], object], count: int) -> tuple[Step, ...]:
-        """Execute the steps.
+    def run(self, number: int, options: Options, *, show: bool) -> Run:
+        """Execute the steps and write the run down.
+
+        Parameters
+        ----------
+        number
+            The run's number in the ledger.
+        options
+            The switches as they stand.
+        show
+            Whether to draw a progress bar where standard error is a terminal.
 
         Raises
         ------
         StepError
             If the first step does not use the model, or does not train it.
         """
-        from tqdm import tqdm
-
+        started_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        start = self._experiment.start
         if self._engine.name == "ort":
             from ortlab.engine.sessions import seed
 
-            seed(self._seed)
-        self._probe.start()
+            seed(start.ort_seed)
+        return Run(
+            number=number,
+            engine=self._engine.name,
+            options=options,
+            start_digest=start.digest,
+            seed=torch.initial_seed(),
+            device=str(self._device),
+            started_at=started_at,
+            # What follows is known only once the steps have run.
+            steps=self._steps(show=show),
+            initialization=self._initialization,
+            memory=self._probe.read(),
+            fallback_reason=self._fallback_reason,
+            data_digest=self._data.hexdigest(),
+            graph_digests=self._engine.graph_digests(),
+            versions=versions(),
+        )
+
+    def _steps(self, *, show: bool) -> tuple[Step, ...]:
+        from tqdm import tqdm
+
+        count = self._experiment.count
         steps: list[Step] = []
+        self._probe.start()
         # With disable=None tqdm draws on terminals only; a notebook shows the panel's bar instead.
-        bar = tqdm(total=count, unit="step", leave=False, disable=None if self._show else True)
+        bar = tqdm(total=count, unit="step", leave=False, disable=None if show else True)
         with self._stopwatch.watching(), bar:
             for number in range(1, count + 1):
-                steps.append(self._step(fn))
+                steps.append(self._step())
                 bar.update()
                 self._progress(f"Step {number} of {count}", number / count)
         return tuple(steps)
@@ -108,26 +127,27 @@ class Recording:
         """Run one forward of the module, timed."""
         watch = self._stopwatch
         with watch.excluded():
-            self.data.update(list(args), dict(kwargs))
+            self._data.update(list(args), dict(kwargs))
         with watch.forward():
             outputs = self._engine.forward(args, kwargs)
         self._executed_by.add(self._engine.executed_by)
-        self.fallback_reason = self.fallback_reason or self._engine.fallback_reason
+        self._fallback_reason = self._fallback_reason or self._engine.fallback_reason
         return outputs
 
     def built(self, done: Initialization) -> None:
         """Write down that the engine has just built something, before it runs the module."""
         self._stopwatch.initialization_ms += done.total_ms
-        self.initialization = done if self.initialization is None else self.initialization.plus(done)
+        so_far = self._initialization
+        self._initialization = done if so_far is None else so_far.plus(done)
         # An export needs more memory than the steps it is for: their peak counts from here on.
         with self._stopwatch.excluded():
             self._probe.start()
 
-    def _step(self, fn: Callable[[], object]) -> Step:
+    def _step(self) -> Step:
         watch = self._stopwatch
         self._executed_by = set()
         watch.start_step()
-        result = fn()
+        result = self._experiment.step()
         total_ms = watch.elapsed_ms()
         self._check_step()
         return Step(

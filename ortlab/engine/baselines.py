@@ -25,6 +25,10 @@ class EagerEngine:
         """Run the forward in PyTorch."""
         return self._forward(*args, **kwargs)
 
+    def graph_digests(self) -> dict[str, str]:
+        """Return nothing: there is no ONNX graph."""
+        return {}
+
     def pending_stage(self) -> str:
         """Return "": there is nothing to build."""
         return ""
@@ -61,6 +65,10 @@ class CompileEngine:
             self._called = True
             self._on_built(Initialization("graph", 0.0, 0.0, 0.0, elapsed, 0.0, elapsed))
         return outputs
+
+    def graph_digests(self) -> dict[str, str]:
+        """Return nothing: there is no ONNX graph."""
+        return {}
 
     def pending_stage(self) -> str:
         """Return "graph" while nothing has been compiled."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -148,6 +149,16 @@ class OrtEngine:
                 fix="Run a step first: %%ort_step, lab.step(fn), or call the model once.",
             )
         return current.execution
+
+    def graph_digests(self) -> dict[str, str]:
+        """Return SHA-256 digests of the training graph before and after its gradient is built; none after a fallback."""
+        built = self._current.get(True)
+        if built is None or self.executed_by != EXECUTED_BY_ORT:
+            return {}
+        return {
+            stage: hashlib.sha256(built.execution.serialized_graph(stage)).hexdigest()[:16]
+            for stage in ("processed", "gradient")
+        }
 
     @property
     def messages(self) -> tuple[Message, ...]:

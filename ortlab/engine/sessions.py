@@ -215,10 +215,3 @@ def seed(value: int) -> None:
         At least 2: seeds 0 and 1 start the same stream on the CPU (row T13).
     """
     onnxruntime.set_seed(value)
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that a run's numbers depend on."""
-    import onnx
-
-    return {"torch": torch.__version__, "onnxruntime": onnxruntime.__version__, "onnx": onnx.__version__}

@@ -41,7 +41,7 @@ def test_a_run_records_who_executed_it_and_where_time_went(lab, experiment):
     assert list(lab.runs) == [run]
     assert run.memory.peak_bytes >= run.memory.start_bytes > 0
     assert run.graph_digests.keys() == {"processed", "gradient"}
-    assert run.versions["onnxruntime"] == "1.19.2"
+    assert run.versions["onnxruntime-training-cpu"] == "1.19.2"
 
 
 def test_losses_equal_those_of_pytorch(experiment):
