@@ -151,7 +151,7 @@ class OrtEngine:
         return current.execution
 
     def graph_digests(self) -> dict[str, str]:
-        """Return SHA-256 digests of the training graph before and after its gradient is built; none after a fallback."""
+        """Return SHA-256 digests of the training graph without and with its gradient; none after a fallback."""
         built = self._current.get(True)
         if built is None or self.executed_by != EXECUTED_BY_ORT:
             return {}
