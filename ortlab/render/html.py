@@ -26,6 +26,7 @@ STYLE = """\
   cursor: help; }
 .ortlab table.ortlab-table tbody th { font-weight: 500; min-width: 10em; overflow-wrap: anywhere; }
 .ortlab table.ortlab-table .ortlab-number { text-align: right; white-space: nowrap; }
+.ortlab table.ortlab-table .ortlab-short { white-space: nowrap; }
 .ortlab p { margin: 2px 0 6px; }
 .ortlab .ortlab-good { color: var(--jp-success-color0, #2e8540); }
 .ortlab .ortlab-warn { color: var(--jp-warn-color0, #b35c00); }
@@ -35,6 +36,9 @@ STYLE = """\
   font-size: 12px; }
 """
 """Style sheet of every page; all rules stand under the class `ortlab`."""
+
+_SHORT = 24
+"""Characters up to which a cell is not broken into lines."""
 
 _CELL_LIMIT = 400
 """Characters of a cell that are shown; a longer one loses its middle."""
@@ -103,13 +107,15 @@ def _head(column: Column) -> str:
 
 
 def _cell(cell: Cell, column: Column, *, heading: bool) -> str:
-    classes = _classes(cell.mark, number=column.numeric)
+    classes = _classes(cell.mark, number=column.numeric, short=not heading and len(cell.text) <= _SHORT)
     text = escape(units.fold(cell.text, _CELL_LIMIT))
     return f'<th scope="row"{classes}>{text}</th>' if heading else f"<td{classes}>{text}</td>"
 
 
-def _classes(mark: Mark = Mark.PLAIN, *, number: bool = False) -> str:
+def _classes(mark: Mark = Mark.PLAIN, *, number: bool = False, short: bool = False) -> str:
     names = [] if mark is Mark.PLAIN else [f"ortlab-{mark.value}"]
     if number:
         names.append("ortlab-number")
+    elif short:
+        names.append("ortlab-short")
     return f' class="{" ".join(names)}"' if names else ""

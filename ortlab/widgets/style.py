@@ -11,7 +11,7 @@ PANEL: Final = "ortlab-panel"
 
 _RULES = """\
 .ortlab-panel { border: 1px solid var(--jp-border-color1, #bdbdbd); border-radius: 6px; padding: 12px 16px;
-  max-width: 960px; box-sizing: border-box; overflow: visible; }
+  max-width: 1040px; box-sizing: border-box; overflow: visible; }
 .ortlab-panel .widget-html-content { line-height: 1.45; font-size: 13px; }
 .ortlab-panel .widget-html, .ortlab-panel .widget-html-content { min-width: 0; max-width: 100%; }
 .ortlab-panel > .widget-html > .widget-html-content { width: 100%; }
@@ -65,7 +65,7 @@ _RULES = """\
 .ortlab-panel .ortlab-plan .widget-label-basic { font-family: var(--jp-code-font-family, monospace); font-size: 12px;
   white-space: normal; overflow-wrap: anywhere; line-height: 1.3; }
 .ortlab-panel .ortlab-plan .widget-html { flex: 1 1 340px; margin: 0; }
-.ortlab-panel .ortlab-saving { display: inline-block; min-width: 72px; text-align: right; margin-right: 12px;
+.ortlab-panel .ortlab-saving { display: inline-block; min-width: 72px; margin-right: 12px;
   font-variant-numeric: tabular-nums; font-weight: 600; }
 """
 

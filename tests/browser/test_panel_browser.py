@@ -1,0 +1,176 @@
+"""The panel where users meet it: JupyterLab in Chromium, a real kernel, a real model on ONNX Runtime."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from .conftest import CELLS_SECONDS
+
+pytestmark = pytest.mark.browser
+
+WRAP = """\
+%load_ext ortlab
+import torch
+torch.manual_seed(3)
+model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x, y = torch.randn(256, 16), torch.randint(0, 4, (256,))
+lab = %ort_wrap --no-panel model"""
+
+STEP = """\
+%%ort_step -n 20
+optimizer.zero_grad()
+loss = torch.nn.functional.cross_entropy(model(x), y)
+loss.backward()
+optimizer.step()"""
+
+SHOW = "panel = lab.panel()\npanel"
+
+
+@pytest.fixture
+def screenshots(tmp_path) -> Path:
+    """Where pictures go: $ORTLAB_SCREENSHOTS to keep them, else a folder that pytest removes."""
+    folder = Path(os.environ.get("ORTLAB_SCREENSHOTS", tmp_path))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@pytest.fixture
+def notebook(jupyter):
+    """Write a notebook with these cells and return its name."""
+    written = []
+
+    def write(*cells: str) -> str:
+        document = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+        document.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+        name = f"panel{len(list(jupyter.folder.iterdir()))}.ipynb"
+        nbformat.write(document, jupyter.folder / name)
+        written.append(name)
+        return name
+
+    return write
+
+
+def run_all(page):
+    page.get_by_role("menuitem", name="Run", exact=True).click()
+    page.get_by_text("Run All Cells", exact=True).click()
+    panel = page.locator(".ortlab-panel").first
+    panel.wait_for(timeout=1000 * CELLS_SECONDS)
+    panel.locator(".ortlab-switch").first.wait_for()
+    return panel
+
+
+def press(panel, name):
+    """Click a button; a group's button may end in the number of its changed switches."""
+    panel.get_by_role("button", name=re.compile(rf"^{re.escape(name)}( \(\d+ changed\))?$")).click()
+
+
+def shown(panel, words):
+    panel.get_by_text(words).first.wait_for()
+
+
+@pytest.mark.parametrize(("theme", "width"), [("light", 1280), ("dark", 1280), ("light", 600)])
+def test_a_clicked_switch_changes_the_next_run(open_notebook, notebook, screenshots, theme, width):
+    page = open_notebook(notebook(WRAP, STEP, SHOW), theme=theme, width=width, height=2200)
+    panel = run_all(page)
+    rows = panel.locator("table").first.locator("tbody tr")
+    assert rows.count() == 1
+    assert rows.first.inner_text().startswith("#1 ort")
+    shown(panel, "ONNX Runtime: ready.")
+
+    panel.get_by_label("compute_optimizer", exact=True).uncheck()
+    shown(panel, "rebuild pending")
+    shown(panel, "Compute (1 changed)")
+    press(panel, "Rerun")
+    rows.nth(1).wait_for()
+    assert rows.nth(1).inner_text().startswith("#2 ort (compute_optimizer=False)")
+
+    press(panel, "Memory plan")
+    panel.get_by_label("Gelu+:1:-1").check()
+    press(panel, "Rerun")
+    rows.nth(2).wait_for()
+    assert "Gelu+:1:-1" in rows.nth(2).inner_text()
+
+    press(panel, "PyTorch eager")
+    shown(panel, "PyTorch eager: ready.")
+    press(panel, "Rerun")
+    rows.nth(3).wait_for()
+    press(panel, "Compare")
+    panel.locator("svg[role=img]").wait_for()
+    assert "baseline" in panel.inner_text()
+    panel.screenshot(path=screenshots / f"panel-{theme}-{width}.png")
+
+    # Nothing is wider than the panel, except what scrolls inside it.
+    assert panel.evaluate("panel => panel.scrollWidth <= panel.clientWidth + 1")
+    # Every control can be reached from the keyboard and has a name that a screen reader says.
+    nameless = panel.evaluate(
+        """panel => [...panel.querySelectorAll('input, select, button')].filter(
+            one => one.tabIndex < 0 || !(one.textContent.trim() || [...(one.labels || [])].some(
+                label => label.textContent.trim()) || one.getAttribute('aria-label'))).map(one => one.outerHTML)"""
+    )
+    assert nameless == []
+
+
+def test_each_group_shows_its_switches(open_notebook, notebook, screenshots):
+    panel = run_all(open_notebook(notebook(WRAP, STEP, SHOW), height=2200))
+    for group, switch in [
+        ("Memory", "memory_level"),
+        ("Export", "skip_check"),
+        ("Logging", "log_level"),
+        ("Experimental", "triton"),
+    ]:
+        press(panel, group)
+        panel.get_by_label(switch, exact=True).wait_for()
+        panel.screenshot(path=screenshots / f"panel-{group.lower()}.png")
+        # Greyed out exactly where a reason stands beside it.
+        for row in panel.locator(".ortlab-switch").all():
+            greyed = row.locator("input, select").first.is_disabled()
+            assert greyed == (row.locator("em").count() == 1), row.inner_text()
+
+
+def test_errors_are_read_under_the_buttons_and_dismissed_by_keyboard(open_notebook, notebook, screenshots):
+    page = open_notebook(notebook(WRAP, SHOW))
+    panel = run_all(page)
+    press(panel, "Rerun")
+    alert = panel.get_by_role("alert")
+    alert.wait_for()
+    assert "There is no step to go back to." in alert.inner_text()
+    assert "Next:" in alert.inner_text()
+    panel.screenshot(path=screenshots / "panel-error.png")
+    panel.get_by_role("button", name="Dismiss").focus()
+    page.keyboard.press("Enter")
+    alert.wait_for(state="hidden")
+
+
+def test_two_panels_of_a_lab_stay_in_step_and_a_closed_one_goes(open_notebook, notebook):
+    page = open_notebook(notebook(WRAP, SHOW, "second = lab.panel()\nsecond"), height=3000)
+    run_all(page)
+    panels = page.locator(".ortlab-panel")
+    panels.nth(1).locator(".ortlab-switch").first.wait_for()
+    panels.nth(0).get_by_label("compute_optimizer", exact=True).uncheck()
+    shown(panels.nth(1), "Compute (1 changed)")
+    assert not panels.nth(1).get_by_label("compute_optimizer", exact=True).is_checked()
+
+    page.keyboard.press("Escape")
+    page.keyboard.press("b")
+    page.keyboard.press("Enter")
+    page.keyboard.type("panel.close()")
+    page.keyboard.press("Shift+Enter")
+    panels.nth(1).wait_for(state="detached")
+    assert panels.count() == 1
+
+
+def test_a_hostile_model_name_runs_no_script(open_notebook, notebook):
+    hostile = WRAP.replace(
+        "lab = %ort_wrap --no-panel model",
+        "import ortlab\nlab = ortlab.wrap(model, name='<img src=x onerror=\"window.hacked=1\"><script>')",
+    )
+    page = open_notebook(notebook(hostile, STEP, SHOW, "lab.runs"))
+    panel = run_all(page)
+    assert "<img src=x" in panel.inner_text()
+    assert page.evaluate("window.hacked") is None
