@@ -27,13 +27,15 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ex
 exclude_patterns = ["_build", "jupyter_execute", "_generated/options.md"]  # the last is included
 html_theme = "furo"  # follows the reader's light or dark setting
 html_title = f"ortlab {release}"
-html_static_path: list[str] = []
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 html_theme_options = {"sidebar_hide_name": False, "navigation_with_keys": True}
 
 # The quickstart is shown with its stored outputs, which the test suite compares with a fresh execution.
 nb_execution_mode = "off"
 # Widgets in a stored notebook have their HTML form beside them; no script is fetched from elsewhere.
 nb_mime_priority_overrides = [("html", "text/html", 0), ("html", "application/vnd.jupyter.widget-view+json", None)]
+nb_ipywidgets_js: dict[str, dict[str, str]] = {}
 nb_render_text_lexer = "none"
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
