@@ -130,6 +130,7 @@ def _row(one: Switch) -> str:
     variables = ", ".join(
         f"`{name}`" for name in (one.env, *(f"{old} (old)" for old in one.older_env)) if name
     )
-    about = " ".join([one.help, *(f"It {REASONS[need]}." for need in one.needs)])
+    # Markdown takes <cluster> for an HTML tag, and shows nothing.
+    about = " ".join([one.help, *(f"It {REASONS[need]}." for need in one.needs)]).replace("<", "\\<")
     cells = (f"`{one.name}`", default, one.effect.name.lower(), variables, about)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

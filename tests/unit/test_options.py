@@ -262,6 +262,7 @@ def test_the_table_and_the_page_hold_every_switch():
     assert all(f"### {group.value.capitalize()}" in page for group in Group)
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {6}
+    assert "as \\<cluster>:\\<strategy>" in page
 
 
 # --- values -----------------------------------------------------------------------------------------------------
