@@ -6,7 +6,7 @@ import argparse
 import functools
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from IPython.core.error import UsageError
 
@@ -14,11 +14,17 @@ from ortlab.errors import OrtlabError
 from ortlab.magics import user_frames
 
 if TYPE_CHECKING:
-    from IPython.core.magic import Magics
+    from IPython.core.interactiveshell import InteractiveShell
 
     from ortlab.magics.arguments import Parser
 
 Magic = Callable[..., Any]
+
+
+class InShell(Protocol):
+    """What has a shell: an instance of IPython's `Magics`."""
+
+    shell: InteractiveShell
 
 
 def command(parser: Parser) -> Callable[[Magic], Magic]:
@@ -36,7 +42,7 @@ def command(parser: Parser) -> Callable[[Magic], Magic]:
 
     def decorate(method: Callable[..., Any]) -> Magic:
         @functools.wraps(method)
-        def magic(self: Magics, line: str, cell: str | None = None) -> Any:
+        def magic(self: InShell, line: str, cell: str | None = None) -> Any:
             __tracebackhide__ = True  # IPython leaves this frame out
             try:
                 arguments: argparse.Namespace = parser.read(line)
@@ -47,7 +53,7 @@ def command(parser: Parser) -> Callable[[Magic], Magic]:
             except OrtlabError as error:
                 place = user_frames.place(error, self.shell)
                 raise UsageError(f"{error}\nWhere: {place}" if place else str(error)) from error
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - an interrupt's traceback is cut, too
                 # Not "from" anything: that would hide what the user's code was handling when it raised.
                 raise error.with_traceback(user_frames.since_cell(error.__traceback__, self.shell))  # noqa: B904
 

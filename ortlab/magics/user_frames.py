@@ -49,7 +49,9 @@ def place(error: BaseException, shell: InteractiveShell) -> str:
     shell
         Knows which cell a file name stands for.
     """
-    machinery = tuple(str(Path(spec.origin).parent) for spec in map(find_spec, _MACHINERY) if spec and spec.origin)
+    machinery = tuple(
+        str(Path(spec.origin).parent) for spec in map(find_spec, _MACHINERY) if spec and spec.origin
+    )
     for cause in _causes(error):
         for frame in reversed(traceback.extract_tb(cause.__traceback__)):
             if not frame.filename.startswith(machinery):

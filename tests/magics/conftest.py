@@ -129,6 +129,14 @@ def net_shell(shell):
 
 
 @pytest.fixture
+def eager_shell(net_shell):
+    """As `stepped_shell`, executed by PyTorch: for errors that come before any engine does, without an export."""
+    net_shell.run("%ort_set engine=eager")
+    net_shell.run(STEP)
+    return net_shell
+
+
+@pytest.fixture
 def stepped_shell(net_shell):
     """As `net_shell`, after a run of four steps."""
     net_shell.run(STEP)

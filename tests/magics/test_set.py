@@ -10,7 +10,9 @@ from ortlab.options import Options, switches
 
 def test_set_changes_options_and_engine_and_returns_the_lab(net_shell):
     net_shell.run("INFO = 'surprise'\nlevel = 2")
-    result = net_shell.run("%ort_set memory_level=$level log_level=INFO engine=eager save_onnx_path='my graphs'")
+    result = net_shell.run(
+        "%ort_set memory_level=$level log_level=INFO engine=eager save_onnx_path='my graphs'"
+    )
     lab = net_shell.user_ns["lab"]
     assert result is lab
     assert lab.engine == "eager"

@@ -10,7 +10,8 @@ from ortlab.lab import Lab
 
 @pytest.fixture
 def torch_shell(shell):
-    shell.run("import torch\nfrom torch import nn\nnet = nn.Sequential(nn.Linear(3, 2))\nnest = nn.Linear(3, 2)\nnumber = 3")
+    shell.run("import torch\nfrom torch import nn\nnumber = 3")
+    shell.run("net, nest = nn.Sequential(nn.Linear(3, 2)), nn.Linear(3, 2)")
     yield shell
     for held in list(shell.user_ns.values()):
         if isinstance(held, Lab):

@@ -1,0 +1,135 @@
+"""%ort_rerun, %ort_compare, %ort_plan and %ort_graph."""
+
+from __future__ import annotations
+
+import onnx
+import pytest
+from IPython.core.error import UsageError
+
+
+def test_rerun_does_the_same_steps_with_other_options(stepped_shell):
+    lab = stepped_shell.user_ns["lab"]
+    run = stepped_shell.run("%ort_rerun memory_level=1")
+    assert run is lab.runs[-1]
+    assert (run.number, len(run.steps), run.options.memory_level) == (2, 4, 1)
+    assert run.start_digest == lab.runs[0].start_digest
+    assert run.data_digest == lab.runs[0].data_digest
+    assert run.losses == pytest.approx(lab.runs[0].losses, rel=1e-6)
+    assert "<h4>Run #2 ort (memory_level=1)</h4>" in stepped_shell.formats(run)["text/html"]
+
+
+def test_rerun_takes_another_number_of_steps_and_engine(stepped_shell):
+    run = stepped_shell.run("%ort_rerun engine=eager -n 2")
+    assert (run.executed_by, len(run.steps)) == ("eager", 2)
+    assert run.losses == pytest.approx(stepped_shell.user_ns["lab"].runs[0].losses[:2], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("%ort_rerun -n 0", "whole number from 1 on"),
+        ("%ort_rerun -n", "expected one argument"),
+        ("%ort_rerun 5", "'5' is not option=value"),
+        ("%ort_rerun memory_level=1 log_level=LOUD", "log_level cannot be 'LOUD'"),
+        ("%ort_rerun memory_level=1 -n 0", "whole number from 1 on"),
+        ("%ort_rerun --lab lba", "Did you mean lab"),
+        ("%ort_compare", "only one run"),
+        ("%ort_compare 1 7", "There is no run 7"),
+        ("%ort_compare 1 --baseline 7", "There is no run 7"),
+        ("%ort_compare one", "%ort_compare takes a whole number"),
+        ("%ort_plan 3", "unrecognized arguments: 3"),
+        ("%ort_graph optimised", "no graph stage 'optimised'"),
+        ("%ort_graph exported gradient", "unrecognized arguments: gradient"),
+    ],
+)
+def test_what_cannot_be_done_is_a_usage_error_and_changes_nothing(eager_shell, unchanged, line, said):
+    with unchanged(eager_shell), pytest.raises(UsageError) as caught:
+        eager_shell.run(line)
+    assert type(caught.value) is UsageError
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("%ort_rerun", "no step to go back to"),
+        ("%ort_rerun memory_level=1", "no step to go back to"),
+        ("%ort_compare", "no run to compare"),
+        ("%ort_plan", "no graph for the present options yet"),
+        ("%ort_graph", "no graph for the present options yet"),
+    ],
+)
+def test_before_the_first_step_each_says_what_to_do(net_shell, unchanged, line, said):
+    with unchanged(net_shell), pytest.raises(UsageError) as caught:
+        net_shell.run(line)
+    assert said in str(caught.value)
+    assert "\nNext: " in str(caught.value)
+
+
+def test_compare_holds_all_runs_against_the_first(stepped_shell):
+    stepped_shell.run("%ort_rerun memory_level=1")
+    stepped_shell.run("%ort_rerun engine=eager")
+    comparison = stepped_shell.run("%ort_compare")
+    assert comparison.baseline.number == 1
+    assert [contrast.run.number for contrast in comparison.contrasts] == [2, 3]
+    assert [contrast.remarks for contrast in comparison.contrasts] == [(), ()]
+    forms = stepped_shell.formats(comparison)
+    for title in ("#1 ort", "#2 ort (memory_level=1)", "#3 eager"):
+        assert title in forms["text/plain"]
+        assert title in forms["text/html"]
+
+
+def test_compare_takes_runs_and_a_baseline(stepped_shell):
+    stepped_shell.run("%ort_rerun memory_level=1")
+    stepped_shell.run("%ort_rerun engine=eager")
+    stepped_shell.run("last = 3")
+    comparison = stepped_shell.run("%ort_compare 1 $last --baseline $last")
+    assert comparison.baseline.number == 3
+    assert [contrast.run.number for contrast in comparison.contrasts] == [1]
+
+
+def test_plan_lists_what_could_be_recomputed(stepped_shell):
+    plan = stepped_shell.run("%ort_plan")
+    assert [row.config for row in plan.rows] == ["Gelu+:1:-1", "Gemm+:1:-1"]
+    # One output of 16 numbers of 4 bytes for each of 5 rows.
+    assert [row.saving_bytes for row in plan.rows] == [320.0, 320.0]
+    assert plan.enabled == ()
+    forms = stepped_shell.formats(plan)
+    for row in plan.rows:
+        assert row.config in forms["text/plain"]
+        assert row.config in forms["text/html"]
+
+
+def test_a_plan_that_is_set_is_enabled_after_the_rerun(stepped_shell):
+    stepped_shell.run("%ort_rerun memory_plan=Gelu+:1:-1")
+    assert stepped_shell.run("%ort_plan").enabled == ("Gelu+:1:-1",)
+
+
+def test_graph_shows_the_operators_and_saves(stepped_shell, tmp_path, capsys):
+    target = tmp_path / "my graphs.onnx"
+    graph = stepped_shell.run(f'%ort_graph exported --save "{target}"')
+    assert graph.stage == "exported"
+    assert graph.operators["Gemm"] == 2
+    saved = onnx.load(target)
+    assert [node.op_type for node in saved.graph.node].count("Gemm") == 2
+    assert f"Saved to {target}" in capsys.readouterr().out
+    forms = stepped_shell.formats(graph)
+    assert "Gemm" in forms["text/plain"]
+    assert "Gemm" in forms["text/html"]
+
+
+def test_a_path_that_cannot_be_written_is_a_usage_error(stepped_shell, unchanged):
+    for path, said in (
+        ("$net", "$net holds a Sequential, not the path"),
+        ("/nowhere/all.onnx", "/nowhere/all.onnx"),
+    ):
+        with unchanged(stepped_shell), pytest.raises(UsageError) as caught:
+            stepped_shell.run(f"%ort_graph --save {path}")
+        assert said in str(caught.value)
+
+
+def test_the_path_of_a_graph_can_be_a_variable(stepped_shell, tmp_path):
+    stepped_shell.user_ns["target"] = tmp_path / "execution.onnx"
+    graph = stepped_shell.run("%ort_graph --save $target")
+    assert graph.stage == "execution"
+    assert (tmp_path / "execution.onnx").stat().st_size > 0

@@ -1,0 +1,44 @@
+"""`?` and `-h` explain every magic: its form, its arguments, an example, and the same in Python."""
+
+from __future__ import annotations
+
+import pytest
+
+PYTHON = {
+    "%ort_wrap": "lab = ortlab.wrap(model, memory_level=1)\n    display(lab.panel())",
+    "%ort_unwrap": "model = lab.unwrap()",
+    "%ort_set": 'lab.set(memory_level=1, log_level="INFO")',
+    "%%ort_step": "run = lab.step(step, n=20)",
+    "%ort_rerun": "run = lab.set(memory_level=1).rerun()",
+    "%ort_compare": "comparison = lab.compare(1, 3, baseline=1)",
+    "%ort_plan": "plan = lab.plan()",
+    "%ort_graph": 'graph = lab.graph("optimized")\n    graph.save("my graphs/optimized.onnx")',
+    "%ort_options": 'OptionList(lab.options, ("memory_level", "memory_plan"), lab.have)',
+    "%ort_doctor": "report = ortlab.examine()",
+}
+
+
+def test_every_magic_is_in_the_table_above(shell):
+    registered = shell.magics_manager.magics
+    found = {f"%{name}" for name in registered["line"] if name.startswith("ort_")}
+    found |= {f"%%{name}" for name in registered["cell"] if name.startswith("ort_")}
+    assert found == set(PYTHON)
+
+
+@pytest.mark.parametrize("magic", PYTHON)
+def test_question_mark_shows_the_help(shell, magic):
+    text = shell.object_inspect_text(magic)
+    assert f"\n    {magic}" in text
+    assert "Example::\n\n    " in text
+    assert "The same in Python::\n\n" in text
+    assert PYTHON[magic] in text
+
+
+@pytest.mark.parametrize("magic", PYTHON)
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_h_prints_the_same_and_does_nothing_else(shell, capsys, magic, flag):
+    assert shell.run(f"{magic} {flag}" + ("\npass" if magic.startswith("%%") else "")) is None
+    out = capsys.readouterr().out
+    assert PYTHON[magic] in out
+    kind = "cell" if magic.startswith("%%") else "line"
+    assert out.strip().splitlines()[0] in shell.magics_manager.magics[kind][magic.lstrip("%")].__doc__
