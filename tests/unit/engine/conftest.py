@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import contextlib
 import importlib
 import warnings
 
@@ -18,7 +19,8 @@ def ortmodule():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module("onnxruntime.training.utils.hooks")
-        importlib.import_module("torch._inductor.runtime.cache_dir_utils")
+        with contextlib.suppress(ModuleNotFoundError):  # torch 2.4 has no such module
+            importlib.import_module("torch._inductor.runtime.cache_dir_utils")
     return ortmodule
 
 
