@@ -22,7 +22,6 @@ from ortlab.engine import load
 from ortlab.engine.build_environment import build_environment
 from ortlab.engine.build_log import python_messages, runtime_messages
 from ortlab.engine.memory_report import PROBE_ANYWHERE, PROBE_WITHIN_LAYERS, MemoryReport, plans_of_level
-from ortlab.engine.schema import tensor_identities
 from ortlab.engine.sessions import make_manager, register_operators
 from ortlab.runs import Initialization
 
@@ -63,7 +62,7 @@ class Execution:
         self.options = options
         self.training = training
         self._said: dict[str, list[Message]] = {"export": [], "graph": [], "session": []}
-        self._identities: tuple[int, ...] = ()
+        self._state: tuple[object, ...] = ()
         self._reports: dict[str, MemoryReport] = {}
         with self._environment():
             self._manager = make_manager(module, options, training=training)
@@ -128,13 +127,20 @@ class Execution:
 
     # ---- running ----------------------------------------------------------------------------------------------
 
-    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run the forward graph; the result's backward runs the gradient graph."""
-        identities = tensor_identities(self.module)
-        if identities != self._identities:
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], state: tuple[object, ...]) -> Any:
+        """Run the forward graph; the result's backward runs the gradient graph.
+
+        Parameters
+        ----------
+        args, kwargs
+            The arguments of the module's forward.
+        state
+            What `schema.module_state` returned; another object than in the last call if any tensor was replaced.
+        """
+        if state is not self._state:
             # The manager keeps references to parameters and buffers from its first run on: make it look again.
             self._info._buffer_for_ort_runs = None
-            self._identities = identities
+            self._state = state
         return self._manager.forward(*args, **kwargs)
 
     def release_session(self) -> None:

@@ -13,7 +13,7 @@ import torch
 from ortlab.engine.callback_error import take_error
 from ortlab.engine.diagnosis import ForwardError, explain_build_failure, explain_execution_failure
 from ortlab.engine.random_state import restored_on_failure
-from ortlab.engine.schema import Schema, call_schema, difference, module_schema
+from ortlab.engine.schema import Schema, call_schema, difference, module_schema, module_state
 from ortlab.errors import BuildError, ExecutionError, OrtlabError
 from ortlab.options import Effect, Options
 from ortlab.runs import EXECUTED_BY_FALLBACK, EXECUTED_BY_ORT, Initialization
@@ -84,6 +84,8 @@ class OrtEngine:
         self._current: dict[bool, _Built] = {}
         self._kept: list[_Built] = []
         self._failed: tuple[Schema, Options] | None = None
+        self._state: tuple[object, ...] = ()
+        self._module_schema: Schema = ()
 
     # ---- running ----------------------------------------------------------------------------------------------
 
@@ -115,7 +117,7 @@ class OrtEngine:
     def _run(self, execution: Execution, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         take_error()
         try:
-            return execution.run(args, kwargs)
+            return execution.run(args, kwargs, self._state)
         except OrtlabError:
             raise
         except Exception as error:
@@ -257,7 +259,10 @@ class OrtEngine:
         return f"options changed: {names}" if names else "deterministic algorithms were switched"
 
     def _schema(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Schema:
-        schema = call_schema(args, kwargs) + module_schema(self._module)
+        state = module_state(self._module)
+        if state != self._state:
+            self._state, self._module_schema = state, module_schema(self._module)
+        schema = call_schema(args, kwargs) + self._module_schema
         if self.options.memory_level == 1 and any(
             getattr(part, "gradient_checkpointing", False) for part in self._module.modules()
         ):

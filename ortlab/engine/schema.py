@@ -7,6 +7,7 @@ ortlab takes a fingerprint of each call instead and rebuilds when it changes.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -16,6 +17,8 @@ Entry: TypeAlias = tuple[str, str]
 """A name ("kwargs.input_ids", "encoder.layer.0") and what an export bakes in about it ("int64, 2 dims, cpu")."""
 
 Schema: TypeAlias = tuple[Entry, ...]
+
+_numbers: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
 
 def call_schema(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Schema:
@@ -47,12 +50,8 @@ def module_schema(module: torch.nn.Module) -> Schema:
     first_name: dict[int, str] = {}
     for name, submodule in module.named_modules():
         entries.append((name, "training" if submodule.training else "eval"))
-        if type(submodule).__module__.startswith("torch.nn.modules."):
-            entries.extend(
-                (f"{name}.{key}", repr(value))
-                for key, value in vars(submodule).items()
-                if type(value) in (int, float) and not key.startswith("_")
-            )
+        numbers = _number_names(type(submodule), vars(submodule))
+        entries += [(f"{name}.{key}", repr(getattr(submodule, key, None))) for key in numbers]
         for key, tensor in (*submodule._parameters.items(), *submodule._buffers.items()):
             if tensor is not None:
                 path = f"{name}.{key}"
@@ -61,16 +60,22 @@ def module_schema(module: torch.nn.Module) -> Schema:
     return tuple(entries)
 
 
-def tensor_identities(module: torch.nn.Module) -> tuple[int, ...]:
-    """Tell a module's parameters and buffers apart from others put in their place.
+def module_state(module: torch.nn.Module) -> tuple[object, ...]:
+    """Read what `module_schema` describes, and which tensors it is about, fast enough for every step.
 
-    A replaced tensor needs no new export, only to be handed to ORT instead of the old one.
+    Equal states have equal schemas. Of an unequal one the schema has to be made to see whether the difference matters:
+    a parameter that was replaced by another of its kind needs no new export, only to be handed to ORT.
     """
-    return tuple(
-        id(tensor)
-        for submodule in module.modules()
-        for tensor in (*submodule._parameters.values(), *submodule._buffers.values())
-    )
+    state: list[object] = []
+    for submodule in module.modules():
+        attributes = submodule.__dict__
+        state += (id(submodule), attributes["training"])
+        state += [attributes.get(name) for name in _number_names(type(submodule), attributes)]
+        for table in (attributes["_parameters"], attributes["_buffers"]):
+            for tensor in table.values():
+                if tensor is not None:
+                    state += (id(tensor), tensor.dtype, tensor.dim(), tensor.device, tensor.requires_grad)
+    return tuple(state)
 
 
 def difference(before: Schema, after: Schema) -> str:
@@ -83,6 +88,21 @@ def difference(before: Schema, after: Schema) -> str:
             return f"`{name}` changed from {old[name]} to {description}"
     gone = next((name for name in old if name not in new), None)
     return f"`{gone}` is gone" if gone is not None else ""
+
+
+def _number_names(kind: type, attributes: Mapping[str, object]) -> tuple[str, ...]:
+    """Name the numbers that torch's own layers bake into a graph, read off the first module of a class.
+
+    Modules of other packages are not looked into, because some of them count their calls.
+    """
+    if kind not in _numbers:
+        own = kind.__module__.startswith("torch.nn.modules.")
+        _numbers[kind] = tuple(
+            name
+            for name, value in attributes.items()
+            if own and type(value) in (int, float) and not name.startswith("_")
+        )
+    return _numbers[kind]
 
 
 def _leaves(name: str, value: Any) -> Iterator[Entry]:

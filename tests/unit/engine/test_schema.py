@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ortlab.engine.schema import call_schema, difference, module_schema, tensor_identities
+from ortlab.engine.schema import call_schema, difference, module_schema, module_state
 
 
 @pytest.fixture
@@ -71,25 +71,26 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_changes_of_the_module_matter(model, name):
-    before = module_schema(model)
+    before, state = module_schema(model), module_state(model)
     CHANGES[name](model)
     assert difference(before, module_schema(model))
+    assert module_state(model) != state
 
 
 def test_training_does_not_change_the_schema(model):
-    before, identities = module_schema(model), tensor_identities(model)
+    before, state = module_schema(model), module_state(model)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(3, 4)).sum().backward()
     optimizer.step()
     assert module_schema(model) == before
-    assert tensor_identities(model) == identities
+    assert module_state(model) == state
 
 
 def test_a_replaced_parameter_is_another_tensor_with_the_same_schema(model):
-    before, identities = module_schema(model), tensor_identities(model)
+    before, state = module_schema(model), module_state(model)
     model[0].weight = nn.Parameter(torch.zeros(4, 4))
     assert module_schema(model) == before
-    assert tensor_identities(model) != identities
+    assert module_state(model) != state
 
 
 def test_a_copy_has_the_same_schema(model):
