@@ -15,7 +15,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 # pytest writes the name of the running phase into the first; torch sets the others with the first optimizer and at the
 # first torch.compile.
-VOLATILE = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"}
+VOLATILE = {
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
+    "CUDA_MODULE_LOADING",  # by torch 2.4, when it first looks for a GPU
+}
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import contextlib
 import importlib
 import warnings
 
@@ -15,12 +14,10 @@ def ortmodule():
     from ortlab import engine
 
     ortmodule = engine.load()
-    # The first export looks for DeepSpeed, which warns, and for torch.compile, which sets TORCHINDUCTOR_CACHE_DIR.
+    # The first export looks for DeepSpeed, which warns.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module("onnxruntime.training.utils.hooks")
-        with contextlib.suppress(ModuleNotFoundError):  # torch 2.4 has no such module
-            importlib.import_module("torch._inductor.runtime.cache_dir_utils")
     return ortmodule
 
 
