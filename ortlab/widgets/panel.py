@@ -103,7 +103,7 @@ class Panel(widgets.VBox):
         self.add_class(PANEL)
         self.engine.observe(self._engine_chosen, "value")
         self.rerun.on_click(lambda _: self._do(self.lab.rerun))
-        self.compare.on_click(lambda _: self._do(self._compare))
+        self.compare.on_click(lambda _: self._do(self._show_comparison))
         self.plan.on_click(lambda _: self._do(lambda: self.plans.show_plan(self.lab.plan())))
         self._unsubscribe = lab.observe(self._on_event)
         self._show_options()
@@ -170,7 +170,7 @@ class Panel(widgets.VBox):
         # After a refusal the control still has what the user chose; the lab has what holds.
         self._show_options()
 
-    def _compare(self) -> None:
+    def _show_comparison(self) -> None:
         comparison = self.lab.compare()
         runs = [comparison.baseline, *(contrast.run for contrast in comparison.contrasts)]
         figure = plots.svg(

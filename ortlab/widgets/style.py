@@ -61,11 +61,13 @@ _RULES = """\
 .ortlab-panel .ortlab-error .jupyter-button { width: auto; }
 .ortlab-panel .ortlab-plan { align-items: center; gap: 2px 16px; flex-flow: row wrap; padding: 3px 0; height: auto;
   border-top: 1px solid var(--jp-border-color2, rgba(128, 128, 128, .35)); overflow: visible; }
-.ortlab-panel .ortlab-plan .widget-checkbox { flex: 0 0 270px; max-width: 100%; height: auto; }
+.ortlab-panel .ortlab-plan .widget-checkbox { flex: 0 0 330px; max-width: 100%; height: auto; }
 .ortlab-panel .ortlab-plan .widget-label-basic { font-family: var(--jp-code-font-family, monospace); font-size: 12px;
-  white-space: normal; overflow-wrap: anywhere; line-height: 1.3; }
+  white-space: normal; overflow-wrap: anywhere; line-height: 1.3; display: flex; align-items: center; gap: 8px; }
+.ortlab-panel .ortlab-plan input { flex: 0 0 auto; }
 .ortlab-panel .ortlab-plan .widget-html { flex: 1 1 340px; margin: 0; }
-.ortlab-panel .ortlab-saving { display: inline-block; min-width: 72px; margin-right: 12px;
+.ortlab-panel .ortlab-plan .ortlab-help { display: flex; align-items: baseline; }
+.ortlab-panel .ortlab-saving { flex: 0 0 84px;
   font-variant-numeric: tabular-nums; font-weight: 600; }
 """
 

@@ -22,6 +22,25 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 x, y = torch.randn(256, 16), torch.randint(0, 4, (256,))
 lab = %ort_wrap --no-panel model"""
 
+BERT = """\
+%load_ext ortlab
+import torch
+from transformers import BertConfig, BertForMaskedLM
+
+torch.manual_seed(3)
+config = BertConfig(
+    hidden_size=256, num_hidden_layers=2, num_attention_heads=4, intermediate_size=1024, vocab_size=2000
+)
+model = BertForMaskedLM(config)
+optimizer = torch.optim.AdamW(model.parameters())
+tokens = torch.randint(0, 2000, (4, 128))
+lab = %ort_wrap model"""
+
+BERT_STEP = """\
+%%ort_step -n 20
+loss = model(input_ids=tokens, labels=tokens).loss
+loss.backward(); optimizer.step(); optimizer.zero_grad()"""
+
 STEP = """\
 %%ort_step -n 20
 optimizer.zero_grad()
@@ -131,6 +150,38 @@ def test_each_group_shows_its_switches(open_notebook, notebook, screenshots):
         for row in panel.locator(".ortlab-switch").all():
             greyed = row.locator("input, select").first.is_disabled()
             assert greyed == (row.locator("em").count() == 1), row.inner_text()
+
+
+@pytest.mark.slow
+def test_a_transformer_is_wrapped_measured_and_given_a_plan(open_notebook, notebook, screenshots):
+    """The first five minutes with the mouse; `panel.png` is the picture of the README."""
+    page = open_notebook(notebook(BERT, BERT_STEP), width=1180, height=1700)
+    page.keyboard.press("Control+b")
+    panel = run_all(page)
+    rows = panel.locator("table").first.locator("tbody tr")
+    rows.first.wait_for(timeout=1000 * CELLS_SECONDS)
+    press(panel, "PyTorch eager")
+    press(panel, "Rerun")
+    rows.nth(1).wait_for(timeout=1000 * CELLS_SECONDS)
+    press(panel, "ONNX Runtime")
+    press(panel, "Memory plan")
+    plan = panel.get_by_label("Gelu+:1:-1", exact=True)
+    plan.check()
+    press(panel, "Rerun")
+    rows.nth(2).wait_for(timeout=1000 * CELLS_SECONDS)
+    assert rows.nth(2).inner_text().startswith("#3 ort (memory_plan=('Gelu+:1:-1',))")
+    press(panel, "Compare")
+    panel.locator("svg[role=img]").wait_for()
+    panel.get_by_text(
+        "Charts", exact=True
+    ).click()  # fold them, so that the plans and switches are in the picture
+    panel.locator("svg[role=img]").wait_for(state="hidden")
+    clip = {"x": 40, "y": 60, "width": 1115, "height": 1540}
+    page.screenshot(path=screenshots / "panel.png", clip=clip)
+    # Every run started from the same weights and data, so the losses agree up to rounding and dropout.
+    losses = [float(rows.nth(number).locator("td").last.inner_text()) for number in range(3)]
+    assert losses[0] == pytest.approx(losses[2], abs=1e-4)  # recomputing changes no number
+    assert losses[0] == pytest.approx(losses[1], rel=0.05)
 
 
 def test_errors_are_read_under_the_buttons_and_dismissed_by_keyboard(open_notebook, notebook, screenshots):

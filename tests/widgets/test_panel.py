@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import json
 import re
 from functools import partial
 
 import ipywidgets as widgets
 import pytest
 import torch
+from ipywidgets.embed import dependency_state
 from ipywidgets.widgets.widget import _instances as open_widgets
 
 import ortlab
@@ -364,6 +366,15 @@ def test_front_ends_without_widgets_get_text_and_html(panel, lab, run):
         assert "memory_level" in bundle[form]
         assert "rebuild pending" in bundle[form]
         assert "measured" in bundle[form]
+
+
+def test_the_state_in_a_saved_notebook_is_small(panel, run):
+    run()
+    run()
+    panel.plan.click()
+    panel.compare.click()
+    assert panel.errors.text == ""
+    assert len(json.dumps(dependency_state(panel))) < 100_000  # bytes, chart included
 
 
 def test_the_repr_names_the_lab_and_has_no_address(panel):
