@@ -7,25 +7,34 @@ from; the export itself stays as torch made it.
 
 from __future__ import annotations
 
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
-import onnx
 from onnx import TensorProto, helper
 
+from ortlab.engine.choice_passes import isolate_choices, slice_partly_used_splits
+from ortlab.engine.graph_edits import (
+    FLOAT_TYPES,
+    NEEDING_GRADIENT,
+    GraphAdditions,
+    GraphFacts,
+    aten_operator,
+)
 from ortlab.engine.patching import replace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_FLOATS: Final = frozenset({TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16})
+    import onnx
 
-# How many of an ATen operator's inputs, counted from the first, have a gradient.
-_GRADIENT_INPUTS: Final = {"convolution": 3, "native_batch_norm": 3, "native_group_norm": 3}
 
-_needing_gradient: ContextVar[frozenset[str] | None] = ContextVar("needing_gradient", default=None)
-
-_Shape: TypeAlias = tuple[int | str | None, ...]
+# The inputs of ATen operators that have a gradient, where there is more than one.
+_GRADIENT_INPUTS: Final = {
+    "convolution": (0, 1, 2),
+    "index_add": (0, 3),
+    "native_batch_norm": (0, 1, 2),
+    "native_group_norm": (0, 1, 2),
+    "scatter_add": (0, 3),
+}
 
 
 def install() -> None:
@@ -53,7 +62,7 @@ def complete_dropouts(model: onnx.ModelProto) -> bool:
         for node in model.graph.node
         if node.op_type == "Dropout" and not node.domain and (len(node.input) < 3 or len(node.output) < 2)  # noqa: PLR2004
     ]
-    additions = _Additions(model)
+    additions = GraphAdditions(model)
     for node in incomplete:
         if len(node.input) == 1:
             node.input.append("")  # the ratio: ONNX's default
@@ -80,9 +89,13 @@ def broadcast_where(model: onnx.ModelProto) -> bool:
     bool
         Whether the model changed.
     """
-    facts, additions = _Facts(model), _Additions(model)
+    facts, additions = GraphFacts(model), GraphAdditions(model)
     for node in model.graph.node:
-        if node.op_type != "Where" or node.domain or facts.element_types.get(node.output[0]) not in _FLOATS:
+        if (
+            node.op_type != "Where"
+            or node.domain
+            or facts.element_types.get(node.output[0]) not in FLOAT_TYPES
+        ):
             continue
         condition, *branches = node.input
         for index, branch in enumerate(branches):
@@ -112,13 +125,13 @@ def tie_gradient_inputs(model: onnx.ModelProto) -> bool:
     bool
         Whether the model changed.
     """
-    facts, additions = _Facts(model), _Additions(model)
+    facts, additions = GraphFacts(model), GraphAdditions(model)
     for node in model.graph.node:
-        inputs = list(node.input)[: _GRADIENT_INPUTS.get(_operator(node), 0)]
-        source = next((name for name in inputs if name in facts.differentiable), None)
+        inputs = {index: node.input[index] for index in _GRADIENT_INPUTS.get(aten_operator(node), ())}
+        source = next((name for name in inputs.values() if name in facts.differentiable), None)
         if source is None:
             continue
-        for index, name in enumerate(inputs):
+        for index, name in inputs.items():
             if name and name not in facts.differentiable:
                 stem = f"{node.output[0]}_tied{index}"
                 element_type = facts.element_types[source]
@@ -130,18 +143,76 @@ def tie_gradient_inputs(model: onnx.ModelProto) -> bool:
     return additions.apply()
 
 
+def lift_vector_products(model: onnx.ModelProto) -> bool:
+    """Give the vectors in a MatMul a second dimension.
+
+    The gradient of MatMul in 1.19.2 (``gradient_builder.cc``, GetMatMulGradient) takes its operands for matrices; a
+    vector's gradient fails when it runs, or has another shape.
+
+    Returns
+    -------
+    bool
+        Whether the model changed.
+    """
+    facts, additions = GraphFacts(model), GraphAdditions(model)
+    for node in [node for node in model.graph.node if node.op_type == "MatMul" and not node.domain]:
+        vectors = [index for index, name in enumerate(node.input) if facts.ranks.get(name) == 1]
+        if not vectors:
+            continue
+        stem = f"{node.output[0]}_lifted"
+        operands = list(node.input)
+        for index in vectors:  # a row on the left, a column on the right
+            axis = additions.vector(node, f"{stem}_axis{index}", [index])
+            operands[index] = additions.node(node, "Unsqueeze", [operands[index], axis], f"{stem}{index}")
+        product = additions.node(node, "MatMul", operands, stem)
+        axes = additions.vector(node, f"{stem}_axes", [index - 2 for index in vectors])
+        additions.node(node, "Squeeze", [product, axes], node.output[0])
+        additions.drop(node)
+    return additions.apply()
+
+
+def keep_reduced_dimensions(model: onnx.ModelProto) -> bool:
+    """Let ReduceL2 and ReduceLogSumExp keep the dimensions they reduce, and remove these afterwards.
+
+    Their gradients in 1.19.2 (``gradient_builder.cc``, GetReduceL2Gradient, GetReduceLogSumExpGradient) put the
+    dimensions back with an Unsqueeze of an opset before 13, which is no valid node.
+
+    Returns
+    -------
+    bool
+        Whether the model changed.
+    """
+    additions = GraphAdditions(model)
+    for node in [node for node in model.graph.node if node.op_type in {"ReduceL2", "ReduceLogSumExp"}]:
+        attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+        if attributes.get("keepdims", 1):
+            continue
+        stem = f"{node.output[0]}_kept"
+        axes = attributes.get("axes")
+        kept = {} if axes is None else {"axes": axes}
+        reduced = additions.node(node, node.op_type, list(node.input), stem, keepdims=1, **kept)
+        if axes is None:
+            scalar = additions.vector(node, f"{stem}_shape", [])
+            additions.node(node, "Reshape", [reduced, scalar], node.output[0])
+        else:
+            which = additions.vector(node, f"{stem}_axes", axes)
+            additions.node(node, "Squeeze", [reduced, which], node.output[0])
+        additions.drop(node)
+    return additions.apply()
+
+
 # --- where the passes run --------------------------------------------------------------------------------------
 
 
 def _note_what_needs_gradient(original: Callable[..., Any]) -> Callable[..., Any]:
     def post_export_process(*args: Any, **kwargs: Any) -> Any:
-        token = _needing_gradient.set(
+        token = NEEDING_GRADIENT.set(
             frozenset(kwargs["exported_model_info"].onnx_graph_input_names_require_grad)
         )
         try:
             return original(*args, **kwargs)
         finally:
-            _needing_gradient.reset(token)
+            NEEDING_GRADIENT.reset(token)
 
     return post_export_process
 
@@ -149,103 +220,19 @@ def _note_what_needs_gradient(original: Callable[..., Any]) -> Callable[..., Any
 def _run_passes(original: Callable[[onnx.ModelProto], onnx.ModelProto]) -> Callable[..., onnx.ModelProto]:
     def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
         complete_dropouts(model)
+        keep_reduced_dimensions(model)
         model = original(model)
-        # The two passes below read shapes and types, so they come after the first inference; what they add is
-        # inferred by a second one.
-        if any([broadcast_where(model), tie_gradient_inputs(model)]):
+        # These read shapes and types, so they come after the first inference; what they add is inferred by a second.
+        passes = (
+            lift_vector_products,
+            slice_partly_used_splits,
+            isolate_choices,
+            broadcast_where,
+            tie_gradient_inputs,
+        )
+        changed = [change(model) for change in passes]
+        if any(changed):
             model = original(model)
         return model
 
     return infer_shapes
-
-
-# --- what is known about the values of a graph -----------------------------------------------------------------
-
-
-class _Facts:
-    """Shapes, element types and differentiability of the values of a graph.
-
-    Attributes
-    ----------
-    shapes : dict
-        Shape per value, where every dimension is known as a number or by its symbol.
-    element_types : dict
-        ONNX element type per value.
-    differentiable : set
-        Values through which a gradient may flow to a parameter or to an input that needs one. A value whose type
-        is not known counts as a float.
-    """
-
-    def __init__(self, model: onnx.ModelProto) -> None:
-        graph = model.graph
-        self.shapes: dict[str, _Shape] = {}
-        self.element_types: dict[str, int] = {}
-        for value in (*graph.input, *graph.value_info, *graph.output):
-            tensor = value.type.tensor_type
-            self.element_types[value.name] = tensor.elem_type
-            if tensor.HasField("shape"):
-                sizes = tuple(
-                    size.dim_param or (size.dim_value if size.HasField("dim_value") else None)
-                    for size in tensor.shape.dim
-                )
-                if None not in sizes:
-                    self.shapes[value.name] = sizes
-        for initializer in graph.initializer:
-            self.shapes[initializer.name] = tuple(initializer.dims)
-            self.element_types[initializer.name] = initializer.data_type
-        needing = _needing_gradient.get()
-        inputs = {value.name for value in graph.input}
-        self.differentiable = {
-            name for name in (inputs if needing is None else needing) if self._is_float(name)
-        }
-        for node in graph.node:  # in topological order, as ONNX demands
-            if not self.differentiable.isdisjoint(node.input):
-                self.differentiable.update(name for name in node.output if name and self._is_float(name))
-
-    def _is_float(self, name: str) -> bool:
-        return self.element_types.get(name, TensorProto.FLOAT) in _FLOATS | {TensorProto.UNDEFINED}
-
-
-def _operator(node: onnx.NodeProto) -> str:
-    """Return the name of the ATen operator that a node calls, "" if it calls none."""
-    if node.domain != "org.pytorch.aten":
-        return ""
-    return next((attribute.s.decode() for attribute in node.attribute if attribute.name == "operator"), "")
-
-
-# --- new nodes -------------------------------------------------------------------------------------------------
-
-
-class _Additions:
-    """Nodes to put in front of the nodes of a graph, all at once; truthy if there are any."""
-
-    def __init__(self, model: onnx.ModelProto) -> None:
-        self._graph = model.graph
-        self._before: dict[str, list[onnx.NodeProto]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._before)
-
-    def node(
-        self, before: onnx.NodeProto, operator: str, inputs: list[str], output: str, **attributes: Any
-    ) -> str:
-        """Add a node with one output in front of `before`; return the output's name."""
-        new = helper.make_node(operator, inputs, [output], name=f"{output}_node", **attributes)
-        self._before.setdefault(before.output[0], []).append(new)
-        return output
-
-    def scalar(self, before: onnx.NodeProto, output: str, element_type: int, value: float) -> str:
-        """Add a constant scalar in front of `before`; return its name."""
-        tensor = helper.make_tensor(f"{output}_value", element_type, [], [value])
-        return self.node(before, "Constant", [], output, value=tensor)
-
-    def apply(self) -> bool:
-        """Put the nodes in; say whether there were any."""
-        if self._before:
-            nodes = [
-                part for node in self._graph.node for part in (*self._before.get(node.output[0], ()), node)
-            ]
-            woven = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
-            del self._graph.node[:]
-            self._graph.node.extend(woven)
-        return bool(self._before)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from ortlab.engine import buffers, shape_inference
+from ortlab.engine import buffers, gradient_stops, shape_inference
 from ortlab.engine.patching import replace
 from ortlab.errors import BuildError
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 def install_all() -> None:
     """Mend everything that is mended by replacing a function. Calling it again changes nothing."""
     buffers.install()
+    gradient_stops.install()
     shape_inference.install()
     install_refusals()
     install_sparsity_switches()
