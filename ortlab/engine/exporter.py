@@ -88,20 +88,20 @@ def adapt_ort() -> None:
 
 
 def symbolic_module(name: str) -> ModuleType:
-    """Import one of torch's modules of symbolic functions, wherever this torch keeps it.
+    """Import one of the modules of torch's TorchScript exporter, wherever this torch keeps it.
 
     Parameters
     ----------
     name
-        ``"symbolic_helper"`` or ``"symbolic_opset9"`` ... ``"symbolic_opset20"``.
+        ``"symbolic_helper"``, ``"symbolic_opset9"`` ... ``"symbolic_opset20"``, ``"registration"``.
 
     Returns
     -------
     module
         The module with the private names, not the thin public one.
     """
-    moved = f"{_MOVED_TO}.{name}"
-    return importlib.import_module(moved if _find(moved) else f"torch.onnx.{name}")
+    places = (f"{_MOVED_TO}.{name}", f"torch.onnx.{name}", f"torch.onnx._internal.{name}")
+    return importlib.import_module(next(filter(_find, places), places[0]))
 
 
 def _find(name: str) -> bool:

@@ -68,6 +68,48 @@ _GRADIENTS: Final = (
         ],
         constants=(3, 4, 5, 6, 7),
     ),
+    # Takes grad, self, kernel_size, stride, padding, dilation, ceil_mode, indices.
+    _Gradient(
+        "max_pool3d_with_indices",
+        [
+            _backward(
+                "max_pool3d_with_indices_backward",
+                ["GO(0)", *(f"I({i})" for i in range(6)), "O(1)"],
+                ["GI(0)"],
+            )
+        ],
+        constants=(1, 2, 3, 4, 5),
+    ),
+    # Takes grad, self, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override.
+    _Gradient(
+        "avg_pool3d",
+        [_backward("avg_pool3d_backward", ["GO(0)", *(f"I({i})" for i in range(7))], ["GI(0)"])],
+        constants=(1, 2, 3, 4, 5, 6),
+    ),
+    # Takes grad, self.
+    _Gradient(
+        "_adaptive_avg_pool3d",
+        [_backward("_adaptive_avg_pool3d_backward", ["GO(0)", "I(0)"], ["GI(0)"])],
+        constants=(1,),
+    ),
+    # What is added to keeps its gradient; the summands gather theirs from where they went.
+    _Gradient(
+        "scatter_add",
+        [
+            ("Identity", ["GO(0)"], ["GI(0)"]),
+            _constant("sparse_grad", value=False, dtype="bool"),
+            _backward("gather", ["GO(0)", "I(1)", "I(2)", "sparse_grad"], ["GI(3)"]),
+        ],
+        constants=(1, 2),
+    ),
+    _Gradient(
+        "index_add",
+        [
+            ("Identity", ["GO(0)"], ["GI(0)"]),
+            _backward("index_select", ["GO(0)", "I(1)", "I(2)"], ["GI(3)"]),
+        ],
+        constants=(1, 2, 4),
+    ),
     # Takes grad, output, dim, input_dtype.
     _Gradient(
         "_log_softmax",

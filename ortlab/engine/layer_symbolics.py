@@ -1,7 +1,7 @@
 """Convolutions and normalisations for onnxruntime 1.19.2: where its gradients are wrong, torch's own operators.
 
-These are the faults that nobody is told of: the build succeeds, the loss is right, and gradients or running
-statistics are not.
+Most of these are faults that nobody is told of: the build succeeds, the loss is right, and gradients or running
+statistics are not. All of them concern training alone; a graph for inference is exported as before.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from ortlab.engine.symbolic_words import (
     filled,
     int64,
     is_none,
-    is_training_export,
     rank,
     sizes_between,
 )
@@ -42,7 +41,7 @@ def convolution(onnx_convolution: Symbolic) -> Symbolic:
 
     def symbolic(g: Any, x: Any, weight: Any, bias: Any, *args: Any) -> Any:
         transposed, groups = constant(args[_TRANSPOSED], "i"), constant(args[_GROUPS], "i")
-        if not is_training_export() or (not transposed and groups == 1):
+        if not transposed and groups == 1:
             return onnx_convolution(g, x, weight, bias, *args)
         if is_none(bias):  # the gradient is the same for both kinds of layers then
             channels = sizes_between(g, weight, 1, 2) if transposed else sizes_between(g, weight, 0, 1)
@@ -88,14 +87,12 @@ def convolution_mode(convolution: Symbolic) -> Symbolic:
 
 
 def batch_norm(g: Any, x: Any, weight: Any, bias: Any, *args: Any) -> Any:
-    """``aten::batch_norm``: executed by torch while training.
+    """``aten::batch_norm``: executed by torch.
 
     In 1.19.2, a layer that trains gets the biased variance in ``running_var`` where torch has the unbiased one, and a
     layer in eval mode inside a model that trains normalises with the statistics of the batch and overwrites its own
     (BatchNormInternal, ``orttraining/training_ops/cpu/nn/batch_norm_internal.cc``).
     """
-    if not is_training_export():
-        return symbolic_module("symbolic_opset14").batch_norm(g, x, weight, bias, *args)
     running_mean, running_var, training, momentum, eps, _ = args
     if is_none(weight):
         weight, bias = _neutral(g, x)
@@ -112,8 +109,6 @@ def instance_norm(g: Any, x: Any, weight: Any, bias: Any, *args: Any) -> Any:
     BuildError
         If the layer keeps running statistics, which are averages over the samples of a batch.
     """
-    if not is_training_export():
-        return symbolic_module("symbolic_opset9").instance_norm(g, x, weight, bias, *args)
     running_mean, _, use_input_stats, momentum, eps, _ = args
     if not is_none(running_mean):
         raise BuildError(
@@ -144,6 +139,21 @@ def group_norm(aten_group_norm: Symbolic) -> Symbolic:
         if is_none(weight):
             weight, bias = _neutral(g, x)
         return aten_group_norm(g, x, groups, weight, bias, *args)
+
+    return symbolic
+
+
+def layer_norm(onnx_layer_norm: Symbolic) -> Symbolic:
+    """``F.layer_norm``: ORT's operator, with the weight and the bias it needs.
+
+    Without a bias, LayerNormalizationGrad of 1.19.2 ends the process; without a weight its graph is invalid.
+    """
+
+    def symbolic(g: Any, x: Any, normalized_shape: Any, weight: Any, bias: Any, *args: Any) -> Any:
+        sizes = int64(g, constant(normalized_shape, "is"))
+        weight = filled(g, sizes, 1, like=x) if is_none(weight) else weight
+        bias = filled(g, sizes, 0, like=x) if is_none(bias) else bias
+        return onnx_layer_norm(g, x, normalized_shape, weight, bias, *args)
 
     return symbolic
 

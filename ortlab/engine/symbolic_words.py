@@ -8,6 +8,10 @@ from typing import Any, Final
 
 from ortlab.engine.exporter import symbolic_module
 
+_OPSET: Final = (
+    17  # what ORTModule 1.19.2 exports; torch has one symbolic from there down to where it changed
+)
+
 TO_THE_END: Final = 2**63 - 1
 """The end of a Slice that goes to the end of its axis."""
 
@@ -34,6 +38,32 @@ def is_training_export() -> bool:
 
     settings = importlib.import_module("torch.onnx._globals").GLOBALS
     return bool(settings.training_mode == TrainingMode.TRAINING)
+
+
+def plain_symbolic(name: str) -> Any:
+    """Return torch's own symbolic function of an ATen operator."""
+    for opset in range(9, _OPSET + 1):  # they register themselves when they are imported
+        symbolic_module(f"symbolic_opset{opset}")
+    registry = symbolic_module("registration").registry
+    return registry.get_function_group(f"aten::{name}").get(_OPSET)
+
+
+def while_training(trained: Any, plain: Any) -> Any:
+    """Return a symbolic function that is `trained` in a graph that gets a gradient, and `plain` in another one."""
+
+    def symbolic(g: Any, *args: Any) -> Any:
+        return (trained if is_training_export() else plain)(g, *args)
+
+    return symbolic
+
+
+def none(g: Any) -> Any:
+    """Emit the None of an optional argument."""
+    import torch
+
+    value = g.op("prim::Constant")
+    value.setType(torch._C.OptionalType.ofTensor())
+    return value
 
 
 def aten(g: Any, operator: str, *args: Any, outputs: int = 1) -> Any:

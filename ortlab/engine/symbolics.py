@@ -13,7 +13,9 @@ from __future__ import annotations
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
 
-from ortlab.engine import layer_symbolics
+from ortlab.engine import indexing_symbolics as indexing
+from ortlab.engine import layer_symbolics as layers
+from ortlab.engine import pooling_symbolics as pooling
 from ortlab.engine.exporter import symbolic_module
 from ortlab.engine.symbolic_words import (
     TO_THE_END,
@@ -23,8 +25,10 @@ from ortlab.engine.symbolic_words import (
     int64,
     int64_vector,
     is_none,
+    plain_symbolic,
     rank,
     sizes_between,
+    while_training,
 )
 from ortlab.errors import BuildError
 
@@ -38,6 +42,15 @@ On the CPU, ONNX Runtime's ``SoftmaxCrossEntropyLossInternal`` computes one elem
 tenth of a step of a language model with a vocabulary of thirty thousand. Read during the export.
 """
 
+_CRASHES: Final = "The gradient that ONNX Runtime has for it ends the process."
+
+_REFUSED: Final = {
+    "adaptive_max_pool1d": _CRASHES,
+    "adaptive_max_pool2d": _CRASHES,
+    "adaptive_max_pool3d": _CRASHES,
+    "scatter_reduce": _CRASHES,
+}
+
 
 def install() -> None:
     """Put the symbolic functions of this module into ORTModule's table. Calling it again changes nothing."""
@@ -46,19 +59,37 @@ def install() -> None:
     table = CustomOpSymbolicRegistry._SYMBOLICS
     if table.get("::diff") is diff:
         return
-    convolution = layer_symbolics.convolution(table["::_convolution"])
-    table |= {
-        "::_convolution": convolution,
-        "::_convolution_mode": layer_symbolics.convolution_mode(convolution),
-        "::batch_norm": layer_symbolics.batch_norm,
-        "::cross_entropy_loss": cross_entropy_loss(table["::cross_entropy_loss"]),
-        "::cumsum": cumsum,
-        "::diff": diff,
-        "::group_norm": layer_symbolics.group_norm(table["::group_norm"]),
-        "::instance_norm": layer_symbolics.instance_norm,
-        "::softplus": softplus,
-        "::unflatten": unflatten,
+    ort = {
+        name: table[f"::{name}"]
+        for name in ("cross_entropy_loss", "group_norm", "layer_norm", "_convolution")
     }
+    convolution = while_training(layers.convolution(ort["_convolution"]), ort["_convolution"])
+    functions = {
+        "_convolution": convolution,
+        "_convolution_mode": layers.convolution_mode(convolution),
+        "cross_entropy_loss": cross_entropy_loss(ort["cross_entropy_loss"]),
+        "cumsum": cumsum,
+        "diff": diff,
+        "group_norm": layers.group_norm(ort["group_norm"]),
+        "index_add": indexing.index_add,
+        "layer_norm": layers.layer_norm(ort["layer_norm"]),
+        "softplus": softplus,
+        "unflatten": unflatten,
+    }
+    trained = {
+        "adaptive_avg_pool1d": pooling.adaptive_avg_pool1d,
+        "adaptive_avg_pool3d": pooling.adaptive_avg_pool3d,
+        "avg_pool1d": pooling.avg_pool1d,
+        "avg_pool3d": pooling.avg_pool3d,
+        "batch_norm": layers.batch_norm,
+        "index_put": indexing.index_put(plain_symbolic("index_put")),
+        "instance_norm": layers.instance_norm,
+        "max_pool1d": pooling.max_pool1d,
+        "max_pool3d": pooling.max_pool3d,
+        "scatter_add": indexing.scatter_add,
+    } | {name: indexing.refused(name, why) for name, why in _REFUSED.items()}
+    functions |= {name: while_training(symbolic, plain_symbolic(name)) for name, symbolic in trained.items()}
+    table |= {f"::{name}": symbolic for name, symbolic in functions.items()}
 
 
 def diff(g: Any, x: Any, n: Any, dim: Any, prepend: Any = None, append: Any = None) -> Any:
