@@ -46,8 +46,8 @@ def _load() -> ModuleType:
     from ortlab.engine import exporter, extensions, gradients, graph_passes, installation, repairs, symbolics
 
     installation.check()
-    exporter.prepare_torch()
     with _root_logger_kept():
+        exporter.prepare_torch()  # the torch.onnx of torch 2.4 imports onnxruntime itself
         from onnxruntime.training import ortmodule
 
     exporter.adapt_ort()
