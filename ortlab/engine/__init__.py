@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,10 @@ def _load() -> ModuleType:
         exporter.prepare_torch()  # the torch.onnx of torch 2.4 imports onnxruntime itself
         from onnxruntime.training import ortmodule
 
+    with warnings.catch_warnings():
+        # An export imports these; DeepSpeed is for one of them only, which asks for it by name.
+        warnings.filterwarnings("ignore", "DeepSpeed import error", UserWarning)
+        import onnxruntime.training.utils.hooks  # noqa: F401
     exporter.adapt_ort()
     extensions.install()
     symbolics.install()

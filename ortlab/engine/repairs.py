@@ -7,6 +7,7 @@ all are idempotent. Faults of operators are mended in `ortlab.engine.symbolics` 
 from __future__ import annotations
 
 import sys
+import warnings
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -27,6 +28,7 @@ def install_all() -> None:
     install_refusals()
     install_sparsity_switches()
     install_export_cleanup()
+    install_export_silence()
     install_log_levels()
     install_log_capture()
     install_seed()
@@ -171,6 +173,33 @@ def _clean_up_after_failure(original: Callable[..., Any]) -> Callable[..., Any]:
             raise
         finally:
             _hooks.reset(token)
+
+    return export_model
+
+
+_RETIREMENTS: Final = (
+    "You are using the legacy TorchScript-based ONNX export",
+    "Setting `training` to something other than default is deprecated",
+    "The feature will be removed. Please remove usage of this function",
+)
+
+
+def install_export_silence() -> None:
+    """Keep quiet that torch's TorchScript exporter will be retired: ORTModule has no other.
+
+    All other warnings of an export pass, above all those of the tracer, which may be about the user's model.
+    """
+    from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
+
+    replace(GraphTransitionManager, "_export_model", _ignore_retirements)
+
+
+def _ignore_retirements(original: Callable[..., Any]) -> Callable[..., Any]:
+    def export_model(**kwargs: Any) -> Any:
+        with warnings.catch_warnings():
+            for message in _RETIREMENTS:
+                warnings.filterwarnings("ignore", message, DeprecationWarning)
+            return original(**kwargs)
 
     return export_model
 
