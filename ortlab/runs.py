@@ -172,7 +172,7 @@ class Run:
         """Name for tables: number, who executed it, and the switches that differ from the defaults."""
         who = "PyTorch (fallback)" if self.executed_by == EXECUTED_BY_FALLBACK else self.executed_by
         changed = self.options.changed(Options()) if self.engine == EXECUTED_BY_ORT else ()
-        shown = ", ".join(f"{name}={getattr(self.options, name)}" for name in changed)
+        shown = ", ".join(f"{name}={_words(getattr(self.options, name))}" for name in changed)
         return f"#{self.number} {who}" + (f" ({shown})" if shown else "")
 
     @property
@@ -322,3 +322,8 @@ class Ledger(Sequence[Run]):
         if not isinstance(records, list):
             raise LedgerError(f"The file {path} is not a ledger.", fix="Give a file that Ledger.save wrote.")
         return cls([Run.from_dict(record) for record in records])
+
+
+def _words(value: object) -> str:
+    """Write an option's value as a user would type it after `%ort_set`."""
+    return ",".join(value) if isinstance(value, tuple) else str(value)

@@ -48,6 +48,7 @@ def test_statistics_leave_the_first_step_out():
 def test_a_title_names_what_differs_and_what_fell_back():
     assert run().title == "#1 ort (memory_level=1)"
     assert run(options=Options()).title == "#1 ort"
+    assert run(options=Options(memory_plan="Gelu+:1:-1,Cast+:1:2")).title == "#1 ort (memory_plan=Gelu+:1:-1,Cast+:1:2)"
     assert run(executed_by="fallback").title.startswith("#1 PyTorch (fallback)")
 
 
