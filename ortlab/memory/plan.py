@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from ortlab.memory import insight
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -118,14 +120,16 @@ def read_plan(
     symbols
         Values of the symbolic dimensions.
     report
-        ORT's MemoryInsight text.
+        ORT's MemoryInsight text; what it counts goes before `savings` (see `ortlab.memory.insight`).
     memory_level, enabled
         What the lab's options apply now.
     """
     rows = []
     wanted = {_without_count(part) for config in enabled for part in config.split(",")}
+    counted = insight.savings(report)
     for config, (raw, frequency) in savings.items():
-        symbolic, value = evaluate(raw, symbols)
+        every_output, places = counted.get(config, ("", 0))
+        symbolic, value = evaluate(every_output if places == frequency else raw, symbols)
         strategy = max(int(part.split(":")[1]) for part in config.split(","))
         applied = (memory_level > 0 and strategy <= memory_level) or all(
             _without_count(part) in wanted for part in config.split(",")
