@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import importlib
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -88,3 +90,13 @@ def no_callback_error_left():
 
     left = take_error()
     assert left is None, left
+
+
+@pytest.fixture
+def no_fallback(monkeypatch):
+    """Let a model that ORT cannot train fail instead of being trained by PyTorch in silence."""
+    monkeypatch.setenv("ORTMODULE_FALLBACK_POLICY", "FALLBACK_DISABLE")
+
+
+# pytest's importlib mode leaves sys.path alone; some tests here share cases that also run as a script.
+sys.path.append(str(Path(__file__).parent))
