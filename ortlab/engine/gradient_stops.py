@@ -7,18 +7,18 @@ Gradients then flow where the module's author cut them, and training goes wrong 
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from ortlab.engine.graph_edits import GraphFacts
+from ortlab.engine.graph_edits import STOP, GraphAdditions, GraphFacts, aten_operator
 from ortlab.engine.patching import replace
 from ortlab.engine.symbolic_words import aten, is_training_export
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import FrameType
 
-    import torch
+    import onnx
+
+_ATEN: Final = "org.pytorch.aten"
 
 
 def install() -> None:
@@ -27,79 +27,86 @@ def install() -> None:
     from onnxruntime.training.ortmodule._custom_op_symbolic_registry import CustomOpSymbolicRegistry
     from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
     from onnxruntime.training.ortmodule._io import _FlattenedModule
+    from onnxruntime.training.ortmodule._training_manager import TrainingManager
 
     CustomOpSymbolicRegistry.register("detach", "", _detach)
-    CustomGradientRegistry.register_custom_stop_gradient_edges(
-        [0], "org.pytorch.aten", "ATen", "detach_copy", ""
-    )
+    CustomGradientRegistry.register_custom_stop_gradient_edges([0], _ATEN, "ATen", STOP, "")
     replace(_FlattenedModule, "forward", _trace_with_gradients)
+    replace(GraphTransitionManager, "_get_exported_model", _ask_functions)
+    replace(GraphTransitionManager, "_infer_shapes", _keep_needed_stops)
     replace(GraphTransitionManager, "_post_export_process", _ask_only_for_gradients_that_exist)
+    replace(TrainingManager, "_create_autofunction_class", _mark_outputs_without_gradient)
 
 
 def _detach(g: Any, x: Any) -> Any:
     """``Tensor.detach``: a copy that torch makes, through which no gradient flows."""
     if not is_training_export() or x.type().scalarType() not in {"Float", "Double", "Half", "BFloat16"}:
         return x
-    return aten(g, "detach_copy", x).setType(x.type())
+    return aten(g, STOP, x).setType(x.type())
 
 
 def _trace_with_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
     """Run the forward of an export with gradients on, so that the blocks without them show."""
     import torch
     from onnxruntime.training import ortmodule
-    from torch.overrides import TorchFunctionMode
 
-    data_of = torch.Tensor.data.__get__  # type: ignore[attr-defined] # a property, typed as a Tensor
-
-    def detached(tensor: torch.Tensor) -> torch.Tensor:
-        with torch._C.DisableTorchFunction():
-            return tensor.detach()
-
-    class StopGradients(TorchFunctionMode):
-        """Put a recorded `detach` on each result that torch cuts off without recording it."""
-
-        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if function == data_of:  # the tracer does not see this one and would make its value a constant
-                return detached(args[0])
-            result = function(*args, **(kwargs or {}))
-            if (
-                isinstance(result, torch.Tensor)
-                and result.is_floating_point()
-                and not result.requires_grad
-                and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in _flat(args))
-                and not _inside_autograd_function()
-            ):
-                return detached(result)
-            return result
+    from ortlab.engine.traced_stops import TracedStops
 
     def forward(self: Any, *args: Any) -> Any:
         if not (ortmodule.ORTMODULE_ONNX_EXPORT_CONTEXT[0] and self.training):
             return original(self, *args)
-        with torch.enable_grad(), StopGradients():
+        with torch.enable_grad(), TracedStops().on():
             return original(self, *args)
 
     return forward
 
 
-def _flat(args: Any) -> Any:
-    for arg in args:
-        if isinstance(arg, (tuple, list)):
-            yield from _flat(arg)
-        else:
-            yield arg
+def _ask_functions(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``GraphTransitionManager._get_exported_model``: it runs the forward once and then traces it."""
+    from ortlab.engine.traced_stops import functions_asked
+
+    def get_exported_model(*args: Any, **kwargs: Any) -> Any:
+        with functions_asked():
+            return original(*args, **kwargs)
+
+    return get_exported_model
 
 
-def _inside_autograd_function() -> bool:
-    """Say whether the forward of an autograd Function is running: its operators are not part of the graph."""
-    from torch.autograd.function import FunctionCtx
+def _keep_needed_stops(
+    original: Callable[[onnx.ModelProto], onnx.ModelProto],
+) -> Callable[..., onnx.ModelProto]:
+    """Wrap ``GraphTransitionManager._infer_shapes``, on whose result the gradient is built."""
 
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
-        if names and isinstance(frame.f_locals.get(names[0]), FunctionCtx):
-            return True
-        frame = frame.f_back
-    return False
+    def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
+        model = original(model)
+        keep_needed_stops(model)
+        return model
+
+    return infer_shapes
+
+
+def keep_needed_stops(model: onnx.ModelProto) -> None:
+    """Drop each stop through which no gradient would flow, and double those on an input that needs one.
+
+    The constructor of GradientGraphBuilder in 1.19.2 (``orttraining/core/framework/gradient_graph_builder.cc``) takes
+    each node that reads an input in need of a gradient for one to differentiate, a stop as well, which has none.
+    """
+    differentiable = GraphFacts(model).differentiable
+    inputs = {value.name for value in model.graph.input}
+    additions = GraphAdditions(model)
+    for node in model.graph.node:
+        if aten_operator(node) != STOP:
+            continue
+        if node.input[0] not in differentiable:
+            node.op_type, node.domain = "Identity", ""
+            del node.attribute[:]
+        elif node.input[0] in inputs:
+            first = f"{node.output[0]}_first"
+            for known in [value for value in model.graph.value_info if value.name == node.output[0]]:
+                model.graph.value_info.add().CopyFrom(known)
+                model.graph.value_info[-1].name = first
+            node.input[0] = additions.node(node, "ATen", [node.input[0]], first, domain=_ATEN, operator=STOP)
+    additions.apply()
 
 
 def _ask_only_for_gradients_that_exist(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,3 +127,24 @@ def _ask_only_for_gradients_that_exist(original: Callable[..., Any]) -> Callable
         return info
 
     return post_export_process
+
+
+def _mark_outputs_without_gradient(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Wrap ``TrainingManager._create_autofunction_class``.
+
+    Its Function calls ``ctx.mark_non_differentiable`` once per output, and each call replaces what the one before
+    said. All but the last of these outputs then require a gradient, and a loss that uses one fails in the backward.
+    """
+
+    def create_autofunction_class(self: Any) -> Any:
+        base = original(self)
+
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            outputs = base.forward(ctx, *inputs)
+            silent = self._graph_info.output_grad_indices_non_differentiable
+            ctx.mark_non_differentiable(*(outputs[index] for index in silent))
+            return outputs
+
+        return type(base.__name__, (base,), {"forward": staticmethod(forward)})
+
+    return create_autofunction_class

@@ -13,6 +13,9 @@ FLOAT_TYPES: Final = frozenset(
 )
 """The ONNX element types that have a gradient."""
 
+STOP: Final = "detach_copy"
+"""The ATen operator through which no gradient flows."""
+
 NEEDING_GRADIENT: Final[ContextVar[frozenset[str] | None]] = ContextVar("NEEDING_GRADIENT", default=None)
 """The inputs of the graph in work whose gradient is asked for; None if that is not known: then all that are floats."""
 
@@ -72,10 +75,10 @@ class GraphFacts:
         self.consumed.update(value.name for value in graph.output)
         self.leading_out = {value.name for value in graph.output}
         for node in reversed(graph.node):  # a graph is in topological order, as ONNX demands
-            if aten_operator(node) != "detach_copy" and not self.leading_out.isdisjoint(node.output):
+            if aten_operator(node) != STOP and not self.leading_out.isdisjoint(node.output):
                 self.leading_out.update(name for name in node.input if name and self._is_float(name))
         for node in graph.node:
-            if not self.differentiable.isdisjoint(node.input):
+            if aten_operator(node) != STOP and not self.differentiable.isdisjoint(node.input):
                 self.differentiable.update(name for name in node.output if name and self._is_float(name))
 
     def vector(self, name: str) -> list[int] | None:
@@ -107,7 +110,7 @@ class GraphAdditions:
         self._dropped: set[str] = set()
 
     def node(
-        self, before: onnx.NodeProto, operator: str, inputs: list[str], output: str, **attributes: Any
+        self, before: onnx.NodeProto, operator: str, inputs: list[str], output: str, /, **attributes: Any
     ) -> str:
         """Add a node with one output in front of `before`; return the output's name."""
         new = helper.make_node(operator, inputs, [output], name=f"{output}_{operator}", **attributes)
