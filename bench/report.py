@@ -1,0 +1,148 @@
+"""What a benchmark writes: plain tables, its claims with their figures, and a JSON file with the machine's facts."""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+RESULTS = Path(__file__).resolve().parent / "results"
+THREADS = 2
+PACKAGES = ("torch", "onnxruntime-training-cpu", "onnxruntime-training", "onnx", "numpy", "transformers")
+
+
+def arguments(description: str, *, rounds: int) -> argparse.Namespace:
+    """Read the arguments that all benchmarks share, and limit this process and its children to `THREADS` threads.
+
+    Call it before torch is imported: OpenMP reads the number of threads once.
+
+    Parameters
+    ----------
+    description
+        The docstring of the benchmark.
+    rounds
+        How often everything is measured unless the user says otherwise.
+    """
+    parser = argparse.ArgumentParser(description=description.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=0, help=f"interleaved rounds (default {rounds})")
+    parser.add_argument("--quick", action="store_true", help="a tiny setting that shows that it runs")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the JSON file")
+    read = parser.parse_args()
+    read.rounds = read.rounds or (3 if read.quick else rounds)
+    os.environ["OMP_NUM_THREADS"] = str(THREADS)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    if str(REPOSITORY) not in sys.path:
+        sys.path.append(str(REPOSITORY))  # so that it runs in a checkout that is not installed, too
+    return read
+
+
+class Report:
+    """Print what was measured as it comes, and write all of it to `<output>/<name>.json` at the end.
+
+    Parameters
+    ----------
+    name
+        Of the benchmark, and of its file.
+    read
+        What `arguments` returned.
+    """
+
+    def __init__(self, name: str, read: argparse.Namespace) -> None:
+        self._name = name
+        self._output: Path = read.output
+        self._content: dict[str, object] = {
+            "benchmark": name,
+            "command": f"python bench/{name}.py",
+            "quick": read.quick,
+            "rounds": read.rounds,
+            "machine": machine(),
+        }
+        self._claims: list[dict[str, object]] = []
+        self._tables: dict[str, list[dict[str, object]]] = {}
+        self._notes: list[str] = []
+
+    def table(self, title: str, rows: list[dict[str, object]]) -> None:
+        """Print rows, whose keys are the column heads with their units."""
+        print(f"\n{title}")
+        heads = list(rows[0])
+        cells = [heads, *([_text(row[head]) for head in heads] for row in rows)]
+        widths = [max(len(line[column]) for line in cells) for column in range(len(heads))]
+        for line in cells:
+            first, *rest = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+            print("  ".join([line[0].ljust(len(first)), *rest]))
+        self._tables[title] = rows
+
+    def claim(self, text: str, value: float, *, at_most: float | None = None) -> None:
+        """Hold a figure against what is claimed of it; without a limit, the figure is only stated."""
+        holds = None if at_most is None else value <= at_most
+        verdict = (
+            "" if holds is None else f" (at most {_text(at_most)}: {'holds' if holds else 'DOES NOT HOLD'})"
+        )
+        print(f"\n{text}: {_text(value)}{verdict}")
+        self._claims.append({"claim": text, "value": value, "at_most": at_most, "holds": holds})
+
+    def note(self, text: str) -> None:
+        """Print a sentence that belongs to the figures."""
+        print(text)
+        self._notes.append(text)
+
+    def write(self) -> Path:
+        """Write the JSON file and return its path."""
+        self._content |= {"claims": self._claims, "tables": self._tables, "notes": self._notes}
+        self._content["load_average_at_end"] = os.getloadavg()[0]
+        self._output.mkdir(parents=True, exist_ok=True)
+        file = self._output / f"{self._name}.json"
+        file.write_text(json.dumps(self._content, indent=1) + "\n", encoding="utf-8")
+        print(f"\nWritten to {file}")
+        return file
+
+
+def machine() -> dict[str, object]:
+    """Return the facts of this machine that a figure depends on."""
+    return {
+        "cpu": _cpu(),
+        "cores": psutil.cpu_count(logical=False),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "threads": THREADS,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {
+            name: importlib.metadata.version(name)
+            for name in PACKAGES
+            if any(importlib.metadata.distributions(name=name))
+        },
+        "commit": _commit(),
+        "date": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
+        "load_average_at_start": os.getloadavg()[0],
+    }
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown"
+    )
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _text(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
