@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ortlab.options import Options
     from ortlab.runs import Ledger, Run
     from ortlab.status import Status
+    from ortlab.widgets.panel import Panel, panel
 
 __version__ = "0.1.0"
 
@@ -31,9 +32,11 @@ _HOMES = {
     "MemoryPlan": "ortlab.memory.plan",
     "Options": "ortlab.options",
     "OrtlabError": "ortlab.errors",
+    "Panel": "ortlab.widgets.panel",
     "Run": "ortlab.runs",
     "Status": "ortlab.status",
     "examine": "ortlab.doctor",
+    "panel": "ortlab.widgets.panel",
     "wrap": "ortlab.lab",
 }
 
@@ -45,9 +48,11 @@ __all__ = [
     "MemoryPlan",
     "Options",
     "OrtlabError",
+    "Panel",
     "Run",
     "Status",
     "examine",
+    "panel",
     "wrap",
 ]
 

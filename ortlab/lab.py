@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from ortlab.messages import Message
     from ortlab.options import Need
-    from ortlab.widgets.panel import Panel
 
 ENGINES: Final = ("ort", "eager", "compile")
 """ONNX Runtime, plain PyTorch, `torch.compile`."""
@@ -325,12 +324,6 @@ class Lab:
             state = "rebuild pending" if self._executed_by == self.engine else "not built"
         reason = self._engine.fallback_reason or getattr(self._engine, "rebuild_reason", "")
         return Status(self.engine, state, self._executed_by, reason, pending)
-
-    def panel(self) -> Panel:
-        """Make a panel with the switches, the runs and the buttons."""
-        from ortlab.widgets.panel import Panel
-
-        return Panel(self)
 
     def observe(self, callback: Observer) -> Callable[[], None]:
         """Call back after each change; returns a function that ends that."""

@@ -75,7 +75,7 @@ class SetupMagics(Magics):
         The same in Python::
 
             lab = ortlab.wrap(model, memory_level=1)
-            display(lab.panel())
+            display(ortlab.panel(lab))
         """
         from torch import nn
 
@@ -92,7 +92,7 @@ class SetupMagics(Magics):
         lab = ortlab.wrap(module, name=args.model, **changes)
         if not args.no_panel:
             try:
-                display(lab.panel())
+                display(ortlab.panel(lab))
             except BaseException:
                 lab.unwrap()  # the caller has no lab to do it with
                 raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from html import escape
@@ -28,6 +29,8 @@ RUNS_SHOWN: Final = 6
 
 _REDRAW_SECONDS: Final = 0.1
 """Shortest time between two drawings of the progress bar: a message per step would slow short steps down."""
+
+_panels: weakref.WeakKeyDictionary[Lab, weakref.ref[Panel]] = weakref.WeakKeyDictionary()
 
 _BADGES: Final = {"ort": "ORT", "eager": "EAGER", "compile": "COMPILE"}
 
@@ -56,6 +59,8 @@ class Panel(widgets.VBox):
         The buttons: `lab.rerun()`, `lab.compare()`, `lab.plan()`.
     progress
         Bar of the build or the steps under way.
+    closed
+        Whether `close` has been called.
     """
 
     def __init__(self, lab: Lab) -> None:
@@ -83,6 +88,7 @@ class Panel(widgets.VBox):
         self._result = widgets.HTML()
         self.plans = PlanTable(lambda chosen: self._set(memory_plan=chosen))
         self.switches = SwitchList(lab.have, self._switch_chosen)
+        self.closed = False
         self._showing = False
         self._drawn_at = 0.0
         buttons = widgets.Box([self.rerun, self.compare, self.plan, self.progress, self._progress_text])
@@ -213,10 +219,30 @@ class Panel(widgets.VBox):
 
     def close(self) -> None:
         """End the panel: it follows the lab no more, and all its widgets go from kernel and browser."""
+        self.closed = True
         self._unsubscribe()
         for row in self.switches.all_rows:  # those of other groups are nobody's children now
             close_tree(row)
         close_tree(self)
+
+
+def panel(lab: Lab) -> Panel:
+    """Return the panel of a lab, and make it at the first call.
+
+    Running a cell again shows the same panel, and leaves no second one behind that follows the lab. `Panel(lab)`
+    makes another.
+
+    Parameters
+    ----------
+    lab
+        The lab.
+    """
+    shown = _panels.get(lab)
+    known = shown() if shown is not None else None
+    if known is None or known.closed:
+        known = Panel(lab)
+        _panels[lab] = weakref.ref(known)
+    return known
 
 
 def _button(label: str, tooltip: str) -> widgets.Button:

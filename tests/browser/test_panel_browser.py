@@ -48,7 +48,7 @@ loss = torch.nn.functional.cross_entropy(model(x), y)
 loss.backward()
 optimizer.step()"""
 
-SHOW = "panel = lab.panel()\npanel"
+SHOW = "import ortlab\npanel = ortlab.panel(lab)\npanel"
 
 
 @pytest.fixture
@@ -199,7 +199,7 @@ def test_errors_are_read_under_the_buttons_and_dismissed_by_keyboard(open_notebo
 
 
 def test_two_panels_of_a_lab_stay_in_step_and_a_closed_one_goes(open_notebook, notebook):
-    page = open_notebook(notebook(WRAP, SHOW, "second = lab.panel()\nsecond"), height=3000)
+    page = open_notebook(notebook(WRAP, SHOW, "second = ortlab.Panel(lab)\nsecond"), height=3000)
     run_all(page)
     panels = page.locator(".ortlab-panel")
     panels.nth(1).locator(".ortlab-switch").first.wait_for()

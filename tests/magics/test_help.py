@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 PYTHON = {
-    "%ort_wrap": "lab = ortlab.wrap(model, memory_level=1)\n    display(lab.panel())",
+    "%ort_wrap": "lab = ortlab.wrap(model, memory_level=1)\n    display(ortlab.panel(lab))",
     "%ort_unwrap": "model = lab.unwrap()",
     "%ort_set": 'lab.set(memory_level=1, log_level="INFO")',
     "%%ort_step": "run = lab.step(step, n=20)",

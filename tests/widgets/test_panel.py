@@ -51,7 +51,7 @@ def run(step_and_lab):
 
 @pytest.fixture
 def panel(lab):
-    panel = lab.panel()
+    panel = ortlab.Panel(lab)
     yield panel
     panel.close()
 
@@ -306,7 +306,7 @@ class Scaled(torch.nn.Module):
 def test_a_fallback_has_a_red_badge_with_the_reason():
     model = Scaled()
     lab = ortlab.wrap(model, options=Options(fallback=True))
-    panel = lab.panel()
+    panel = ortlab.Panel(lab)
     lab.step(lambda: model(torch.ones(2, 4), Scale()).sum().backward(), 2)
     assert lab.runs[-1].executed_by == "fallback"
     assert '<span class="ortlab-badge ortlab-bad">PYTORCH (fallback)</span>' in panel._header.value
@@ -385,8 +385,17 @@ def test_the_repr_names_the_lab_and_has_no_address(panel):
 def test_a_hostile_model_name_stays_text():
     model = torch.nn.Linear(2, 2)
     lab = ortlab.wrap(model, name="<img src=x onerror=alert(1)>", engine="eager")
-    panel = lab.panel()
+    panel = ortlab.Panel(lab)
     assert "<img" not in panel._header.value
     assert "<img" not in panel._repr_mimebundle_()["text/html"]
     panel.close()
     lab.unwrap()
+
+
+def test_a_lab_has_one_panel_until_it_is_closed(lab):
+    shown = ortlab.panel(lab)
+    assert ortlab.panel(lab) is shown
+    shown.close()
+    again = ortlab.panel(lab)
+    assert again is not shown
+    again.close()
