@@ -6,7 +6,6 @@ import pytest
 from IPython.core.error import UsageError
 
 from ortlab.lab import Lab
-from ortlab.widgets.panel import Panel
 
 
 @pytest.fixture
@@ -102,11 +101,11 @@ def test_a_wrapped_model_is_not_wrapped_again(net_shell, unchanged):
 
 
 def test_a_panel_that_fails_leaves_the_model_unwrapped(torch_shell, monkeypatch):
-    def fail(panel, lab):
+    def fail(lab):
         message = "no front end"
         raise RuntimeError(message)
 
-    monkeypatch.setattr(Panel, "__init__", fail)
+    monkeypatch.setattr("ortlab.widgets.panel.panel", fail)
     with pytest.raises(RuntimeError, match="no front end"):
         torch_shell.run("lab = %ort_wrap net")
     monkeypatch.undo()
