@@ -33,6 +33,8 @@ OLDEST_TORCH: Final = "2.4"
 NEWEST_TORCH: Final = "2.15"
 """The newest torch that ortlab is tested with; a newer one works while it has the TorchScript exporter."""
 
+_ORTMODULE: Final = "onnxruntime.training.ortmodule"
+
 _MOVED_TO: Final = "torch.onnx._internal.torchscript_exporter"
 
 # What `onnxruntime/training/ortmodule` of 1.19.2 imports, and the name it has in the package it moved to.
@@ -66,6 +68,7 @@ def prepare_torch() -> None:
     'GraphContext'
     """
     _check_version()
+    _undo_failed_import()
     for old_name, moved_name in _MODULES_USED_BY_ORT.items():
         if _find(f"{_MOVED_TO}.{moved_name}"):
             _make_importable(old_name, f"{_MOVED_TO}.{moved_name}")
@@ -135,6 +138,30 @@ def _check_version() -> None:
             why="ortlab adapts ONNX Runtime's training module to the exporter of newer versions of torch.",
             fix=f"Install a torch from {OLDEST_TORCH} to {NEWEST_TORCH}.",
         )
+
+
+def _undo_failed_import() -> None:
+    """Take back what an import of ORTModule replaced in torch before it failed.
+
+    ``import onnxruntime`` of the training package tries to import ORTModule and passes over the ImportError that
+    today's torch gives it. By then ``onnxruntime/training/ortmodule/__init__.py`` has put its own functions into torch; a
+    second import would wrap these, and each seed would be set twice, the second time around any repair.
+    """
+    import torch
+    import torch.utils.checkpoint
+
+    if _ORTMODULE in sys.modules:
+        return
+    for owner, name, kept_as in (
+        (torch, "manual_seed", "torch_manual_seed"),
+        (torch.cuda, "manual_seed", "torch_cuda_manual_seed"),
+        (torch.utils.checkpoint, "checkpoint", "original_checkpoint"),
+    ):
+        function = getattr(owner, name)
+        while getattr(function, "__module__", "") == _ORTMODULE:
+            outer = inspect.getclosurevars(function)
+            function = {**outer.globals, **outer.nonlocals}[kept_as]
+        setattr(owner, name, function)
 
 
 def _make_importable(old_name: str, new_name: str) -> None:
