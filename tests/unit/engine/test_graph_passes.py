@@ -1,0 +1,144 @@
+"""Each pass leaves a graph that computes the same, in the form whose gradient is right."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, shape_inference
+
+from ortlab.engine import choice_passes, graph_passes
+
+FLOAT = TensorProto.FLOAT
+
+
+def model(nodes, inputs, outputs=("y",), constants=None):
+    """A model of float inputs, and of boolean ones whose name starts with "is"."""
+    graph_inputs = [
+        helper.make_tensor_value_info(name, TensorProto.BOOL if name.startswith("is") else FLOAT, shape)
+        for name, shape in inputs.items()
+    ]
+    graph_outputs = [helper.make_tensor_value_info(name, FLOAT, None) for name in outputs]
+    initializers = [
+        onnx.numpy_helper.from_array(np.array(value), name) for name, value in (constants or {}).items()
+    ]
+    graph = helper.make_graph(nodes, "graph", graph_inputs, graph_outputs, initializers)
+    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    return shape_inference.infer_shapes(made)
+
+
+def run(made, feeds):
+    session = onnxruntime.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run(None, feeds)
+
+
+def arrays(inputs):
+    generator = np.random.default_rng(0)
+    return {
+        name: np.asarray(generator.random(shape) > 0.5)
+        if name.startswith("is")
+        else np.asarray(generator.standard_normal(shape, np.float32))
+        for name, shape in inputs.items()
+    }
+
+
+def kinds(made):
+    return [node.op_type for node in made.graph.node]
+
+
+SHAPES = [(), (4,), (3, 1), (3, 4), (2, 1, 1)]
+
+
+@pytest.mark.parametrize("condition", SHAPES, ids=str)
+@pytest.mark.parametrize("yes", SHAPES, ids=str)
+@pytest.mark.parametrize("no", SHAPES, ids=str)
+def test_where_is_expanded_to_the_shape_of_its_output(condition, yes, no):
+    inputs = {"is": condition, "yes": yes, "no": no}
+    made = model([helper.make_node("Where", ["is", "yes", "no"], ["y"])], inputs)
+    feeds = arrays(inputs)
+    (expected,) = run(made, feeds)
+    changed = graph_passes.broadcast_where(made)
+    if changed is False:
+        assert yes == no == expected.shape
+    where = next(node for node in made.graph.node if node.op_type == "Where")
+    for branch in where.input[1:]:
+        made.graph.output.append(helper.make_tensor_value_info(branch, FLOAT, None))
+    actual, *branches = run(made, feeds)
+    np.testing.assert_array_equal(actual, expected)
+    assert all(branch.shape == expected.shape for branch in branches)
+
+
+def test_a_where_of_constants_is_left_alone():
+    constants = {"a": np.float32(1), "b": np.float32(2)}
+    made = model([helper.make_node("Where", ["is", "a", "b"], ["y"])], {"is": (3,)}, constants=constants)
+    assert not graph_passes.broadcast_where(made)
+    assert kinds(made) == ["Where"]
+
+
+@pytest.mark.parametrize("inputs", [["x"], ["x", "ratio"], ["x", "", "training"]], ids=len)
+def test_dropout_gets_its_mode_and_its_mask(inputs):
+    constants = {"ratio": np.float32(0.5), "training": True}
+    made = model([helper.make_node("Dropout", inputs, ["y"])], {"x": (200,)}, constants=constants)
+    assert graph_passes.complete_dropouts(made)
+    dropout = made.graph.node[-1]
+    assert [len(dropout.input), len(dropout.output)] == [3, 2]
+    (y,) = run(made, {"x": np.ones(200, np.float32)})
+    assert 0 < (y == 0).sum() < 200
+    assert not graph_passes.complete_dropouts(made)
+
+
+@pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 2)])
+@pytest.mark.parametrize("axis", [1, -1])
+def test_a_partly_used_split_becomes_slices(used, axis):
+    split = helper.make_node("Split", ["x", "sizes"], ["a", "b", "c"], axis=axis)
+    outputs = ["abc"[index] for index in used]
+    made = model([split], {"x": (2, 6)}, outputs, {"sizes": np.array([1, 3, 2])})
+    feeds = arrays({"x": (2, 6)})
+    expected = run(made, feeds)
+    assert choice_passes.slice_partly_used_splits(made)
+    assert "Split" not in kinds(made)
+    assert kinds(made).count("Slice") == len(used)
+    for left, right in zip(expected, run(made, feeds), strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+def test_a_split_that_is_used_throughout_stays():
+    split = helper.make_node("Split", ["x", "sizes"], ["a", "b"], axis=0)
+    made = model([split], {"x": (4,)}, ("a", "b"), {"sizes": np.array([1, 3])})
+    assert not choice_passes.slice_partly_used_splits(made)
+
+
+@pytest.mark.parametrize(("left", "right"), [((4,), (4, 3)), ((3, 4), (4,)), ((4,), (4,)), ((2, 3, 4), (4,))])
+def test_vectors_in_products_become_matrices(left, right):
+    inputs = {"left": left, "right": right}
+    made = model([helper.make_node("MatMul", ["left", "right"], ["y"])], inputs)
+    feeds = arrays(inputs)
+    (expected,) = run(made, feeds)
+    assert graph_passes.lift_vector_products(made)
+    (actual,) = run(made, feeds)
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)
+    inferred = onnx.shape_inference.infer_shapes(made)
+    assert not graph_passes.lift_vector_products(inferred)
+
+
+@pytest.mark.parametrize("operator", ["ReduceL2", "ReduceLogSumExp"])
+@pytest.mark.parametrize("axes", [None, [0], [-1], [0, 2]])
+def test_reductions_keep_their_dimensions_first(operator, axes):
+    attributes = {} if axes is None else {"axes": axes}
+    made = model([helper.make_node(operator, ["x"], ["y"], keepdims=0, **attributes)], {"x": (2, 3, 4)})
+    feeds = arrays({"x": (2, 3, 4)})
+    (expected,) = run(made, feeds)
+    assert graph_passes.keep_reduced_dimensions(made)
+    (actual,) = run(made, feeds)
+    assert actual.shape == expected.shape
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)
+    assert not graph_passes.keep_reduced_dimensions(made)
+
+
+def test_installing_twice_is_once(ortmodule):
+    from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
+
+    before = GraphTransitionManager._infer_shapes
+    graph_passes.install()
+    assert GraphTransitionManager._infer_shapes is before
