@@ -144,8 +144,8 @@ def _undo_failed_import() -> None:
     """Take back what an import of ORTModule replaced in torch before it failed.
 
     ``import onnxruntime`` of the training package tries to import ORTModule and passes over the ImportError that
-    today's torch gives it. By then ``onnxruntime/training/ortmodule/__init__.py`` has put its own functions into torch; a
-    second import would wrap these, and each seed would be set twice, the second time around any repair.
+    today's torch gives it. By then ``onnxruntime/training/ortmodule/__init__.py`` has put its own functions into
+    torch; a second import would wrap these, and each seed would be set twice, the second time around any repair.
     """
     import torch
     import torch.utils.checkpoint
