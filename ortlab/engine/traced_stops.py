@@ -6,18 +6,21 @@ recorded; what writes to memory where a trace cannot say which values change wit
 
 from __future__ import annotations
 
-import os
 import threading
 import traceback
 import weakref
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+import onnxruntime
 import torch
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
+import ortlab
+from ortlab.engine.traced_writes import TracedWrites, memory
 from ortlab.errors import BuildError
 
 if TYPE_CHECKING:
@@ -29,7 +32,8 @@ _DETACH: Final = (torch.Tensor.detach, torch.detach)
 _WRITES_NOTHING: Final = frozenset(
     {"detach_", "requires_grad_", "share_memory_", "__index__", "__int__", "__invert__"}
 )
-_NOT_THE_MODEL: Final = (os.path.dirname(torch.__file__), os.path.dirname(__file__))  # noqa: PTH120 - compared with co_filename
+# Folders of code that is not the model's; compared with co_filename.
+_NOT_THE_MODEL: Final = tuple(str(Path(one.__file__ or "").parent) for one in (torch, onnxruntime, ortlab))
 
 
 class TracedStops(TorchFunctionMode):
@@ -44,6 +48,7 @@ class TracedStops(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.in_function = False
+        self._writes = TracedWrites()
         self._sharing: dict[int, list[weakref.ref[torch.Tensor]]] = {}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -61,6 +66,7 @@ class TracedStops(TorchFunctionMode):
             return self._cut(args[0].detach(), [args[0]])
         if function == _SET_DATA:
             _refuse("Assigning to `.data`", "use a new value, such as `y = f(x.detach())`")
+        given = list(_tensors((args, kwargs)))
         written = _written_by(function, args, kwargs)
         if written is not None:
             self._check_write(written)
@@ -68,6 +74,15 @@ class TracedStops(TorchFunctionMode):
                 rest, kwargs = _mapped(_detached, (args[1:], kwargs))
                 args = (args[0], *rest)
         result = function(*args, **kwargs)
+        results = list(_tensors(result))
+        if (results or written is not None) and self._writes.stale(given):
+            _refuse(
+                "Reading a tensor whose memory was written through another one",
+                "read what was written, or write to a copy: `y = y * 3` for `y.mul_(3)`",
+            )
+        if written is not None:
+            self._writes.note_write(written)
+        self._writes.note_result(getattr(function, "__name__", ""), given, results)
         sources = [tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad]
         if function in _DETACH:
             return self._cut(result, sources)
@@ -90,8 +105,8 @@ class TracedStops(TorchFunctionMode):
 
     def _cut(self, cut: torch.Tensor, sources: list[torch.Tensor]) -> torch.Tensor:
         """Remember which tensors share the memory of one that was cut off."""
-        place = _memory(cut)
-        sharing = [source for source in sources if _memory(source) == place]
+        place = memory(cut)
+        sharing = [source for source in sources if memory(source) == place]
         if place and sharing:
             self._sharing.setdefault(place, []).extend(weakref.ref(tensor) for tensor in (*sharing, cut))
         return cut
@@ -101,7 +116,7 @@ class TracedStops(TorchFunctionMode):
             _refuse(
                 "Writing to a parameter", "do it outside of the wrapped module, after the optimizer's step"
             )
-        sharing = (reference() for reference in self._sharing.get(_memory(written), ()))
+        sharing = (reference() for reference in self._sharing.get(memory(written), ()))
         if any(other is not None and other is not written for other in sharing):
             _refuse(
                 "Writing to memory that a detached tensor shares", "write to a copy: `x.detach().clone()`"
@@ -174,10 +189,6 @@ def _written_by(function: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach() if tensor.requires_grad and tensor.is_floating_point() else tensor
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
