@@ -134,9 +134,11 @@ def _parser() -> argparse.ArgumentParser:
 def _demo(args: argparse.Namespace) -> int:
     if args.save is not None:
         _check_writable(args.save)  # now, not after a minute of training
-    from ortlab import demo
+    from ortlab import demo, masked_language
 
-    setting = demo.Setting(args.steps, args.layers, args.hidden, args.batch, args.length, args.seed)
+    setting = masked_language.Setting(
+        args.steps, args.layers, args.hidden, args.batch, args.length, args.seed
+    )
     runs = demo.main(setting)
     if args.save is not None:
         runs.save(args.save)

@@ -13,8 +13,8 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 
-from ortlab.demo import Setting, prepare
 from ortlab.errors import OrtlabError, StepError
+from ortlab.masked_language import Setting, prepare
 from ortlab.runs import PeakMemory
 
 WARM_UP_STEPS, MEASURED_STEPS = 2, 3

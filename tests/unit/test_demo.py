@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ortlab import demo
+from ortlab import demo, masked_language
 from ortlab.errors import StepError
 from ortlab.runs import Ledger
 
@@ -25,7 +25,7 @@ def importable(monkeypatch):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return demo.train_tokenizer(demo.english_text())
+    return masked_language.train_tokenizer(masked_language.english_text())
 
 
 @pytest.mark.slow
@@ -70,7 +70,7 @@ def test_a_save_that_cannot_be_written_is_told_before_training(tmp_path):
 
 
 def test_the_tokenizer_loses_nothing_of_the_text(tokenizer):
-    text = demo.english_text()[0]
+    text = masked_language.english_text()[0]
     decoder = __import__("tokenizers").decoders.ByteLevel()
     tokens = tokenizer.encode(text).tokens
     assert decoder.decode(tokens) == text
@@ -78,12 +78,12 @@ def test_the_tokenizer_loses_nothing_of_the_text(tokenizer):
 
 
 def test_the_same_texts_give_the_same_tokenizer(tokenizer):
-    assert demo.train_tokenizer(demo.english_text()).to_str() == tokenizer.to_str()
+    assert masked_language.train_tokenizer(masked_language.english_text()).to_str() == tokenizer.to_str()
 
 
 class TestMaskedText:
     tokens = torch.arange(2, 2002)
-    data = demo.MaskedText(tokens, mask_id=1, batch=64, length=64)
+    data = masked_language.MaskedText(tokens, mask_id=1, batch=64, length=64)
 
     def test_follows_the_random_state(self):
         torch.manual_seed(5)
@@ -97,7 +97,7 @@ class TestMaskedText:
     def test_hides_as_berts_paper_does(self):
         torch.manual_seed(5)
         batch = self.data.draw()
-        predicted = batch["labels"] != demo.NOT_PREDICTED
+        predicted = batch["labels"] != masked_language.NOT_PREDICTED
         shown, labels = batch["input_ids"][predicted], batch["labels"][predicted]
         # 4096 tokens: the shares are within four standard deviations of 15 % (and the first column), 80 % and 10 %.
         assert predicted[:, 1:].float().mean().item() == pytest.approx(0.15, abs=0.023)
@@ -106,7 +106,7 @@ class TestMaskedText:
 
     def test_shows_what_it_does_not_ask_for(self):
         batch = self.data.draw()
-        kept = batch["labels"] == demo.NOT_PREDICTED
+        kept = batch["labels"] == masked_language.NOT_PREDICTED
         # The text counts up by one, so neighbours that are both shown differ by one.
         both = kept[:, 1:] & kept[:, :-1]
         steps = batch["input_ids"][:, 1:] - batch["input_ids"][:, :-1]
@@ -114,8 +114,8 @@ class TestMaskedText:
         assert (steps[both] == 1).all()
 
     def test_every_sequence_has_a_label(self):
-        short = demo.MaskedText(self.tokens, mask_id=1, batch=200, length=8)
-        assert (short.draw()["labels"] != demo.NOT_PREDICTED).any(dim=1).all()
+        short = masked_language.MaskedText(self.tokens, mask_id=1, batch=200, length=8)
+        assert (short.draw()["labels"] != masked_language.NOT_PREDICTED).any(dim=1).all()
 
 
 def test_the_largest_savings_come_first_and_leave_compromises_out():
@@ -135,4 +135,4 @@ def test_a_failing_peak_process_says_why():
     from ortlab import demo_peak
 
     with pytest.raises(StepError, match="There is no engine 'no such engine'"):
-        demo_peak.measure(demo.Setting(layers=1, hidden=64, batch=2, length=32), "no such engine")
+        demo_peak.measure(masked_language.Setting(layers=1, hidden=64, batch=2, length=32), "no such engine")
