@@ -60,8 +60,8 @@ def table() -> str:
 
 
 def number(value: float) -> str:
-    """Return a figure with four digits, or all of an integer's."""
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    """Return a figure with five digits, or all of an integer's."""
+    return f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
 
 
 if __name__ == "__main__":
