@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     import onnx
 
 
-# The inputs of ATen operators that have a gradient, where there is more than one.
+# The inputs of operators that have a gradient, where one of them may be a constant that ortlab has put there.
 _GRADIENT_INPUTS: Final = {
     "convolution": (0, 1, 2),
+    "LayerNormalization": (0, 1, 2),
     "index_add": (0, 3),
     "native_batch_norm": (0, 1, 2),
     "native_group_norm": (0, 1, 2),
@@ -112,12 +113,12 @@ def broadcast_where(model: onnx.ModelProto) -> bool:
 
 
 def tie_gradient_inputs(model: onnx.ModelProto) -> bool:
-    """Let all inputs of an ATen operator with several gradients need theirs, or none.
+    """Let all inputs of an operator with several gradients need theirs, or none.
 
     GetExternalGradient of 1.19.2 (``orttraining/core/graph/gradient_builder.cc``) looks at the wrong input when one
     of them needs no gradient, such as the image that a model's first layer gets or a kernel that is a buffer: the build
-    ends in "... is not a valid intermediate output" or the backward in "invalid index -1". Such an input gets a zero
-    added that depends on one that needs a gradient. Where chooses the zero, so that an infinite weight stays without
+    ends in "... is not a valid intermediate output" or the backward in "invalid index -1". LayerNormalization defines the
+    gradient of a constant bias once for each layer that shares it. Such an input gets a zero added that depends on one that needs a gradient. Where chooses the zero, so that an infinite weight stays without
     influence.
 
     Returns
@@ -127,7 +128,10 @@ def tie_gradient_inputs(model: onnx.ModelProto) -> bool:
     """
     facts, additions = GraphFacts(model), GraphAdditions(model)
     for node in model.graph.node:
-        inputs = {index: node.input[index] for index in _GRADIENT_INPUTS.get(aten_operator(node), ())}
+        inputs = {
+            index: node.input[index]
+            for index in _GRADIENT_INPUTS.get(aten_operator(node) or node.op_type, ())
+        }
         source = next((name for name in inputs.values() if name in facts.differentiable), None)
         if source is None:
             continue

@@ -26,6 +26,7 @@ def install_all() -> None:
     gradient_stops.install()
     shape_inference.install()
     install_refusals()
+    install_output_types()
     install_sparsity_switches()
     install_export_cleanup()
     install_export_silence()
@@ -72,6 +73,32 @@ def _refusal_in(error: BaseException | None) -> BuildError | None:
             seen.add(id(error))
             pending += [error.__context__, error.__cause__]
     return None
+
+
+def install_output_types() -> None:
+    """Name an output that cannot cross the graph, and what to do about it.
+
+    ``_io._extract_schema`` says "ORTModule fails to extract schema from data". Above all, the causal models of
+    transformers return a cache of keys and values unless they are told not to.
+    """
+    from onnxruntime.training.ortmodule import _io
+
+    replace(_io, "_extract_schema", _name_output)
+
+
+def _name_output(original: Callable[..., Any]) -> Callable[..., Any]:
+    def extract_schema(data: Any, device: Any) -> Any:
+        try:
+            return original(data, device)
+        except Exception as error:
+            kind = str(error).rpartition("type: ")[2]
+            raise BuildError(
+                "The forward of this module returns something that is no tensor and holds none in plain containers.",
+                why=f"ONNX Runtime gives back tensors, in tuples, lists and dicts; this is {kind}.",
+                fix="Let the module return tensors; for a model of transformers set model.config.use_cache = False.",
+            ) from error
+
+    return extract_schema
 
 
 # --- sparsity of labels and embeddings ----------------------------------------------------------------------------

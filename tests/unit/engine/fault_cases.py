@@ -141,7 +141,7 @@ LOUD = {
     "instance norm": lambda: (nn.Sequential(nn.InstanceNorm2d(6), nn.Conv2d(6, 3, 1)), batch(4, 6, 8, 8)),
     "group norm first": lambda: (nn.GroupNorm(2, 6), batch(4, 6, 8, 8)),
     "layer norm without bias": lambda: (
-        nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8, bias=False)),
+        nn.Sequential(nn.LayerNorm(8, bias=False), nn.Linear(8, 8), nn.LayerNorm(8, bias=False)),
         batch(5, 8),
     ),
     "max_pool1d": lambda: (Wrapped(lambda h, *_: F.max_pool1d(h, 2)), batch(3, 4, 8)),

@@ -206,6 +206,21 @@ def test_models_with_buffers_run_with_the_input_checks_on(ortmodule, monkeypatch
     assert module[1].num_batches_tracked == 2
 
 
+class Opaque:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+def test_an_output_that_is_no_tensor_is_named(ortmodule):
+    class Returning(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), Opaque(x)
+
+    with pytest.raises(BuildError, match="Opaque") as refusal:
+        ortmodule.ORTModule(Returning(2, 2))(torch.randn(1, 2))
+    assert "use_cache" in refusal.value.fix
+
+
 class Counting(nn.Module):
     def __init__(self):
         super().__init__()
