@@ -55,7 +55,8 @@ class Export:
         effect=Effect.EXPORT,
         env="ORTMODULE_CACHE_DIR",
         help=(
-            "Folder that keeps exported graphs for the next process; empty for none. Saves the export's time."
+            "Folder in which 1.19.2 keeps exported graphs for the next process. ortlab refuses it: a graph is looked "
+            "up by the model's printed form alone, so a stale one can come back."
         ),
     )
     symbolic_shape_inference: bool = switch(

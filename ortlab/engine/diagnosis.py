@@ -51,7 +51,7 @@ def explain_build_failure(
         what = f"ONNX Runtime could not build {type(module).__name__}: {_first_line(message)}"
     return BuildError(
         what,
-        why=f"{type(_root(error)).__name__} in the traceback above; plain PyTorch runs the same call.",
+        why=f"ORTModule raised {type(_root(error)).__name__}; plain PyTorch runs the same call.",
         fix="Wrap a part of the model that does not use it, or allow PyTorch to step in: lab.set(fallback=True).",
     )
 
@@ -63,7 +63,7 @@ def explain_execution_failure(error: Exception) -> BaseException:
         return kept
     return ExecutionError(
         f"ONNX Runtime failed while it ran the model: {_first_line(str(error)) or type(error).__name__}",
-        why="The full message of ONNX Runtime is in the traceback above.",
+        why="This is the first line of ONNX Runtime's message; the exception's __cause__ has all of it.",
         fix="Run the same batch with engine='eager': if PyTorch can, the switches or ONNX Runtime are at fault.",
     )
 

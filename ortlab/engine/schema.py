@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 
@@ -18,7 +18,10 @@ Entry: TypeAlias = tuple[str, str]
 
 Schema: TypeAlias = tuple[Entry, ...]
 
-_numbers: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
+_BAKED_IN: Final = (bool, int, float, str, type(None))
+_OF_EVERY_MODULE: Final = frozenset(vars(torch.nn.Module()))
+
+_constants: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
 
 def call_schema(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Schema:
@@ -42,16 +45,18 @@ def call_schema(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Schema:
 def module_schema(module: torch.nn.Module) -> Schema:
     """Describe a module as far as an export depends on it.
 
-    Training flags of all submodules, the numbers that torch's own layers bake into a graph (dropout probability,
-    epsilon, ...), and of each parameter and buffer its dtype, number of dimensions, device, `requires_grad` and the
-    name it is tied to; not its values, which ORT reads anew in each step.
+    Training flags of all submodules, the numbers, flags and texts among their attributes (dropout probability,
+    epsilon, ...) and in the module's `config`, and of each parameter and buffer its dtype, number of dimensions,
+    device, `requires_grad` and the name it is tied to; not its values, which ORT reads anew in each step.
     """
-    entries: list[Entry] = []
+    entries: list[Entry] = [
+        (f"config.{key}", repr(value)) for key, value in _settings(module).items() if type(value) in _BAKED_IN
+    ]
     first_name: dict[int, str] = {}
     for name, submodule in module.named_modules():
         entries.append((name, "training" if submodule.training else "eval"))
-        numbers = _number_names(type(submodule), vars(submodule))
-        entries += [(f"{name}.{key}", repr(getattr(submodule, key, None))) for key in numbers]
+        constants = _constant_names(type(submodule), vars(submodule))
+        entries += [(f"{name}.{key}", repr(vars(submodule).get(key))) for key in constants]
         for key, tensor in (*submodule._parameters.items(), *submodule._buffers.items()):
             if tensor is not None:
                 path = f"{name}.{key}"
@@ -66,11 +71,11 @@ def module_state(module: torch.nn.Module) -> tuple[object, ...]:
     Equal states have equal schemas. Of an unequal one the schema has to be made to see whether the difference matters:
     a parameter that was replaced by another of its kind needs no new export, only to be handed to ORT.
     """
-    state: list[object] = []
+    state: list[object] = [value for value in _settings(module).values() if type(value) in _BAKED_IN]
     for submodule in module.modules():
         attributes = submodule.__dict__
         state += (id(submodule), attributes["training"])
-        state += [attributes.get(name) for name in _number_names(type(submodule), attributes)]
+        state += [attributes.get(name) for name in _constant_names(type(submodule), attributes)]
         for table in (attributes["_parameters"], attributes["_buffers"]):
             for tensor in table.values():
                 if tensor is not None:
@@ -90,19 +95,20 @@ def difference(before: Schema, after: Schema) -> str:
     return f"`{gone}` is gone" if gone is not None else ""
 
 
-def _number_names(kind: type, attributes: Mapping[str, object]) -> tuple[str, ...]:
-    """Name the numbers that torch's own layers bake into a graph, read off the first module of a class.
-
-    Modules of other packages are not looked into, because some of them count their calls.
-    """
-    if kind not in _numbers:
-        own = kind.__module__.startswith("torch.nn.modules.")
-        _numbers[kind] = tuple(
+def _constant_names(kind: type, attributes: Mapping[str, object]) -> tuple[str, ...]:
+    """Name the attributes that a trace bakes into a graph as constants or branches; read off a class's first object."""
+    if kind not in _constants:
+        _constants[kind] = tuple(
             name
             for name, value in attributes.items()
-            if own and type(value) in (int, float) and not name.startswith("_")
+            if type(value) in _BAKED_IN and name not in _OF_EVERY_MODULE
         )
-    return _numbers[kind]
+    return _constants[kind]
+
+
+def _settings(module: torch.nn.Module) -> Mapping[str, object]:
+    """Return the attributes of a module's `config`, which models of transformers read in their forward."""
+    return getattr(module.__dict__.get("config"), "__dict__", {})
 
 
 def _leaves(name: str, value: Any) -> Iterator[Entry]:

@@ -215,6 +215,17 @@ def test_environment_variables_give_the_first_values(experiment, monkeypatch):
     lab.unwrap()
 
 
+def test_the_cache_on_disk_is_refused(experiment, monkeypatch, tmp_path):
+    with pytest.raises(OptionError, match="export_cache_dir cannot be used"):
+        ortlab.wrap(experiment.model, export_cache_dir=str(tmp_path))
+    monkeypatch.setenv("ORTMODULE_CACHE_DIR", str(tmp_path))
+    lab = ortlab.wrap(experiment.model)
+    assert any("ORTMODULE_CACHE_DIR is ignored" in note for note in lab.notes)
+    lab.step(experiment.step)
+    assert not list(tmp_path.iterdir())
+    lab.unwrap()
+
+
 def test_two_labs_do_not_disturb_each_other(lab, experiment):
     torch.manual_seed(1)
     other_model = nn.Linear(4, 2)
@@ -557,5 +568,7 @@ def test_what_a_build_says_is_kept(lab, experiment, capfd):
 
 def test_loading_onnx_runtime_leaves_the_root_logger_alone():
     program = "import logging, ortlab.engine; ortlab.engine.load(); print(logging.getLogger().handlers)"
-    result = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "[]"

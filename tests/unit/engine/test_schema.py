@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +12,16 @@ from torch import nn
 from ortlab.engine.schema import call_schema, difference, module_schema, module_state
 
 
+class Configured(nn.Sequential):
+    """A model with attributes of its own and a config, as those of transformers have."""
+
+
 @pytest.fixture
 def model():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.BatchNorm1d(4))
+    model = Configured(nn.Linear(4, 4), nn.Dropout(0.1), nn.BatchNorm1d(4))
+    model.temperature, model.doubled, model.config = 1.0, None, SimpleNamespace(output_attentions=False)
+    return model
 
 
 SAME = [
@@ -65,6 +72,9 @@ CHANGES = {
     "half precision": lambda model: model.half(),
     "a missing bias": lambda model: setattr(model[0], "bias", None),
     "a tie": lambda model: setattr(model[0], "bias", model[2].bias),
+    "a number of one's own": lambda model: setattr(model, "temperature", 0.5),
+    "a flag of one's own": lambda model: setattr(model, "doubled", True),
+    "a setting": lambda model: setattr(model.config, "output_attentions", True),
     "another part": lambda model: model.append(nn.ReLU()),
 }
 
