@@ -194,7 +194,7 @@ class OrtEngine:
                 raise explain_build_failure(
                     error, self._module, self._original_forward, args, kwargs
                 ) from error
-        # A forward may settle an attribute in its first call, which was the trace: `config.problem_type` of transformers.
+        # A forward may settle an attribute in its first call, which was the trace: a `config.problem_type`, for one.
         built = _Built(self._schema(args, kwargs), self.options, deterministic, execution)
         self._keep(built)
         return execution
