@@ -12,6 +12,7 @@ import torch
 
 from ortlab.engine.callback_error import take_error
 from ortlab.engine.diagnosis import ForwardError, explain_build_failure, explain_execution_failure
+from ortlab.engine.providers import check_device
 from ortlab.engine.random_state import restored_on_failure
 from ortlab.engine.schema import Schema, call_schema, difference, module_schema, module_state
 from ortlab.errors import BuildError, ExecutionError, OrtlabError
@@ -201,7 +202,10 @@ class OrtEngine:
 
     def _build(self, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Execution:
         from ortlab.engine.execution import Execution
+        from ortlab.engine.sessions import available_providers
 
+        for parameter in self._module.parameters():
+            check_device(parameter.device, available_providers())
         started = time.perf_counter()
         training = self._module.training
         donor, stage = self._donor(schema)

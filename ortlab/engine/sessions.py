@@ -215,3 +215,8 @@ def seed(value: int) -> None:
         At least 2: seeds 0 and 1 start the same stream on the CPU (row T13).
     """
     onnxruntime.set_seed(value)
+
+
+def available_providers() -> list[str]:
+    """Return the execution providers of the installed ONNX Runtime."""
+    return list(onnxruntime.get_available_providers())
