@@ -87,9 +87,11 @@ class _Buffers:
         for part, table in self._tables:
             part._buffers.clear()
             part._buffers.update(table)
+        changed = self.changed()  # a buffer that is expanded can be read only
         with torch.no_grad():
             for name, buffer in self._module.named_buffers():
-                buffer.copy_(self._values[name])
+                if name in changed:
+                    buffer.copy_(self._values[name])
 
 
 def _change_again(names: set[str], module: torch.nn.Module, inputs: Sequence[Any]) -> set[str]:

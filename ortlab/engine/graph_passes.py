@@ -116,10 +116,10 @@ def tie_gradient_inputs(model: onnx.ModelProto) -> bool:
     """Let all inputs of an operator with several gradients need theirs, or none.
 
     GetExternalGradient of 1.19.2 (``orttraining/core/graph/gradient_builder.cc``) looks at the wrong input when one
-    of them needs no gradient, such as the image that a model's first layer gets or a kernel that is a buffer: the build
-    ends in "... is not a valid intermediate output" or the backward in "invalid index -1". LayerNormalization defines the
-    gradient of a constant bias once for each layer that shares it. Such an input gets a zero added that depends on one that needs a gradient. Where chooses the zero, so that an infinite weight stays without
-    influence.
+    of them needs no gradient, such as the image that a model's first layer gets or a kernel that is a buffer: the
+    build ends in "... is not a valid intermediate output" or the backward in "invalid index -1". LayerNormalization
+    defines the gradient of a constant bias once for each layer that shares it. Such an input gets a zero added that
+    depends on one that needs a gradient. Where chooses the zero, so that an infinite weight stays without influence.
 
     Returns
     -------

@@ -18,6 +18,7 @@ from ortlab.engine.symbolic_words import (
     filled,
     int64,
     is_none,
+    onnx_type,
     rank,
     sizes_between,
 )
@@ -29,6 +30,7 @@ Symbolic = Callable[..., Any]
 _TRANSPOSED: Final = 3  # positions in the arguments of aten::_convolution after input, weight and bias
 _GROUPS: Final = 5
 _SHAPE_ARGUMENTS: Final = 6
+_SCALE: Final = 5  # position in the arguments of aten::scaled_dot_product_attention after the query
 
 
 def convolution(onnx_convolution: Symbolic) -> Symbolic:
@@ -154,6 +156,21 @@ def layer_norm(onnx_layer_norm: Symbolic) -> Symbolic:
         weight = filled(g, sizes, 1, like=x) if is_none(weight) else weight
         bias = filled(g, sizes, 0, like=x) if is_none(bias) else bias
         return onnx_layer_norm(g, x, normalized_shape, weight, bias, *args)
+
+    return symbolic
+
+
+def attention(plain: Symbolic) -> Symbolic:
+    """``F.scaled_dot_product_attention``: torch's own symbolic, with its scale as a value of the graph.
+
+    The one of torch 2.4 (``symbolic_opset14``) reads a constant scale as a Python number and fails to use it.
+    """
+
+    def symbolic(g: Any, query: Any, *args: Any) -> Any:
+        arguments = list(args)
+        if len(arguments) > _SCALE and not is_none(arguments[_SCALE]):
+            arguments[_SCALE] = g.op("Cast", arguments[_SCALE], to_i=onnx_type(query))
+        return plain(g, query, *arguments)
 
     return symbolic
 

@@ -40,6 +40,14 @@ def is_training_export() -> bool:
     return bool(settings.training_mode == TrainingMode.TRAINING)
 
 
+def onnx_type(value: Any) -> Any:
+    """Return ONNX's number for the dtype of a traced tensor of floats."""
+    from torch.onnx import TensorProtoDataType as Dtype
+
+    codes = {"Double": Dtype.DOUBLE, "Half": Dtype.FLOAT16, "BFloat16": Dtype.BFLOAT16}
+    return codes.get(value.type().scalarType(), Dtype.FLOAT)
+
+
 def plain_symbolic(name: str) -> Any:
     """Return torch's own symbolic function of an ATen operator."""
     for opset in range(9, _OPSET + 1):  # they register themselves when they are imported

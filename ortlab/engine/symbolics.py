@@ -73,6 +73,7 @@ def install() -> None:
         "group_norm": layers.group_norm(ort["group_norm"]),
         "index_add": indexing.index_add,
         "layer_norm": layers.layer_norm(ort["layer_norm"]),
+        "scaled_dot_product_attention": layers.attention(plain_symbolic("scaled_dot_product_attention")),
         "softplus": softplus,
         "unflatten": unflatten,
     }
@@ -88,6 +89,8 @@ def install() -> None:
         "max_pool3d": pooling.max_pool3d,
         "scatter_add": indexing.scatter_add,
     } | {name: indexing.refused(name, why) for name, why in _REFUSED.items()}
+    # Masks are joined in place (`mask |= other`), which torch 2.4 cannot export.
+    functions |= {f"__i{name}_": plain_symbolic(f"__{name}_") for name in ("and", "or", "xor")}
     functions |= {name: while_training(symbolic, plain_symbolic(name)) for name, symbolic in trained.items()}
     table |= {f"::{name}": symbolic for name, symbolic in functions.items()}
 

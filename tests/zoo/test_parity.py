@@ -70,14 +70,12 @@ class Worst:
     def compare(self, kind, expected, actual):
         """Compare tensors by name; each relative to its own largest entry, or to `FLOOR` of the largest of all."""
         assert expected.keys() == actual.keys()
-        largest = max(
-            (tensor.abs().max().item() for tensor in expected.values() if tensor.numel()), default=0.0
-        )
-        for name, tensor in expected.items():
-            if not tensor.numel():
-                continue
-            own = tensor.abs().max().item()
-            difference = (tensor.double() - actual[name].double()).abs().max().item()
+        sizes = {
+            name: tensor.double().abs().max().item() for name, tensor in expected.items() if tensor.numel()
+        }
+        largest = max(sizes.values(), default=0.0)
+        for name, own in sizes.items():
+            difference = (expected[name].double() - actual[name].double()).abs().max().item()
             relative = difference / max(own, FLOOR * largest, 1e-30)
             if not relative <= self.value:  # a NaN is worse than anything
                 self.value, self.place = relative, f"{kind} {name}"

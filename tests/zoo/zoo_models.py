@@ -98,6 +98,10 @@ def t5(attention: str) -> Case:
     return Case(_hugging_face("T5ForConditionalGeneration", config, attention), text(causal=False))
 
 
+def t5_has_sdpa() -> bool:
+    return bool(transformers.T5ForConditionalGeneration._supports_sdpa)
+
+
 def vit(attention: str) -> Case:
     config = transformers.ViTConfig(**SIZE, **NO_DROPOUT, image_size=32, patch_size=8, num_labels=10)
     batch = {"pixel_values": torch.randn(BATCH, 3, 32, 32), "labels": torch.tensor([1, 2])}
