@@ -84,7 +84,10 @@ class TracedWrites:
 
 def memory(tensor: torch.Tensor) -> int:
     """Return the address of a tensor's storage; 0 for one that has none."""
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+    try:
+        return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+    except NotImplementedError:  # inside torch.vmap a tensor has no memory of its own to ask for
+        return 0
 
 
 def _line() -> Line:
