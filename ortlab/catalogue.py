@@ -70,7 +70,7 @@ def unmet(name: str, have: Collection[Need]) -> str:
     Returns
     -------
     str
-        What is missing first and how to mend it, in one sentence; "" if nothing is missing.
+        What is missing first and how to mend it, or what is broken in 1.19.2, in one sentence; "" if it can act.
 
     Raises
     ------
@@ -78,6 +78,8 @@ def unmet(name: str, have: Collection[Need]) -> str:
         There is no such option.
     """
     one = declaration(name)
+    if one.broken:
+        return f"{name} {one.broken}."
     needs = one.needs + (declaration(one.part_of).needs if one.part_of else ())
     return next((f"{name} {REASONS[need]}." for need in needs if need not in have), "")
 

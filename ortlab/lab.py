@@ -15,7 +15,7 @@ from ortlab.errors import OptionError, StepError, WrapError
 from ortlab.experiment import Experiment
 from ortlab.graphs.stages import STAGES, Graph
 from ortlab.memory.plan import MemoryPlan, read_plan
-from ortlab.options import Effect, Options, check_needs, switches
+from ortlab.options import Effect, Options, check_needs, switches, unmet
 from ortlab.recording import Recording
 from ortlab.runs import Initialization, Ledger, Run
 from ortlab.snapshot import Snapshot
@@ -30,11 +30,6 @@ if TYPE_CHECKING:
 
 ENGINES: Final = ("ort", "eager", "compile")
 """ONNX Runtime, plain PyTorch, `torch.compile`."""
-
-_STALE_CACHE: Final = (
-    "1.19.2 looks up exports on disk by the module's printed form alone, so it hands out graphs of other code, options "
-    "or modes (row T11)."
-)
 
 Observer = Callable[[str], None]
 """Called with "options", "status", "runs" or "progress:<text>:<fraction>" after each change."""
@@ -97,12 +92,11 @@ class Lab:
             options, self.notes = Options.from_environment(os.environ)
         if options.export_cache_dir and not changes.get("export_cache_dir"):
             options = options.replace(export_cache_dir="")
-            self.notes += (f"ORTMODULE_CACHE_DIR is ignored: {_STALE_CACHE}",)
+            self.notes += (f"ORTMODULE_CACHE_DIR is ignored: {unmet('export_cache_dir', ())}",)
         options = options.replace(**changes)
         _check_engine(engine)
         self.have: frozenset[Need] = installed_needs()
         check_needs(options, self.have)
-        _check_export_cache(options)
         self.module = module
         self.name = name
         self.runs = Ledger()
@@ -162,7 +156,6 @@ class Lab:
             _check_engine(engine)
         check_needs(options, self.have)
         _check_import_time(options, self._options)
-        _check_export_cache(options)
         self._options = options
         self._ort.options = options
         if engine is not None:
@@ -497,12 +490,3 @@ def _check_import_time(options: Options, before: Options) -> None:
                 why="ONNX Runtime 1.19.2 reads it while it is imported, which has happened.",
                 fix=f"Set the environment variable {early[name]}={int(value)} and restart the kernel.",
             )
-
-
-def _check_export_cache(options: Options) -> None:
-    if options.export_cache_dir:
-        raise OptionError(
-            "export_cache_dir cannot be used.",
-            why=_STALE_CACHE,
-            fix="Leave it empty: ortlab keeps exports in memory and shares them between switches and reruns.",
-        )

@@ -235,6 +235,4 @@ def check_needs(options: Options, have: Collection[Need]) -> None:
     for name in options.changed(_defaults()):
         reason = unmet(name, have)
         if getattr(options, name) and reason:
-            raise OptionError(
-                f"{name} cannot act on this machine.", why=reason, fix=f"Leave {name} at its default."
-            )
+            raise OptionError(f"{name} cannot act here.", why=reason, fix=f"Leave {name} at its default.")

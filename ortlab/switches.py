@@ -131,6 +131,8 @@ class Switch:
         How the items of a tuple have to be written; None if any text will do.
     part_of
         Switch that must be on for this one to act, or "".
+    broken
+        Why 1.19.2 cannot do it right, as the end of a sentence that begins with the name; ortlab then refuses it.
     """
 
     name: str
@@ -147,6 +149,7 @@ class Switch:
     minimum: int | None = None
     syntax: Syntax | None = None
     part_of: str = ""
+    broken: str = ""
 
     @property
     def example(self) -> str:
@@ -257,6 +260,7 @@ def switch(  # noqa: PLR0913 - each is one fact of the declaration, given by nam
     minimum: int | None = None,
     syntax: Syntax | None = None,
     part_of: str = "",
+    broken: str = "",
 ) -> _T:
     """Declare a switch as a field of a dataclass; the parameters are the attributes of `Switch`."""
     facts = {
@@ -272,6 +276,7 @@ def switch(  # noqa: PLR0913 - each is one fact of the declaration, given by nam
         "minimum": minimum,
         "syntax": syntax,
         "part_of": part_of,
+        "broken": broken,
     }
     field: _T = dataclasses.field(default=default, metadata={_METADATA_KEY: facts})
     return field

@@ -61,6 +61,8 @@ class Memory:
             "Hands each gradient to PyTorch as soon as it is there, instead of all at the end of the "
             "backward pass. Less memory at the peak; needs `custom_autograd`."
         ),
+        # _mem_efficient_grad_mgmt.py calls torch.zeros with a dict in place of the device (row T7).
+        broken="crashes in 1.19.2, which passes torch a dict in place of a device",
     )
     memory_efficient_gradient: bool = switch(
         default=False,

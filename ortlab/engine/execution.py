@@ -23,6 +23,7 @@ from ortlab.engine.build_environment import build_environment
 from ortlab.engine.build_log import python_messages, runtime_messages
 from ortlab.engine.memory_report import PROBE_ANYWHERE, PROBE_WITHIN_LAYERS, MemoryReport, plans_of_level
 from ortlab.engine.sessions import make_manager, register_operators
+from ortlab.engine.symbolics import ATEN_CROSS_ENTROPY
 from ortlab.runs import Initialization
 
 load()
@@ -73,6 +74,7 @@ class Execution:
         """Trace the module to ONNX and infer shapes."""
         manager = self._manager
         autograd = custom_autograd_function_enabler.state
+        cross_entropy = ATEN_CROSS_ENTROPY.set(self.options.aten_cross_entropy)
         try:
             with self._environment(), _without_hooks(self.module), python_messages(self._said["export"]):
                 enable_custom_autograd_support(self.options.custom_autograd)
@@ -83,6 +85,7 @@ class Execution:
                 self._leave_out_frozen_parameters(transition)
         finally:
             enable_custom_autograd_support(autograd)
+            ATEN_CROSS_ENTROPY.reset(cross_entropy)
 
     def build_graph(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Optimise the exported graph and build its gradient."""
