@@ -90,9 +90,9 @@ class Lab:
         self.notes: tuple[str, ...] = ()
         if options is None:
             options, self.notes = Options.from_environment(os.environ)
-        if options.export_cache_dir and not changes.get("export_cache_dir"):
-            options = options.replace(export_cache_dir="")
-            self.notes += (f"ORTMODULE_CACHE_DIR is ignored: {unmet('export_cache_dir', ())}",)
+            if options.export_cache_dir:  # set for other programs, and no reason not to train in this one
+                options = options.replace(export_cache_dir="")
+                self.notes += (f"ORTMODULE_CACHE_DIR is ignored: {unmet('export_cache_dir', ())}",)
         options = options.replace(**changes)
         _check_engine(engine)
         self.have: frozenset[Need] = installed_needs()
