@@ -91,6 +91,9 @@ def _name_output(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return original(data, device)
         except Exception as error:
+            refusal = _refusal_in(error)
+            if refusal is not None:  # raised while the outputs were read, and it knows better what is wrong
+                raise refusal from None
             kind = str(error).rpartition("type: ")[2]
             raise BuildError(
                 "The forward of this module returns something that is no tensor and holds none in plain containers.",
