@@ -380,7 +380,7 @@ class Lab:
         return run
 
     def _forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        before = self.status
+        before = self.status if self._observers else None
         try:
             if self._recording is None:
                 outputs = self._engine.forward(args, kwargs)
@@ -388,7 +388,7 @@ class Lab:
                 outputs = self._recording.forward(args, kwargs)
         finally:
             self._executed_by = self._engine.executed_by
-        if self._observers and self.status != before:
+        if before is not None and self.status != before:
             self._notify("status")
         return outputs
 

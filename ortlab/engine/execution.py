@@ -157,11 +157,6 @@ class Execution:
         """What was said while it was built, each message once."""
         return tuple(dict.fromkeys(message for said in self._said.values() for message in said))
 
-    @property
-    def device(self) -> str:
-        """The device that the session runs on, as torch names it."""
-        return str(self._manager._device)
-
     def initialization_since(self, stage: str, total_ms: float) -> Initialization:
         """Read ORT's own tracker for the stages that were run.
 

@@ -204,8 +204,8 @@ class OrtEngine:
         from ortlab.engine.execution import Execution
         from ortlab.engine.sessions import available_providers
 
-        for parameter in self._module.parameters():
-            check_device(parameter.device, available_providers())
+        for device in {parameter.device for parameter in self._module.parameters()}:
+            check_device(device, available_providers())
         started = time.perf_counter()
         training = self._module.training
         donor, stage = self._donor(schema)
@@ -249,6 +249,8 @@ class OrtEngine:
         self._kept = [*spare[-KEPT_EXPORTS:], *in_use]
 
     def _stage(self, built: _Built, options: Options) -> str:
+        if built.options is options:  # as in every step but those after a change
+            return ""
         effect = built.options.stage_of_change(options)
         if effect is None or effect is Effect.STEP:
             return ""
