@@ -44,10 +44,15 @@ def load() -> ModuleType:
 
 
 def _load() -> ModuleType:
-    from ortlab.engine import exporter, extensions, gradients, graph_passes, installation, repairs, symbolics
+    from ortlab.engine import exporter, extensions, gradient_release, graph_optimizers, installation, repairs
+    from ortlab.engine.build_environment import build_environment
+    from ortlab.engine.operators import gradients, symbolics, untrained_operators
+    from ortlab.engine.passes import graph_passes
+    from ortlab.engine.tracing import taps
 
     installation.check()
-    with _root_logger_kept():
+    # Without the user's variables: 1.19.2 takes some for the whole process here, and takes a number only (int("on")).
+    with _root_logger_kept(), build_environment({}):
         exporter.prepare_torch()  # the torch.onnx of torch 2.4 imports onnxruntime itself
         from onnxruntime.training import ortmodule
 
@@ -58,9 +63,13 @@ def _load() -> ModuleType:
     exporter.adapt_ort()
     extensions.install()
     symbolics.install()
+    untrained_operators.install()
     gradients.install()
     graph_passes.install()
+    graph_optimizers.install()
+    gradient_release.install()
     repairs.install_all()
+    taps.install()  # last: what it adds to the outputs of a trace stands behind what the repairs add
     module: ModuleType = ortmodule
     return module
 

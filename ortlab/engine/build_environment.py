@@ -10,7 +10,8 @@ from typing import Final
 
 PREFIX: Final = "ORTMODULE_"
 
-_one_build_at_a_time = threading.RLock()
+one_build_at_a_time: Final = threading.RLock()
+"""Held by whoever builds: the environment, torch's exporter and standard error belong to the whole process."""
 
 
 @contextmanager
@@ -26,7 +27,7 @@ def build_environment(variables: Mapping[str, str]) -> Iterator[None]:
     variables
         Every variable the build shall see; other `ORTMODULE_*` variables are hidden meanwhile.
     """
-    with _one_build_at_a_time:
+    with one_build_at_a_time:
         before = {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
         try:
             _replace(variables)

@@ -7,9 +7,13 @@ callback leaves the exception here, and whoever called ORT asks for it.
 
 from __future__ import annotations
 
+import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
-from ortlab.errors import ExecutionError
+from ortlab.errors import ExecutionError, OrtlabError
 
 _lock = threading.Lock()
 _first: BaseException | None = None
@@ -48,8 +52,39 @@ def take_error() -> BaseException | None:
     return error
 
 
+@contextmanager
+def border_watched() -> Iterator[None]:
+    """Let nothing get lost at the border to C while ORT runs, and raise what a callback left behind.
+
+    A signal that arrives while C++ code runs is raised where Python goes on, which is the first instruction of the
+    next callback: before its own code can keep the exception. ctypes hands that to `sys.unraisablehook`, and ORT goes
+    on with an output that was never written.
+
+    Raises
+    ------
+    BaseException
+        What a callback raised, if ORT came to its end all the same.
+    """
+    before = sys.unraisablehook
+
+    def keep(unraisable: Any) -> None:
+        if issubclass(unraisable.exc_type, Exception):
+            before(unraisable)
+        else:
+            keep_error("", unraisable.exc_value or unraisable.exc_type())
+
+    sys.unraisablehook = keep
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+    error = take_error()
+    if error is not None:
+        raise error
+
+
 def _explain(operator: str, error: BaseException) -> BaseException:
-    if not isinstance(error, Exception):
+    if not isinstance(error, Exception) or isinstance(error, OrtlabError):  # which says more than this would
         return error
     explained = ExecutionError(
         f"{operator} failed: {type(error).__name__}: {error}",

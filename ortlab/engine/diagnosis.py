@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from ortlab.engine import calls
 from ortlab.engine.callback_error import take_error
-from ortlab.errors import BuildError, ExecutionError
+from ortlab.engine.random_state import RandomState
+from ortlab.errors import BuildError, ExecutionError, OrtlabError
 
 
 class ForwardError(BuildError):
@@ -22,7 +24,7 @@ def explain_build_failure(
     original_forward: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-) -> BuildError:
+) -> OrtlabError:
     """Find out why a build failed and return the error to raise from it.
 
     The module's own forward is run once more in PyTorch, without gradients and with its buffers put back, because
@@ -35,7 +37,10 @@ def explain_build_failure(
     module, original_forward, args, kwargs
         The call that was to be built.
     """
-    own = _own_fault(module, original_forward, args, kwargs)
+    said = _said_by_ortlab(error)
+    if said is not None:
+        return said
+    own = own_fault(module, original_forward, args, kwargs)
     if own is not None:
         return own
     message = _message(error)
@@ -68,26 +73,39 @@ def explain_execution_failure(error: Exception) -> BaseException:
     )
 
 
-def _own_fault(
+def own_fault(
     module: torch.nn.Module,
     original_forward: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-) -> BuildError | None:
+) -> ForwardError | None:
+    """Run a module's own forward in PyTorch, to see whether a call fails there, too.
+
+    Gradients are off; buffers and random state are put back.
+
+    Parameters
+    ----------
+    module, original_forward, args, kwargs
+        The call.
+
+    Returns
+    -------
+    ForwardError or None
+        What is wrong with the model or the batch; None if PyTorch runs the call.
+    """
+    random = RandomState.read()
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     name = type(module).__name__
     try:
         with torch.no_grad():
             outputs = original_forward(*args, **kwargs)
     except Exception as fault:  # noqa: BLE001 - a user's forward may raise anything
-        own = ForwardError(
-            f"The forward of {name} failed: {type(fault).__name__}: {fault}",
-            why="It fails in plain PyTorch too; ONNX Runtime had no part in it.",
-            fix="Mend the model or the batch; weights, optimizer and the last working build are untouched.",
-        )
+        why, fix = calls.explain(fault, module, args, kwargs)
+        own = ForwardError(f"The forward of {name} failed: {type(fault).__name__}: {fault}", why=why, fix=fix)
         own.__cause__ = fault
         return own
     finally:
+        random.put_back()
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
@@ -121,6 +139,16 @@ def _kind(value: Any) -> str:
 def _root(error: BaseException) -> BaseException:
     cause = error.__cause__ or error.__context__
     return error if cause is None else _root(cause)
+
+
+def _said_by_ortlab(error: BaseException) -> OrtlabError | None:
+    """Return what ortlab's own code in a forward has raised, which says it best."""
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, OrtlabError):
+            return link
+        link = link.__cause__ or link.__context__
+    return None
 
 
 def _message(error: BaseException) -> str:

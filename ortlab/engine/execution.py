@@ -11,20 +11,33 @@ Importing this module loads ONNX Runtime.
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager, nullcontext
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from ortlab.engine import load
+from ortlab.engine import applied_plans, load
 from ortlab.engine.build_environment import build_environment
-from ortlab.engine.build_log import python_messages, runtime_messages
-from ortlab.engine.memory_report import PROBE_ANYWHERE, PROBE_WITHIN_LAYERS, MemoryReport, plans_of_level
-from ortlab.engine.sessions import make_manager, register_operators
-from ortlab.engine.symbolics import ATEN_CROSS_ENTROPY
-from ortlab.runs import Initialization
+from ortlab.engine.build_options import building_with
+from ortlab.engine.capture import CAPTURE
+from ortlab.engine.execution_view import ExecutionView
+from ortlab.engine.exports import BuiltGraph, Export
+from ortlab.engine.functions.own_backward import own_backwards
+from ortlab.engine.labels import label_ranges
+from ortlab.engine.logs.build_log import exporter_messages, runtime_messages
+from ortlab.engine.operators.symbolics import ATEN_CROSS_ENTROPY
+from ortlab.engine.passes.label_density import valid_label_counts
+from ortlab.engine.passes.static_shapes import with_sizes
+from ortlab.engine.sessions import make_manager, register_operators, released_agent
+from ortlab.engine.tracing.hooks import TensorHooks, check_hooks
+from ortlab.engine.tracing.input_sizes import FIXED_ONES, NumbersMade
+from ortlab.engine.tracing.source_lines import source_lines
+from ortlab.log_levels import log_level
+from ortlab.messages import ORTLAB, MessageLog
 
 load()
 
@@ -33,9 +46,10 @@ from onnxruntime.training.ortmodule._custom_autograd_function import (
     enable_custom_autograd_support,
 )
 from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
-from onnxruntime.training.ortmodule._logger import ORTModuleInitPhase
+from onnxruntime.training.ortmodule._utils import get_rank
 
 if TYPE_CHECKING:
+    from ortlab.engine.profiling import Profile
     from ortlab.messages import Message
     from ortlab.options import Options
 
@@ -43,10 +57,10 @@ Progress = Callable[[str, float], None]
 """Called with what is being done and the fraction done so far, 0 to 1."""
 
 
-class Execution:
+class Execution(ExecutionView):
     """A module that ONNX Runtime can run, for one mode, one input schema and one set of options.
 
-    Each stage makes a new object that shares the earlier stages' results with the old one.
+    It is made in three stages - export, graph, session - of which the first two can be taken from another execution.
 
     Parameters
     ----------
@@ -54,81 +68,157 @@ class Execution:
         The user's module. Its parameters are read at each step, its forward only while it is exported.
     options
         The switches.
+    log
+        Where what is said is kept.
     training
         Whether a gradient graph is built; otherwise outputs carry no gradient.
+    part
+        The module's path in the model that it is a part of; names the files of `save_onnx`.
+
+    Attributes
+    ----------
+    has_run
+        Whether its session has run yet.
+    recomputed
+        What its session runs again in backward.
     """
 
-    def __init__(self, module: torch.nn.Module, options: Options, *, training: bool) -> None:
+    def __init__(
+        self, module: torch.nn.Module, options: Options, log: MessageLog, *, training: bool, part: str = ""
+    ) -> None:
         self.module = module
         self.options = options
+        self.log = log
         self.training = training
-        self._said: dict[str, list[Message]] = {"export": [], "graph": [], "session": []}
+        self.has_run = False
+        self._part = part
+        self.recomputed = applied_plans.Recomputed()
+        self._export: Export
+        self._graph: BuiltGraph
         self._state: tuple[object, ...] = ()
-        self._reports: dict[str, MemoryReport] = {}
-        with self._environment():
-            self._manager = make_manager(module, options, training=training)
+        self._profile: Profile | None = None
+        with self._environment(), log.during("export"):
+            self._manager = make_manager(module, options, log, training=training, part=part)
+        self._manager._runtime_options.enable_custom_autograd_function = options.custom_autograd
 
     # ---- stages -----------------------------------------------------------------------------------------------
 
-    def export(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Trace the module to ONNX and infer shapes."""
+    def export(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Export:
+        """Trace the module to ONNX and infer shapes; the result is not taken yet."""
         manager = self._manager
         autograd = custom_autograd_function_enabler.state
         cross_entropy = ATEN_CROSS_ENTROPY.set(self.options.aten_cross_entropy)
+        fixed_ones = FIXED_ONES.set(True)
+        functions = own_backwards() if self.training and self.options.custom_autograd else nullcontext()
         try:
-            with self._environment(), _without_hooks(self.module), python_messages(self._said["export"]):
+            with (
+                functions,
+                self._environment(),
+                _without_hooks(self.module),
+                self._listening("export") as said,
+            ):
                 enable_custom_autograd_support(self.options.custom_autograd)
-                manager._runtime_options.enable_custom_autograd_function = self.options.custom_autograd
                 register_operators(self.options.opset)
                 transition = manager._graph_transition_manager
-                transition.get_post_processed_model(tuple(args), dict(kwargs))
+                if not self.options.zero_stage3:  # DeepSpeed gathers parameters in hooks of its own
+                    check_hooks(self.module, self.log)
+                capture = CAPTURE.get()
+                marking = capture.taps.exporting() if capture and capture.hands_over else nullcontext()
+                with marking, NumbersMade() as made, TensorHooks(), source_lines() as lines:
+                    transition.get_post_processed_model(tuple(args), dict(kwargs))
                 self._leave_out_frozen_parameters(transition)
         finally:
             enable_custom_autograd_support(autograd)
             ATEN_CROSS_ENTROPY.reset(cross_entropy)
+            FIXED_ONES.reset(fixed_ones)
+        flattened = manager._flattened_module
+        return Export(
+            options=self.options,
+            training=self.training,
+            exported=transition._exported_model_info,
+            inputs=transition._model_info_for_export,
+            processed=_without_module(transition._post_export_processed_model_info),
+            flattened={name: getattr(flattened, name) for name in _NOTED_BY_EXPORT},
+            device=transition._device,
+            inert=self._inert_switches(),
+            messages=tuple(said),
+            numbers=made.any,
+            lines=lines,
+        )
 
-    def build_graph(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Optimise the exported graph and build its gradient."""
+    def take_export(self, export: Export) -> None:
+        """Go on from an export of this module, made by this execution or another one."""
         manager = self._manager
-        said = self._said["graph"]
-        with self._environment(), python_messages(said), runtime_messages(said):
-            manager._initialize_graph_builder(self._info)
+        transition = manager._graph_transition_manager
+        # Copies, since ORTModule's own input checks may change what they hold.
+        transition._exported_model_info = copy.copy(export.exported)
+        transition._model_info_for_export = export.inputs
+        transition._post_export_processed_model_info = copy.copy(export.processed)
+        transition._post_export_processed_model_info._flattened_module = manager._flattened_module
+        transition._device = export.device
+        for name, value in export.flattened.items():
+            setattr(manager._flattened_module, name, value)
+        self._export = export
+        readers = export.inputs.onnx_graph_input_data_accessor_user_defined
+        self._labels = label_ranges(self._info._post_export_processed_model, readers)
+        self.log.repeat(export.messages)
+
+    def build_graph(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BuiltGraph:
+        """Optimise the exported graph and build its gradient; the result is not taken yet."""
+        manager = self._manager
+        with self._environment(), self._listening("graph") as said, runtime_messages(self.log, "graph"):
+            manager._initialize_graph_builder(self._info_for_graph(args, kwargs))
             manager._detect_from_inputs(tuple(args), dict(kwargs))
-            manager._build_graph(manager._get_graph_transformer_config())
-        self._collect_symbols(args, kwargs)
+            config = manager._get_graph_transformer_config()
+            try:
+                manager._build_graph(config)
+            except RuntimeError as error:
+                if not config.enable_compute_optimizer or _OPEN_DIMENSION not in str(error):
+                    raise
+                self.log.add("WARNING", ORTLAB, _WITHOUT_COMPUTE_OPTIMIZER)
+                config.enable_compute_optimizer = False
+                manager._initialize_graph_builder(self._info_for_graph(args, kwargs))
+                manager._build_graph(config)
+        return BuiltGraph(
+            options=self.options,
+            forward=bytes(manager._graph_builder.get_forward_model()),
+            info=manager._graph_info,
+            models=manager._onnx_models,
+            gradient_map=tuple(manager._gradient_map) if self.training else (),
+            digest=sha256(manager._onnx_models.optimized_model.SerializeToString()).hexdigest(),
+            symbols=self._symbols(args, kwargs),
+            messages=tuple(said),
+        )
+
+    def take_graph(self, graph: BuiltGraph) -> None:
+        """Go on from a graph of this export, built by this execution or another one."""
+        manager = self._manager
+        manager._graph_builder = None  # it holds the model four times over, and has done its work
+        manager._graph_info, manager._onnx_models = graph.info, graph.models
+        manager._gradient_map = graph.gradient_map
+        self._graph = graph
+        self.log.repeat(graph.messages)
 
     def create_session(self) -> None:
         """Create the ONNX Runtime session that executes the graph, with the memory plans applied."""
         manager = self._manager
-        plans = self._plans()
-        with runtime_messages(self._said["session"]):
-            manager.create_session(plans)
+        choice = self.recompute_choice()
+        with runtime_messages(self.log, "session"):
+            self.recomputed = applied_plans.create_session(manager, choice)
         manager._gradient_accumulation_manager.initialize(
             manager._runtime_options.enable_grad_acc_optimization,
             manager._flattened_module,
             manager._graph_info,
         )
-
-    def with_options(self, options: Options, *, keep_graph: bool) -> Execution:
-        """Make an execution with other options that shares this one's export, and its graph if `keep_graph`.
-
-        The stages that are not shared still have to be run on the result.
-        """
-        other = Execution(self.module, options, training=self.training)
-        mine, its = self._manager, other._manager
-        its._graph_transition_manager = mine._graph_transition_manager
-        its._flattened_module = mine._flattened_module
-        other._said["export"] = self._said["export"]
-        if keep_graph:
-            other._said["graph"] = self._said["graph"]
-            for name in ("_graph_builder", "_graph_info", "_onnx_models", "_gradient_map"):
-                if hasattr(mine, name):
-                    setattr(its, name, getattr(mine, name))
-            its.symbols = mine.symbols
-            other._reports = self._reports
-        return other
+        capture = CAPTURE.get()
+        if capture is not None and self.training:
+            capture.attach(self, self._part)
 
     # ---- running ----------------------------------------------------------------------------------------------
+
+    def labels_fit(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Tell whether the labels of a call name classes; ORT's losses read other memory for those that do not."""
+        return all(labels.holds(args, kwargs) for labels in self._labels)
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], state: tuple[object, ...]) -> Any:
         """Run the forward graph; the result's backward runs the gradient graph.
@@ -144,93 +234,75 @@ class Execution:
             # The manager keeps references to parameters and buffers from its first run on: make it look again.
             self._info._buffer_for_ort_runs = None
             self._state = state
-        return self._manager.forward(*args, **kwargs)
+        self.has_run = True
+        if self._manager.collecting is None:
+            outputs = self._manager.forward(*args, **kwargs)
+        else:
+            with self._manager.collecting():
+                outputs = self._manager.forward(*args, **kwargs)
+        if self._profile is not None:
+            self._profile.watch(outputs)
+        return outputs
+
+    @contextmanager
+    def profiling(self, profile: Profile, *, memory_efficient_order: bool) -> Iterator[None]:
+        """Run in a session that ORT's profiler watches while the block runs; see `ortlab.engine.profiling`."""
+        choice, manager = self.recompute_choice(), self._manager
+        with runtime_messages(MessageLog(), "session"):  # it has said it all when it was created first
+            profiled = manager.profiled_agent(
+                profile, choice.plans, choice.kept, memory_efficient_order=memory_efficient_order
+            )
+        agent, manager._execution_agent, self._profile = manager._execution_agent, profiled, profile
+        try:
+            yield
+        finally:
+            manager._execution_agent, self._profile = agent, None
+            profile.end(profiled)
 
     def release_session(self) -> None:
-        """Free the session and its memory; the export and the graph stay for a later `with_options`."""
-        self._manager._execution_agent = None
-
-    # ---- reading ----------------------------------------------------------------------------------------------
-
-    @property
-    def messages(self) -> tuple[Message, ...]:
-        """What was said while it was built, each message once."""
-        return tuple(dict.fromkeys(message for said in self._said.values() for message in said))
-
-    def initialization_since(self, stage: str, total_ms: float) -> Initialization:
-        """Read ORT's own tracker for the stages that were run.
-
-        Parameters
-        ----------
-        stage
-            The earliest of them: "export", "graph" or "session".
-        total_ms
-            Wall time of the whole build, in ms; shape inference, for one, is in no phase of the tracker.
-        """
-        order = ("export", "graph", "session")
-        done = order[order.index(stage) :]
-
-        def spent(phase: Any, needed: str) -> float:
-            seconds = self._manager.time_tracker._get_duration(phase)
-            return float(max(seconds, 0.0)) * 1000 if needed in done else 0.0
-
-        phases = {
-            "export_ms": spent(ORTModuleInitPhase.EXPORT, "export"),
-            "graph_builder_ms": spent(ORTModuleInitPhase.GRAPH_BUILDER_INIT, "graph"),
-            "detection_ms": spent(ORTModuleInitPhase.DETECTION, "graph"),
-            "graph_ms": spent(ORTModuleInitPhase.BUILD_GRAPH, "graph"),
-            "session_ms": spent(ORTModuleInitPhase.CREATE_SESSION, "session"),
-        }
-        return Initialization(stage=stage, **phases, total_ms=total_ms)
-
-    def memory_report(self, probe: str = PROBE_ANYWHERE) -> MemoryReport:
-        """Ask ORT what is kept for backward and which plans there are; asked once per gradient graph."""
-        if probe not in self._reports:
-            with runtime_messages(self._said["session"]):
-                insight, savings = self._manager.probe_memory(probe)
-            self._reports[probe] = MemoryReport(insight, dict(savings), dict(self._manager.symbols))
-        return self._reports[probe]
-
-    def serialized_graph(self, stage: str) -> bytes:
-        """Return one of the five graphs of this execution as a serialised ONNX model.
-
-        Parameters
-        ----------
-        stage
-            "exported", "processed", "optimized" (before the gradient is built), "gradient" or "execution".
-        """
-        manager = self._manager
-        if stage == "exported":
-            return bytes(
-                manager._graph_transition_manager._exported_model_info.exported_model.SerializeToString()
-            )
-        if stage == "processed":
-            return bytes(self._info._post_export_processed_model.SerializeToString())
-        if stage == "optimized":
-            return bytes(manager._graph_builder.get_forward_model())
-        if stage == "gradient":
-            return bytes(manager._onnx_models.optimized_model.SerializeToString())
-        plans = self._plans()
-        with runtime_messages([]):  # the session has said it all when it was created first
-            return bytes(manager.execution_graph(plans))
+        """Free the session, its memory and the tensors that were last given to it."""
+        self._manager._execution_agent = released_agent(self._manager._execution_agent)
+        info = self._info
+        if info is not None:
+            info._buffer_for_ort_runs = None
+            vars(info).pop("_ortlab_averages", None)
 
     # ---- parts ------------------------------------------------------------------------------------------------
 
-    @property
-    def _info(self) -> Any:
-        return self._manager._graph_transition_manager._post_export_processed_model_info
+    def _info_for_graph(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if not self.options.static_shape:
+            return self._info
+        info = copy.copy(self._info)
+        model = info._post_export_processed_model
+        info._post_export_processed_model = with_sizes(model, self._sizes(self._graph_inputs(args, kwargs)))
+        return info
 
-    def _environment(self) -> Any:
-        # The plan file is written when the session is created; the fallback is ortlab's own (see OrtEngine).
-        options = self.options.replace(memory_plan=(), fallback=False)
-        return build_environment(options.environment())
+    @contextmanager
+    def _environment(self) -> Iterator[None]:
+        # The plan file is written when the session is created; fallback (see OrtEngine), densities and memory
+        # statistics (see Recording) and the cache of exports (row T11; see export_cache) are ortlab's own.
+        options = self.options.replace(
+            memory_plan=(),
+            fallback=False,
+            print_input_density=False,
+            print_memory_stats=False,
+            export_cache_dir="",
+        )
+        if self.options.static_shape:  # how many rows the sparsity optimizers keep is another in each batch
+            options = options.replace(label_sparse_optimizer=False, embedding_sparse_optimizer=False)
+        with build_environment(options.environment()), building_with(self.options):
+            yield
 
-    def _plans(self) -> list[str]:
-        if not self.training:
-            return []
-        if self.options.memory_level == 0:
-            return list(self.options.memory_plan)
-        return plans_of_level(self.memory_report(PROBE_WITHIN_LAYERS), self.options.memory_level)
+    @contextmanager
+    def _listening(self, stage: str) -> Iterator[list[Message]]:
+        """Collect what ORTModule and the exporter say in the block; the list is filled meanwhile."""
+        level = log_level(self.options.log_level)
+        with (
+            self.log.during(stage),
+            self.log.noting() as said,
+            exporter_messages(level, self.log, get_rank()),
+        ):
+            yield said
 
     def _leave_out_frozen_parameters(self, transition: Any) -> None:
         # ORTModule asks for the gradients of all parameters at first, and would notice the frozen ones at the second
@@ -259,25 +331,82 @@ class Execution:
             logger=transition._logger,
         )
 
-    def _collect_symbols(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _symbols(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, int]:
+        tensors = self._graph_inputs(args, kwargs)
+        counts = valid_label_counts(self._manager._onnx_models.optimized_model, tensors)
+        return {**self._sizes(tensors), **counts}
+
+    def _graph_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         values = self._info.construct_inputs(tuple(args), dict(kwargs), True, self._manager._device)  # noqa: FBT003
         self._info._buffer_for_ort_runs = None
-        self._manager.symbols = {
-            symbol: int(values[name].size(dimension))
+        return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+    def _sizes(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        return {
+            symbol: int(tensors[name].size(dimension))
             for name, axes in self._info.onnx_graph_input_dynamic_axes_map.items()
-            if isinstance(values.get(name), torch.Tensor)
+            if name in tensors
             for dimension, symbol in axes.items()
         }
+
+    def _inert_switches(self) -> frozenset[str]:
+        """Name the sparsity switches that left no mark in this export, and could leave none.
+
+        Where one of them was on, its hooks have looked at the batch (``_add_check_*_sparsity_hook``); where it was off,
+        there is none to add if the module has no part that they would be added to.
+        """
+        inspector, cuda = self._manager._runtime_inspector, self._manager._device.type == "cuda"
+        marked = {
+            "label_sparse_optimizer": inspector._sceloss_module_to_ignore_density_map,
+            "embedding_sparse_optimizer": inspector._embedding_module_to_padding_density_map,
+        }
+        parts = list(self.module.modules())
+        markable = {
+            "label_sparse_optimizer": any(isinstance(part, torch.nn.CrossEntropyLoss) for part in parts),
+            "embedding_sparse_optimizer": cuda
+            and any(isinstance(part, torch.nn.Embedding) and part.padding_idx is not None for part in parts),
+        }
+        acted = {name: self.options.acts(name) for name in marked}
+        inert = {name for name in marked if not (marked[name] if acted[name] else markable[name])}
+        return frozenset(inert)
+
+
+_OPEN_DIMENSION: Final = "CreateNewShapeWithUpdatedDim"
+"""Where the compute optimizer stops at a size that nothing names (``compute_optimizer/upstream_gather_actors.cc``)."""
+
+_WITHOUT_COMPUTE_OPTIMIZER: Final = (
+    "This graph is built without the compute optimizer, "
+    "which stops at a size that is not known before the graph runs."
+)
+
+_NOTED_BY_EXPORT: Final = ("_device", "_args_schema", "_kwargs_schema", "_num_positionals", "_output_schema")
+
+
+def _without_module(processed: Any) -> Any:
+    """Copy a `PostExportProcessedModelInfo` without the module, and the tensors and notes that belong to it."""
+    plain = copy.copy(processed)
+    plain._flattened_module = plain._buffer_for_ort_runs = None
+    for name in [name for name in vars(plain) if name.startswith("_ortlab_")]:
+        delattr(plain, name)
+    return plain
 
 
 @contextmanager
 def _without_hooks(module: torch.nn.Module) -> Iterator[None]:
-    """Keep the module's own forward hooks out of its trace: its caller runs them, around ORT's forward."""
+    """Keep the module's own forward hooks out of its trace: its caller runs them, around ORT's forward.
+
+    What `module.compile()` has put in the place of a call, of the module or of a part, is left out, too.
+    """
     hooks = {name: getattr(module, name) for name in ("_forward_hooks", "_forward_pre_hooks")}
+    compiled = [(part, part._compiled_call_impl) for part in module.modules() if part._compiled_call_impl]
     try:
         for name in hooks:
             setattr(module, name, OrderedDict())
+        for part, _ in compiled:
+            part._compiled_call_impl = None
         yield
     finally:
         for name, before in hooks.items():
             setattr(module, name, before)
+        for part, call in compiled:
+            part._compiled_call_impl = call

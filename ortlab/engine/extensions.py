@@ -3,8 +3,8 @@
 ORTModule wants its users to compile ``aten_op_executor`` and ``torch_interop_utils`` into site-packages
 (``python -m onnxruntime.training.ortmodule.torch_cpp_extensions.install``), which takes minutes, needs a
 compiler and fails beside today's torch. Without them it falls back to PyTorch. It uses five functions of
-them, four of which only return addresses of C functions; :mod:`ortlab.engine.aten_executor` and
-:mod:`ortlab.engine.function_abi` make those.
+them, four of which only return addresses of C functions; :mod:`ortlab.engine.operators.aten_executor` and
+:mod:`ortlab.engine.functions.abi` make those.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
-from ortlab.engine import aten_executor, function_abi, function_export, function_library
-from ortlab.engine.function_abi import Runners
-from ortlab.engine.function_context import release_all
+from ortlab.engine.functions import abi as function_abi
+from ortlab.engine.functions import export as function_export
+from ortlab.engine.functions import library as function_library
+from ortlab.engine.functions.abi import Runners
+from ortlab.engine.functions.context import release_all
+from ortlab.engine.operators import aten_executor
 from ortlab.errors import BuildError
 
 if TYPE_CHECKING:
-    from ortlab.engine.function_library import Progress
+    from ortlab.engine.functions.library import Progress
 
 _PACKAGE: Final = "onnxruntime.training.ortmodule.torch_cpp_extensions"
 _ATEN: Final = "aten_op_executor"
@@ -94,8 +97,8 @@ def use_runners(runners: Runners) -> None:
     Parameters
     ----------
     runners
-        From :func:`~ortlab.engine.function_abi.system_v_runners` or
-        :func:`~ortlab.engine.function_abi.compiled_runners`.
+        From :func:`~ortlab.engine.functions.abi.system_v_runners` or
+        :func:`~ortlab.engine.functions.abi.compiled_runners`.
     """
     extension = ModuleType(f"{_PACKAGE}.{_FUNCTIONS}", "Runs autograd Functions for ONNX Runtime (ortlab).")
     extension.get_custom_function_forward_runner = lambda: runners.forward  # type: ignore[attr-defined]

@@ -4,38 +4,51 @@ from __future__ import annotations
 
 import hashlib
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import _StopRecomputationError
 
-from ortlab.engine.callback_error import take_error
-from ortlab.engine.diagnosis import ForwardError, explain_build_failure, explain_execution_failure
-from ortlab.engine.providers import check_device
+from ortlab.coverage import Coverage
+from ortlab.engine import exports, graph_optimizers
+from ortlab.engine.build_environment import one_build_at_a_time
+from ortlab.engine.built_sessions import Built, BuiltSessions
+from ortlab.engine.callback_error import border_watched, take_error
+from ortlab.engine.calls import check_call, check_module
+from ortlab.engine.diagnosis import (
+    ForwardError,
+    explain_build_failure,
+    explain_execution_failure,
+    own_fault,
+)
+from ortlab.engine.exports import KeptExport
+from ortlab.engine.passes.static_shapes import batch_sizes
 from ortlab.engine.random_state import restored_on_failure
-from ortlab.engine.schema import Schema, call_schema, difference, module_schema, module_state
-from ortlab.errors import BuildError, ExecutionError, OrtlabError
+from ortlab.engine.schema import ModuleReader, Schema, call_schema, difference, module_schema, surroundings
+from ortlab.engine.tracing import input_sizes
+from ortlab.engine.tracing.checkpoints import saving_apart
+from ortlab.engine.tracing.input_sizes import sizes
+from ortlab.engine.transforms import refuse_transforms
+from ortlab.errors import BuildError, ExecutionError, FallbackWarning, OrtlabError, PlanWarning
+from ortlab.messages import ORTLAB, MessageLog
 from ortlab.options import Effect, Options
 from ortlab.runs import EXECUTED_BY_FALLBACK, EXECUTED_BY_ORT, Initialization
 
 if TYPE_CHECKING:
     from ortlab.engine.execution import Execution, Progress
-    from ortlab.messages import Message
+    from ortlab.engine.tracing.input_sizes import Sizes
 
-KEPT_EXPORTS: Final = 4
-"""Exports and graphs kept for going back to earlier options or inputs; they hold no weights, less than 1 MB each."""
-
-STAGES: Final = {Effect.SESSION: "session", Effect.GRAPH: "graph"}
+STAGES: Final = {Effect.STEP: "step", Effect.SESSION: "session", Effect.GRAPH: "graph"}
 """What is redone for a change with that effect; everything earlier means a new export."""
 
 
-@dataclass(frozen=True)
-class _Built:
-    schema: Schema
-    options: Options
-    deterministic: bool
-    execution: Execution
+_NOTHING: Final = ("", "step")
+
+_NO_FAILURES: Final = (OrtlabError, _StopRecomputationError)
+"""What is raised on: explained already, or how torch.utils.checkpoint ends a recomputation."""
 
 
 class OrtEngine:
@@ -53,6 +66,14 @@ class OrtEngine:
         Told about each stage of a build.
     on_built
         Told what was redone and how long it took, after each build and before the module runs.
+    log
+        Where what is said meanwhile is kept; by default in a log of its own.
+    instance_forward
+        The forward that stood on the object itself, if there was one; an export depends on its code.
+    part
+        Where the module is in a larger model, the rest of which PyTorch runs: its dotted path; empty for a whole model.
+        Autograd may then want gradients in eval mode, too, and calls may differ within a step: a layer that the model
+        uses twice, first for a batch and then for an activation, which requires a gradient.
 
     Attributes
     ----------
@@ -65,6 +86,7 @@ class OrtEngine:
     """
 
     name = "ort"
+    coverage = total_coverage = Coverage()
 
     def __init__(
         self,
@@ -73,7 +95,12 @@ class OrtEngine:
         options: Options,
         progress: Progress,
         on_built: Callable[[Initialization], None],
+        log: MessageLog | None = None,
+        instance_forward: Callable[..., Any] | None = None,
+        part: str = "",
     ) -> None:
+        self._part = part
+        self._log = MessageLog() if log is None else log
         self.options = options
         self.executed_by = ""
         self.fallback_reason = ""
@@ -82,11 +109,14 @@ class OrtEngine:
         self._original_forward = original_forward
         self._progress = progress
         self._on_built = on_built
-        self._current: dict[bool, _Built] = {}
-        self._kept: list[_Built] = []
+        self._sessions = BuiltSessions()
         self._failed: tuple[Schema, Options] | None = None
+        self._functions = () if instance_forward is None else (instance_forward,)
+        self._reader = ModuleReader(module, self._functions)
         self._state: tuple[object, ...] = ()
         self._module_schema: Schema = ()
+        self._device_type = "cpu"
+        self._starts_over = False
 
     # ---- running ----------------------------------------------------------------------------------------------
 
@@ -100,6 +130,7 @@ class OrtEngine:
         ExecutionError
             ORT failed while it ran.
         """
+        refuse_transforms()
         schema = self._schema(args, kwargs)
         if self._failed == (schema, self.options) and not self.options.fallback_retry:
             return self._fall_back(args, kwargs, self.fallback_reason)
@@ -109,31 +140,117 @@ class OrtEngine:
             outputs = self._run(execution, args, kwargs)
         except (BuildError, ExecutionError) as error:
             if not self.options.fallback or isinstance(error, ForwardError):
+                self.executed_by = self.fallback_reason = ""  # nobody has executed this call
                 raise
             self._failed = (schema, self.options)
+            self._say_fallback(error.what)
             return self._fall_back(args, kwargs, error.what)
         self.executed_by, self.fallback_reason = EXECUTED_BY_ORT, ""
         return outputs
 
     def _run(self, execution: Execution, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if not execution.labels_fit(args, kwargs):
+            self._raise_own_fault(args, kwargs)
         take_error()
-        try:
-            return execution.run(args, kwargs, self._state)
-        except OrtlabError:
-            raise
-        except Exception as error:
-            raise explain_execution_failure(error) from error
+        with border_watched():
+            try:
+                return execution.run(args, kwargs, self._state)
+            except _NO_FAILURES:
+                raise
+            except Exception as error:
+                failure = explain_execution_failure(error)
+                if type(failure) is ExecutionError and failure.__cause__ is None:  # no callback has said more
+                    self._raise_own_fault(args, kwargs)
+                raise failure from error
+
+    def _raise_own_fault(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raise what the module's own forward raises in PyTorch for this call; nothing if it raises nothing."""
+        fault = own_fault(self._module, self._original_forward, args, kwargs)
+        if fault is not None:
+            raise fault
 
     def _fall_back(self, args: Sequence[Any], kwargs: Mapping[str, Any], reason: str) -> Any:
         self.executed_by, self.fallback_reason = EXECUTED_BY_FALLBACK, reason
         return self._original_forward(*args, **kwargs)
 
+    def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Build what a call of the module's forward needs, down to the session, and do not run it.
+
+        Raises
+        ------
+        BuildError
+            Export, graph or session failed.
+        """
+        self._execution(self._schema(args, kwargs), args, kwargs)
+
+    def _say_fallback(self, reason: str) -> None:
+        """Say once that PyTorch steps in: among the messages, and as a warning for a loop without a panel."""
+        text = f"PyTorch executes {type(self._module).__name__}, not ONNX Runtime (fallback): {reason}"
+        self._log.add("WARNING", ORTLAB, text)
+        warnings.warn(text, FallbackWarning, stacklevel=2)
+
+    def _say_absent_plans(self, execution: Execution) -> None:
+        """Say which recompute plans this model does not have: ORT passes over them without a word."""
+        from ortlab.engine.applied_plans import absent_words
+
+        words = absent_words(execution)
+        if words:
+            where = f"{self._part}: " if self._part else ""
+            self._log.add("WARNING", ORTLAB, where + words)
+            warnings.warn(where + words, PlanWarning, stacklevel=2)
+
+    def start_over(self) -> None:
+        """Let the next training call draw the random numbers that the first one of its session drew.
+
+        `onnxruntime.set_seed` does that, except where plans recompute a Dropout: ORT then gives every Dropout a seed
+        of its own, so that the recomputed mask is the first one (``memory_optimizer.cc``, SetSeedForDropoutNode), and
+        with it a generator that only a new session starts again.
+        """
+        built = self._sessions.last(training=True)
+        self._starts_over = (
+            built is not None and built.execution.has_run and built.execution.recomputes_dropout
+        )
+        self._sessions.release_earlier(keep=lambda one: not one.execution.recomputes_dropout)
+
     # ---- building ---------------------------------------------------------------------------------------------
 
     def pending_stage(self) -> str:
         """Return what the present options will redo at the next training call: "export", "graph", "session" or ""."""
-        current = self._current.get(True) or self._current.get(False)
-        return "export" if current is None else self._stage(current, self.options)
+        stage = self.stage_of(self.options)
+        return "" if stage == "step" else stage
+
+    @property
+    def built_options(self) -> Options | None:
+        """Switches of what the next training call would find built; None if nothing is."""
+        current = self._sessions.last()
+        return None if current is None else current.options
+
+    def stage_of(self, options: Options) -> str:
+        """Return what these options would redo at the next training call, for this module and its last input.
+
+        Parameters
+        ----------
+        options
+            The switches to ask about; they are not set.
+
+        Returns
+        -------
+        str
+            "export", "graph", "session", "step" (they act in the next step, with nothing to redo) or "" (nothing
+            changes). What was built before and is still kept counts as there.
+        """
+        current = self._sessions.last()
+        if current is None:
+            return "export"
+        stage = self._stage(current, options)
+        before, after = self._options_schema(current.options), self._options_schema(options)
+        if before == after and stage not in ("export", "graph"):
+            return stage
+        schema = tuple(entry for entry in current.kept.schema if entry not in before) + after
+        kept = self._find(schema, options, training=current.kept.export.training)
+        if kept is None:
+            return "export"
+        return "graph" if kept.export.graph(options) is None else "session"
 
     @property
     def execution(self) -> Execution:
@@ -144,18 +261,39 @@ class OrtEngine:
         BuildError
             Nothing has been built for the present options yet.
         """
-        current = self._current.get(True) or self._current.get(False)
-        if current is None or self._stage(current, self.options):
+        return self._current(self._sessions.last())
+
+    def execution_for(self, *, training: bool) -> Execution:
+        """Return what runs in one mode.
+
+        Raises
+        ------
+        BuildError
+            Nothing has been built for the present options in that mode yet.
+        """
+        built = self._sessions.last(training=training)
+        if built is None and self._sessions.last() is not None:
+            raise _no_graph_for(training=training)
+        return self._current(built)
+
+    def _current(self, built: Built | None) -> Execution:
+        if built is None and self.fallback_reason:
+            raise BuildError(
+                "There is no graph: PyTorch executed the last step, not ONNX Runtime.",
+                why=self.fallback_reason,
+                fix="Mend that, or wrap a part of the model only: ortlab.wrap(model, only=[...]).",
+            )
+        if built is None or self._stage(built, self.options) not in _NOTHING:
             raise BuildError(
                 "There is no graph for the present options yet.",
                 why="ONNX Runtime builds it in the first step after a change, because it needs a batch for that.",
                 fix="Run a step first: %%ort_step, lab.step(fn), or call the model once.",
             )
-        return current.execution
+        return built.execution
 
     def graph_digests(self) -> dict[str, str]:
         """Return SHA-256 digests of the training graph without and with its gradient; none after a fallback."""
-        built = self._current.get(True)
+        built = self._sessions.last(training=True)
         if built is None or self.executed_by != EXECUTED_BY_ORT:
             return {}
         return {
@@ -163,116 +301,191 @@ class OrtEngine:
             for stage in ("processed", "gradient")
         }
 
-    @property
-    def messages(self) -> tuple[Message, ...]:
-        """What was said while the present executions were built."""
-        return tuple(message for built in self._current.values() for message in built.execution.messages)
+    def close(self, *, forget: bool = False) -> None:
+        """Free all sessions.
 
-    def close(self) -> None:
-        """Free all sessions, graphs and exports."""
-        for built in (*self._current.values(), *self._kept):
-            built.execution.release_session()
-        self._current, self._kept = {}, []
+        Parameters
+        ----------
+        forget
+            Whether to drop the exports and graphs as well, which are otherwise kept for the module's next lab.
+        """
+        self._sessions.release()
+        if forget:
+            exports.forget(self._module)
 
     def _execution(self, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Execution:
-        training = self._module.training
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        current = self._current.get(training)
-        if (
-            current is not None
-            and current.schema == schema
-            and current.deterministic == deterministic
-            and not self._stage(current, self.options)
-        ):
+        training = self._trains(args, kwargs)
+        current = self._sessions.last(training=training)
+        starts_over = training and self._starts_over
+        if current is not None and not starts_over and self._serves(current, schema, args, kwargs):
             return current.execution
-        self.rebuild_reason = self._why(current, schema)
-        with restored_on_failure():
+        for earlier in self._sessions.earlier(training=training):
+            if self._serves(earlier, schema, args, kwargs):
+                self._sessions.keep(earlier, usable=self._is_up_to_date)
+                return earlier.execution
+        changed = self._what_changed(current, schema, args, kwargs)
+        self.rebuild_reason = changed or self._why(current)
+        with one_build_at_a_time, restored_on_failure(), saving_apart():
             try:
-                execution = self._build(schema, args, kwargs)
+                built = self._build(schema, args, kwargs, changed)
             except OrtlabError:
                 raise
             except Exception as error:
                 raise explain_build_failure(
                     error, self._module, self._original_forward, args, kwargs
                 ) from error
-        # A forward may settle an attribute in its first call, which was the trace: a `config.problem_type`, for one.
-        built = _Built(self._schema(args, kwargs), self.options, deterministic, execution)
-        self._keep(built)
-        return execution
+        if current is not None and starts_over:
+            self._sessions.release_last(training=training)
+        self._sessions.keep(built, usable=self._is_up_to_date)
+        self._starts_over = self._starts_over and not training
+        self._say_absent_plans(built.execution)
+        return built.execution
 
-    def _build(self, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Execution:
+    def _trains(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Tell whether a call needs a gradient graph; in eval mode, only autograd knows."""
+        if self._module.training or not torch.is_grad_enabled():
+            return self._module.training
+        tensors = (*self._module.parameters(), *tree_leaves((args, kwargs)))
+        return any(isinstance(one, torch.Tensor) and one.requires_grad for one in tensors)
+
+    def _serves(self, built: Built, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Tell whether a call can run as it was built."""
+        return (
+            built.kept.schema == schema
+            and built.deterministic == torch.are_deterministic_algorithms_enabled()
+            and self._is_up_to_date(built)
+            and (not built.kept.bound_to or built.kept.bound_to <= sizes(args, kwargs))
+        )
+
+    def _is_up_to_date(self, built: Built) -> bool:
+        """Tell whether the present options ask for nothing that would have to be redone."""
+        return self._stage(built, self.options) in _NOTHING
+
+    def _build(self, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any], changed: str) -> Built:
         from ortlab.engine.execution import Execution
         from ortlab.engine.sessions import available_providers
 
-        for device in {parameter.device for parameter in self._module.parameters()}:
-            check_device(device, available_providers())
+        check_module(self._module, available_providers())
+        check_call(self._module, args, kwargs)
         started = time.perf_counter()
-        training = self._module.training
-        donor, stage = self._donor(schema)
-        if donor is None:
-            execution = Execution(self._module, self.options, training=training)
-            self._progress("Exporting the model to ONNX", 0.0)
-            execution.export(args, kwargs)
+        training = self._trains(args, kwargs)
+        execution = Execution(self._module, self.options, self._log, training=training, part=self._part)
+        try:
+            kept, exported = self._export(execution, schema, args, kwargs)
+            execution.take_export(kept.export)
+            graph = kept.export.graph(self.options)
+            built = graph is None
+            if graph is None:
+                self._progress("Building the gradient graph" if training else "Optimising the graph", 0.6)
+                graph = execution.build_graph(args, kwargs)
+                kept.export.keep(graph)
+            execution.take_graph(graph)
+            self._progress("Creating the ONNX Runtime session", 0.75)
+            execution.create_session()
+            self._progress("", 1.0)
+        except BaseException:
+            execution.release_session()
+            raise
+        stage = "export" if exported else "graph" if built else "session"
+        if changed:  # no change of options asked for it, so it is said (row T17)
+            with self._log.during(stage):
+                where = f"{self._part}: " if self._part else ""
+                self._log.add("WARNING", ORTLAB, f"{where}Built anew from the {stage} on: {changed}.")
+        self._on_built(execution.initialization_since(stage, (time.perf_counter() - started) * 1000, changed))
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        return Built(kept, graph, self.options, deterministic, execution)
+
+    def _export(
+        self, execution: Execution, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[KeptExport, bool]:
+        """Return an export for a call, and whether it had to be made: one that is kept, or else a new one."""
+        present = sizes(args, kwargs)
+        kept = self._find(schema, self.options, training=execution.training, present=present)
+        if kept is not None:
+            exports.keep(self._module, kept)
+            return kept, False
+        self._progress("Exporting the model to ONNX", 0.0)
+        if self.options.export_cache_dir:
+            from ortlab.engine.disk_cache.cache import cached_export
+
+            export = cached_export(execution, args, kwargs)
         else:
-            execution = donor.execution.with_options(self.options, keep_graph=stage == "session")
-        if stage != "session":
-            self._progress("Building the gradient graph" if training else "Optimising the graph", 0.6)
-            execution.build_graph(args, kwargs)
-        self._progress("Creating the ONNX Runtime session", 0.75)
-        execution.create_session()
-        self._progress("", 1.0)
-        self._on_built(execution.initialization_since(stage, (time.perf_counter() - started) * 1000))
-        return execution
+            export = execution.export(args, kwargs)
+        # A forward may settle an attribute in its first call, which was the trace: a `config.problem_type`, for one.
+        bound_to = present if export.numbers else frozenset()
+        made = KeptExport(self._schema(args, kwargs), export, bound_to)
+        made = made.loosened_by(exports.kept_exports(self._module))
+        if (
+            not self.options.zero_stage3
+        ):  # DeepSpeed's table of parameters stays with the execution that exported
+            exports.keep(self._module, made)
+        return made, True
 
-    def _donor(self, schema: Schema) -> tuple[_Built | None, str]:
-        """Find the kept execution that shares the most with what is wanted, and the stage to redo."""
-        best: tuple[_Built | None, str] = (None, "export")
-        for built in self._kept:
-            if built.schema != schema or built.execution.training != self._module.training:
-                continue
-            stage = self._stage(built, self.options) or "session"
-            if stage == "session" or (stage == "graph" and best[1] == "export"):
-                best = (built, stage)
-        return best
+    def _find(
+        self, schema: Schema, options: Options, *, training: bool, present: Sizes | None = None
+    ) -> KeptExport | None:
+        mine = self._sessions.exports()
+        # Files of graphs are written while these are made: others' exports would leave a folder empty.
+        others = () if options.save_onnx else exports.kept_exports(self._module)
+        return exports.find((*mine, *others), schema, options, training=training, sizes=present)
 
-    def _keep(self, built: _Built) -> None:
-        training = built.execution.training
-        replaced = self._current.get(training)
-        if replaced is not None:
-            replaced.execution.release_session()
-        self._current[training] = built
-        self._kept = [*(one for one in self._kept if one is not replaced), built]
-        if replaced is not None and (replaced.schema, replaced.options) != (built.schema, built.options):
-            self._kept.insert(0, replaced)
-        in_use = list(self._current.values())
-        spare = [one for one in self._kept if all(one is not used for used in in_use)]
-        self._kept = [*spare[-KEPT_EXPORTS:], *in_use]
-
-    def _stage(self, built: _Built, options: Options) -> str:
+    def _stage(self, built: Built, options: Options) -> str:
         if built.options is options:  # as in every step but those after a change
             return ""
-        effect = built.options.stage_of_change(options)
-        if effect is None or effect is Effect.STEP:
-            return ""
-        return STAGES.get(effect, "export")
+        effect = built.options.stage_of_change(options, ignoring=built.kept.export.inert)
+        return "" if effect is None else STAGES.get(effect, "export")
 
-    def _why(self, current: _Built | None, schema: Schema) -> str:
+    def _what_changed(
+        self, current: Built | None, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> str:
+        """Say in one clause what changed in the call or in the module since the last build; empty if nothing did."""
+        if current is None:
+            return ""
+        changed = difference(current.kept.schema, schema)
+        if changed or not current.kept.bound_to:
+            return changed
+        return input_sizes.difference(current.kept.bound_to, sizes(args, kwargs))
+
+    def _why(self, current: Built | None) -> str:
         if current is None:
             return "first call in this mode"
-        changed = difference(current.schema, schema)
-        if changed:
-            return changed
         names = ", ".join(current.options.changed(self.options))
-        return f"options changed: {names}" if names else "deterministic algorithms were switched"
+        if names:
+            return f"options changed: {names}"
+        if self._starts_over:
+            return "recomputed dropout draws from the start again"
+        return "deterministic algorithms were switched"
 
     def _schema(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Schema:
-        state = module_state(self._module)
-        if state != self._state:
-            self._state, self._module_schema = state, module_schema(self._module)
-        schema = call_schema(args, kwargs) + self._module_schema
-        if self.options.memory_level == 1 and any(
+        if self._reader.state() != self._state:
+            self._reader = ModuleReader(self._module, self._functions)
+            self._state = self._reader.state()
+            self._module_schema = module_schema(self._module, self._functions)
+            self._device_type = next((one.device.type for one in self._module.parameters()), "cpu")
+        schema = call_schema(args, kwargs) + surroundings(self._device_type) + self._module_schema
+        schema += graph_optimizers.registered(type(self._module).__name__)
+        if self.options.static_shape:
+            schema += batch_sizes(args, kwargs)
+        return schema + self._options_schema(self.options)
+
+    def _options_schema(self, options: Options) -> Schema:
+        if options.memory_level == 1 and any(
             getattr(part, "gradient_checkpointing", False) for part in self._module.modules()
         ):
             # At this level ORTModule traces through torch.utils.checkpoint, and ORT recomputes instead of torch.
-            schema += (("gradient checkpointing", "traced through"),)
-        return schema
+            return (("gradient checkpointing", "traced through"),)
+        return ()
+
+
+def _no_graph_for(*, training: bool) -> BuildError:
+    if training:
+        return BuildError(
+            "There is no training graph.",
+            why="So far the model was called for inference only: in eval mode, or without gradients.",
+            fix="Run a training step: model.train(), then %%ort_step or lab.step(fn).",
+        )
+    return BuildError(
+        "There is no inference graph.",
+        why="So far the model was called for training only, and inference has a graph of its own.",
+        fix="Call it for inference once: model.eval(), then `with torch.no_grad(): model(...)`.",
+    )

@@ -1,19 +1,32 @@
 """Faults of onnxruntime 1.19.2's training module that are mended by replacing one function each.
 
 1.19.2 is the last release of that module. Each ``install_*`` names the file and the function whose fault it mends;
-all are idempotent. Faults of operators are mended in `ortlab.engine.symbolics` and `ortlab.engine.graph_passes`.
+all are idempotent. Faults of operators are mended in `ortlab.engine.operators.symbolics` and
+`ortlab.engine.passes.graph_passes`.
 """
 
 from __future__ import annotations
 
-import sys
+import copy
 import warnings
-from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from ortlab.engine import buffers, gradient_stops, shape_inference
+from ortlab.engine import memory_arena, statistics_files
+from ortlab.engine.logs import build_log
+from ortlab.engine.passes import constant_outputs, label_density, shape_inference
 from ortlab.engine.patching import replace
+from ortlab.engine.tracing import (
+    arguments,
+    buffers,
+    checkpoints,
+    gradient_stops,
+    guards,
+    input_sizes,
+    outputs,
+    source_lines,
+)
 from ortlab.errors import BuildError
 
 if TYPE_CHECKING:
@@ -22,16 +35,25 @@ if TYPE_CHECKING:
 
 def install_all() -> None:
     """Mend everything that is mended by replacing a function. Calling it again changes nothing."""
+    arguments.install()
     buffers.install()
     gradient_stops.install()
+    input_sizes.install()
+    outputs.install()
+    guards.install()
+    source_lines.install()
+    constant_outputs.install()
     shape_inference.install()
+    label_density.install()
+    statistics_files.install()
+    memory_arena.install()
     install_refusals()
-    install_output_types()
     install_sparsity_switches()
     install_export_cleanup()
     install_export_silence()
     install_log_levels()
-    install_log_capture()
+    build_log.install()
+    checkpoints.install()
     install_seed()
     install_buffer_inputs()
 
@@ -73,35 +95,6 @@ def _refusal_in(error: BaseException | None) -> BuildError | None:
             seen.add(id(error))
             pending += [error.__context__, error.__cause__]
     return None
-
-
-def install_output_types() -> None:
-    """Name an output that cannot cross the graph, and what to do about it.
-
-    ``_io._extract_schema`` says "ORTModule fails to extract schema from data". Above all, the causal models of
-    transformers return a cache of keys and values unless they are told not to.
-    """
-    from onnxruntime.training.ortmodule import _io
-
-    replace(_io, "_extract_schema", _name_output)
-
-
-def _name_output(original: Callable[..., Any]) -> Callable[..., Any]:
-    def extract_schema(data: Any, device: Any) -> Any:
-        try:
-            return original(data, device)
-        except Exception as error:
-            refusal = _refusal_in(error)
-            if refusal is not None:  # raised while the outputs were read, and it knows better what is wrong
-                raise refusal from None
-            kind = str(error).rpartition("type: ")[2]
-            raise BuildError(
-                "The forward of this module returns something that is no tensor and holds none in plain containers.",
-                why=f"ONNX Runtime gives back tensors, in tuples, lists and dicts; this is {kind}.",
-                fix="Let the module return tensors; for a model of transformers set model.config.use_cache = False.",
-            ) from error
-
-    return extract_schema
 
 
 # --- sparsity of labels and embeddings ----------------------------------------------------------------------------
@@ -261,51 +254,23 @@ def _map_log_level(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_session_config
 
 
-def install_log_capture() -> None:
-    """Let an export run where standard output has no file descriptor, as under IPython's ``capture_output``.
-
-    ``_logger._suppress_os_stream_output`` redirects the descriptors of `sys.stdout` and `sys.stderr`, and without
-    them ends in a TypeError that hides the reason. There is nothing to redirect then.
-    """
-    from onnxruntime.training.ortmodule import _logger
-
-    replace(_logger, "_suppress_os_stream_output", _only_with_descriptors)
-
-
-def _only_with_descriptors(original: Callable[..., Any]) -> Callable[..., Any]:
-    @contextmanager
-    def suppress_os_stream_output(
-        enable: bool = True,  # noqa: FBT001, FBT002 - ORT's signature
-        on_exit: Callable[[Any], None] | None = None,
-    ) -> Iterator[None]:
-        both = all(_has_descriptor(stream) for stream in (sys.stdout, sys.stderr))
-        with original(enable=enable and both, on_exit=on_exit):
-            yield
-
-    return suppress_os_stream_output
-
-
-def _has_descriptor(stream: Any) -> bool:
-    try:
-        stream.fileno()
-    except (AttributeError, OSError):  # io.UnsupportedOperation is an OSError
-        return False
-    return True
-
-
 # --- random numbers -----------------------------------------------------------------------------------------------
 
 _INSTEAD_OF_ZERO: Final = 1_073_741_789
 """Far from the small numbers that people choose as seeds."""
 
 _MINSTD_MODULUS: Final = 2**31 - 1
+_SPREAD: Final = 1_103_515_245
+"""Puts 80,000 dropouts or more between any two of the seeds up to 2000."""
 
 
 def install_seed() -> None:
     """Let ``torch.manual_seed(0)`` give different dropout masks in the first two steps.
 
     On the CPU, ONNX Runtime draws dropout masks from ``std::default_random_engine``, seeded with a counter that
-    starts at the seed. That engine (minstd) treats seed 0, and every multiple of 2**31 - 1, as seed 1.
+    starts at the seed. That engine (minstd) treats seed 0, and every multiple of 2**31 - 1, as seed 1. And seed 8 would
+    give in its first step the masks that seed 7 gave in its second: runs under seeds that follow one another, as they
+    are taken for error bars, would share their masks. So seeds are spread first.
     """
     from onnxruntime.training import ortmodule
 
@@ -315,7 +280,7 @@ def install_seed() -> None:
 
 def _avoid_seed_zero(original: Callable[[int], None]) -> Callable[[int], None]:
     def set_seed(seed: int) -> None:
-        original(seed if seed % _MINSTD_MODULUS else _INSTEAD_OF_ZERO)
+        original(seed * _SPREAD % _MINSTD_MODULUS or _INSTEAD_OF_ZERO)
 
     return set_seed
 
@@ -324,10 +289,10 @@ def _avoid_seed_zero(original: Callable[[int], None]) -> Callable[[int], None]:
 
 
 def install_buffer_inputs() -> None:
-    """Let models with buffers run with ORTModule's input checks switched on.
+    """Let models with buffers, and calls with numbers, run with ORTModule's input checks switched on.
 
-    ``_graph_transition_manager._reprocess_check`` asserts that each graph input is an argument or a parameter; the
-    buffers of a model are graph inputs too.
+    ``_graph_transition_manager._reprocess_check`` asserts that each graph input is an argument or a parameter, and asks
+    each argument whether it requires a gradient; the buffers of a model are graph inputs too, and so are numbers.
     """
     from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
 
@@ -335,10 +300,24 @@ def install_buffer_inputs() -> None:
 
 
 def _count_buffers_in(original: Callable[..., Any]) -> Callable[..., Any]:
-    def reprocess_check(flatten_module: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(_ParametersAndBuffers(flatten_module), *args, **kwargs)
+    def reprocess_check(flatten_module: Any, *args: Any, model_info_for_export: Any, **kwargs: Any) -> Any:
+        info = copy.copy(model_info_for_export)
+        info.onnx_graph_input_data_accessor_user_defined = {
+            name: partial(_argument, access)
+            for name, access in info.onnx_graph_input_data_accessor_user_defined.items()
+        }
+        module = _ParametersAndBuffers(flatten_module)
+        return original(module, *args, model_info_for_export=info, **kwargs)
 
     return reprocess_check
+
+
+def _argument(access: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Return an argument, or for a number something that needs no gradient either."""
+    import torch
+
+    value = access(args, kwargs)
+    return value if isinstance(value, torch.Tensor) else torch.empty(0)
 
 
 class _ParametersAndBuffers:

@@ -7,29 +7,31 @@ ortlab takes a fingerprint of each call instead and rebuilds when it changes.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import CellType
 from typing import Any, Final, TypeAlias
 
 import torch
+
+from ortlab.engine.tracing import baked_in
 
 Entry: TypeAlias = tuple[str, str]
 """A name ("kwargs.input_ids", "encoder.layer.0") and what an export bakes in about it ("int64, 2 dims, cpu")."""
 
 Schema: TypeAlias = tuple[Entry, ...]
 
-_BAKED_IN: Final = (bool, int, float, str, type(None))
 _OF_EVERY_MODULE: Final = frozenset(vars(torch.nn.Module()))
-
-_constants: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
+_UNCHANGING: Final = frozenset({torch.nn.Module, object})
+_HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def call_schema(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Schema:
     """Describe the inputs of a call as far as an export depends on them.
 
-    Sizes are left out, since they are symbolic in the exported graph; dtype, number of dimensions, device and
-    `requires_grad` of each tensor are in. So are the values of Python numbers, strings, booleans and None, because
-    tracing follows one branch for one value.
+    Sizes are left out, since they are symbolic in the exported graph, except those of 1, which are not (see
+    `input_sizes`); dtype, number of dimensions, device and `requires_grad` of each tensor are in. So are the values of
+    Python numbers, strings, booleans and None, because tracing follows one branch for one value.
 
     Parameters
     ----------
@@ -42,45 +44,144 @@ def call_schema(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Schema:
     return tuple(entries)
 
 
-def module_schema(module: torch.nn.Module) -> Schema:
-    """Describe a module as far as an export depends on it.
+def surroundings(device_type: str) -> Schema:
+    """Describe what a trace finds around the call: automatic mixed precision, and the dtype of new tensors.
 
-    Training flags of all submodules, the numbers, flags and texts among their attributes (dropout probability,
-    epsilon, ...) and in the module's `config`, and of each parameter and buffer its dtype, number of dimensions,
-    device, `requires_grad` and the name it is tied to; not its values, which ORT reads anew in each step.
+    Parameters
+    ----------
+    device_type
+        Where the module is: "cpu" or "cuda".
+    """
+    mixed = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    precision = str(torch.get_autocast_dtype(device_type)) if mixed else "off"
+    return (("autocast", precision), ("default dtype", str(torch.get_default_dtype())))
+
+
+def module_schema(module: torch.nn.Module, functions: Iterable[object] = ()) -> Schema:
+    """Describe a module as far as an export depends on it, in terms that another process would use, too.
+
+    - Of each part its class, the code of that class, whether it trains, its forward hooks, and what a trace makes a
+      constant of: numbers, flags, texts, tensors and functions among its attributes, also in lists and dicts.
+    - Of the model's `config` the same.
+    - Of each parameter and buffer its dtype, shape, device, `requires_grad` and the name it is tied to; not its values,
+      which ORT reads anew in each step. Buffers that are not in the `state_dict` are constants, with their values.
+
+    Out of sight are global variables and functions that a forward uses, and what is inside objects of other classes.
+
+    Parameters
+    ----------
+    module
+        The module. Hooks on itself do not count, as its caller runs them.
+    functions
+        More functions that its forward consists of.
     """
     entries: list[Entry] = [
-        (f"config.{key}", repr(value)) for key, value in _settings(module).items() if type(value) in _BAKED_IN
+        (f"config.{key}", baked_in.describe(value)) for key, value in _settings(module).items()
     ]
+    entries += [("the forward of this module", baked_in.describe(function)) for function in functions]
+    kinds: dict[type, None] = {}
     first_name: dict[int, str] = {}
-    for name, submodule in module.named_modules():
-        entries.append((name, "training" if submodule.training else "eval"))
-        constants = _constant_names(type(submodule), vars(submodule))
-        entries += [(f"{name}.{key}", repr(vars(submodule).get(key))) for key in constants]
-        for key, tensor in (*submodule._parameters.items(), *submodule._buffers.items()):
+    for name, part in module.named_modules():
+        attributes = part.__dict__
+        kind = type(part)
+        kinds.update(dict.fromkeys(_bodies(kind)))
+        entries.append(
+            (name or "the module", f"{'training' if part.training else 'eval'}, {kind.__qualname__}")
+        )
+        entries += [
+            (f"{name}.{key}", baked_in.describe(attributes[key])) for key in _constant_names(attributes)
+        ]
+        if part is not module:
+            entries += [
+                (f"{name}.{table} {key}", baked_in.describe(hook))
+                for table in _HOOKS
+                for key, hook in attributes[table].items()
+            ]
+        constant = attributes["_non_persistent_buffers_set"]
+        for key, tensor in (*part._parameters.items(), *part._buffers.items()):
             if tensor is not None:
                 path = f"{name}.{key}"
                 tied = first_name.setdefault(id(tensor), path)
-                entries.append((path, _describe(tensor) if tied == path else f"tied to {tied}"))
+                entries.append((path, _describe_kept(tensor) if tied == path else f"tied to {tied}"))
+                if key in constant and key in part._buffers:
+                    entries.append((f"{path} (not in the state_dict)", baked_in.digest_of_tensor(tensor)))
+    entries += [(f"the code of {kind.__qualname__}", _digest_of_body(kind)) for kind in kinds]
     return tuple(entries)
 
 
-def module_state(module: torch.nn.Module) -> tuple[object, ...]:
-    """Read what `module_schema` describes, and which tensors it is about, fast enough for every step.
+class ModuleReader:
+    """Reads what `module_schema` describes, and which tensors it is about, fast enough for every step.
 
     Equal states have equal schemas. Of an unequal one the schema has to be made to see whether the difference matters:
-    a parameter that was replaced by another of its kind needs no new export, only to be handed to ORT.
+    a parameter that was replaced by another of its kind needs no new export, only to be handed to ORT. A reader keeps
+    what it has seen of the module's structure and code; after a change, make another.
+
+    Parameters
+    ----------
+    module, functions
+        As for `module_schema`.
     """
-    state: list[object] = [value for value in _settings(module).values() if type(value) in _BAKED_IN]
-    for submodule in module.modules():
-        attributes = submodule.__dict__
-        state += (id(submodule), attributes["training"])
-        state += [attributes.get(name) for name in _constant_names(type(submodule), attributes)]
-        for table in (attributes["_parameters"], attributes["_buffers"]):
-            for tensor in table.values():
-                if tensor is not None:
-                    state += (id(tensor), tensor.dtype, tensor.dim(), tensor.device, tensor.requires_grad)
-    return tuple(state)
+
+    def __init__(self, module: torch.nn.Module, functions: Iterable[object] = ()) -> None:
+        self._module = module
+        self._functions = tuple(functions)
+        self._names: dict[int, tuple[torch.nn.Module, int, tuple[str, ...], list[CellType]]] = {}
+        self._kinds: dict[type, None] = {}
+        self._code: list[tuple[Mapping[str, object], tuple[str, ...]]] = []
+        self._cells: list[CellType] = []
+
+    def state(self) -> tuple[object, ...]:
+        """Read the present state."""
+        state: list[object] = [baked_in.state(value) for value in _settings(self._module).values()]
+        pending, seen, kinds = [self._module], set[int](), len(self._kinds)
+        while pending:
+            part = pending.pop()
+            if id(part) not in seen:
+                seen.add(id(part))
+                self._add_part(state, part)
+                pending += [child for child in part.__dict__["_modules"].values() if child is not None]
+        if len(self._names) > len(seen):  # parts were taken out
+            self._names = {number: self._names[number] for number in seen}
+        if len(self._kinds) > kinds:
+            self._read_code()
+        for body, names in self._code:
+            state += [body.get(name) for name in names]
+        state += [baked_in.state(baked_in.content(cell)) for cell in self._cells]
+        return tuple(state)
+
+    def _add_part(self, state: list[object], part: torch.nn.Module) -> None:
+        attributes, kind = part.__dict__, type(part)
+        self._kinds[kind] = None
+        known = self._names.get(id(part))
+        if known is None or known[0] is not part or known[1] != len(attributes):
+            names = _constant_names(attributes)
+            cells = baked_in.closures(attributes[name] for name in names)
+            known = self._names[id(part)] = (part, len(attributes), names, cells)
+        state += (id(part), kind, attributes["training"], known[1])
+        for name in known[2]:
+            state.append(baked_in.state(attributes.get(name)))
+        for cell in known[3]:
+            state.append(baked_in.state(baked_in.content(cell)))
+        if part is not self._module:
+            state += [tuple(attributes[table]) for table in _HOOKS if attributes[table]]
+        for tensor in (*attributes["_parameters"].values(), *attributes["_buffers"].values()):
+            if tensor is not None:
+                state += (id(tensor), tensor.dtype, tensor.shape, tensor.device, tensor.requires_grad)
+        for name in attributes["_non_persistent_buffers_set"]:
+            state.append(baked_in.state(attributes["_buffers"].get(name)))
+
+    def _read_code(self) -> None:
+        bodies = dict.fromkeys(body for kind in self._kinds for body in _bodies(kind))
+        found = {body: baked_in.functions_of(body) for body in bodies}
+        self._code = [(vars(body), tuple(functions)) for body, functions in found.items()]
+        self._cells = baked_in.closures(
+            [*self._functions, *(one for functions in found.values() for one in functions.values())]
+        )
+
+
+def module_state(module: torch.nn.Module) -> tuple[object, ...]:
+    """Read the state of a module once; see `ModuleReader`."""
+    return ModuleReader(module).state()
 
 
 def difference(before: Schema, after: Schema) -> str:
@@ -90,25 +191,47 @@ def difference(before: Schema, after: Schema) -> str:
         if name not in old:
             return f"`{name}` is new"
         if old[name] != description:
+            if name.startswith("the "):
+                return f"{name} changed"
             return f"`{name}` changed from {old[name]} to {description}"
     gone = next((name for name in old if name not in new), None)
     return f"`{gone}` is gone" if gone is not None else ""
 
 
-def _constant_names(kind: type, attributes: Mapping[str, object]) -> tuple[str, ...]:
-    """Name the attributes that a trace bakes into a graph as constants or branches; read off a class's first object."""
-    if kind not in _constants:
-        _constants[kind] = tuple(
-            name
-            for name, value in attributes.items()
-            if type(value) in _BAKED_IN and name not in _OF_EVERY_MODULE
-        )
-    return _constants[kind]
+def _constant_names(attributes: Mapping[str, object]) -> tuple[str, ...]:
+    """Name the attributes of a part that a trace bakes into a graph as constants, branches or code.
+
+    A list of nothing but the part's own parameters and buffers is none, such as the `_flat_weights` of an LSTM: these
+    are read anew in each step.
+    """
+    tables: Any = attributes
+    own = {id(one) for table in ("_parameters", "_buffers") for one in tables[table].values()}
+    return tuple(
+        name
+        for name, value in attributes.items()
+        if name not in _OF_EVERY_MODULE
+        and name != "config"
+        and baked_in.matters(value)
+        and not (isinstance(value, (list, tuple)) and value and all(id(item) in own for item in value))
+    )
 
 
 def _settings(module: torch.nn.Module) -> Mapping[str, object]:
     """Return the attributes of a module's `config`, which models of transformers read in their forward."""
     return getattr(module.__dict__.get("config"), "__dict__", {})
+
+
+def _bodies(kind: type) -> Iterator[type]:
+    """Yield the classes that a module's code comes from, down to those of torch itself."""
+    for body in kind.__mro__:
+        if body not in _UNCHANGING:
+            yield body
+
+
+def _digest_of_body(kind: type) -> str:
+    functions = baked_in.functions_of(kind)
+    texts = [f"{name} {baked_in.digest_of_code(function)}" for name, function in functions.items()]
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
 
 
 def _leaves(name: str, value: Any) -> Iterator[Entry]:
@@ -127,5 +250,17 @@ def _leaves(name: str, value: Any) -> Iterator[Entry]:
 
 
 def _describe(tensor: torch.Tensor) -> str:
+    extent = f"{tensor.dim()} dims"
+    if 1 in tensor.shape or 0 in tensor.shape:
+        extent += f" ({', '.join(str(size) if size in {0, 1} else 'n' for size in tensor.shape)})"
+    return _facts(tensor, extent)
+
+
+def _describe_kept(tensor: torch.Tensor) -> str:
+    return _facts(tensor, f"shape {list(tensor.shape)}")
+
+
+def _facts(tensor: torch.Tensor, extent: str) -> str:
     grad = ", requires grad" if tensor.requires_grad else ""
-    return f"{str(tensor.dtype).removeprefix('torch.')}, {tensor.dim()} dims, {tensor.device}{grad}"
+    layout = "" if tensor.layout is torch.strided else f", {str(tensor.layout).removeprefix('torch.')}"
+    return f"{str(tensor.dtype).removeprefix('torch.')}, {extent}, {tensor.device}{layout}{grad}"

@@ -7,18 +7,29 @@ Importing this module loads ONNX Runtime.
 
 from __future__ import annotations
 
+import copy
 import json
-import logging
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 
-from ortlab.engine import load
-from ortlab.engine.callback_error import take_error
+from ortlab.engine import load, triton
+from ortlab.engine.backward_guard import GuardedBackward
+from ortlab.engine.build_options import building_with
+from ortlab.engine.callback_error import border_watched, take_error
 from ortlab.engine.diagnosis import explain_execution_failure
+from ortlab.engine.logs.build_log import ortmodule_logger, runtime_lines, runtime_messages, user_code
+from ortlab.engine.memory_report import PROBE_ANYWHERE
+from ortlab.engine.operators.torch_backward import TorchBackward
+from ortlab.engine.passes.exact_places import leaving_alone
+from ortlab.errors import BuildError, ExecutionError
+from ortlab.log_levels import log_level
+from ortlab.option_files import check_onnx_folder
 
 load()
 
@@ -30,72 +41,159 @@ from onnxruntime.training.ortmodule._custom_gradient_registry import CustomGradi
 from onnxruntime.training.ortmodule._custom_op_symbolic_registry import CustomOpSymbolicRegistry
 from onnxruntime.training.ortmodule._fallback import _FallbackManager, _FallbackPolicy
 from onnxruntime.training.ortmodule._inference_manager import InferenceManager
-from onnxruntime.training.ortmodule._logger import (
-    configure_ortmodule_logger,
-    ortmodule_loglevel_to_onnxruntime_c_loglevel,
-)
 from onnxruntime.training.ortmodule._training_manager import TrainingManager
+from onnxruntime.training.ortmodule._utils import get_rank
 
 if TYPE_CHECKING:
+    from ortlab.engine.logs.runtime_log import Line
+    from ortlab.engine.profiling import Profile
+    from ortlab.messages import MessageLog
     from ortlab.options import Options
+
+Kept: TypeAlias = Sequence[Sequence[str]]
+"""Results that no memory plan recomputes, by node."""
+
+Answer: TypeAlias = tuple[str, Mapping[str, tuple[str, int]]]
+"""What ORT reports of memory: its MemoryInsight text, and for each plan the saving, symbolic, and the places."""
+
+_VERBOSE: Final = 0
+"""ORT's severity at which its memory optimizer explains itself."""
+
+Collecting = Callable[[], AbstractContextManager[None]]
+"""Makes a block in which what ONNX Runtime logs is collected."""
+
+_ROCM_ONLY: Final = "RocmBlasAltImpl"
+"""An optimiser of 1.19.2 that marks backward nodes for AMD's matrix library, in sessions without an AMD GPU, too.
+
+It says each time that it has changed the graph (``rocm_blas_alt_impl.cc``), so that ORT runs all optimisers of its
+level again until it reaches its limit of ten rounds: half of the time that a session takes to be created. Nothing but
+ROCm's kernels reads the marks.
+"""
+
+_DROPS_DEVIATION: Final = "SkipLayerNormFusion"
+"""Puts an addition and the layer normalisation behind it together, in 1.19.2 without the deviation that the gradient of
+`memory_efficient_gradient` reads: it then ends in "Missing Input"."""
 
 
 class _SessionOptions:
     """What ortlab sets in a session that ORTModule 1.19.2 does not; mixed into both of its managers."""
 
     options: Options
-    symbols: dict[str, int]
+    collecting: Collecting | None
     _execution_agent: Any
 
     def _get_session_config(self) -> Any:
         session_options, providers, provider_options = super()._get_session_config()  # type: ignore[misc]
         # 1.19.2 passes its own enumeration for ORT's severity, so that WARNING hides warnings and FATAL is refused
         # (rows T9, T10).
-        level = self._debug_options.logging.log_level  # type: ignore[attr-defined]
-        session_options.log_severity_level = int(ortmodule_loglevel_to_onnxruntime_c_loglevel(level))
+        session_options.log_severity_level = (
+            _VERBOSE if self.explains_places else log_level(self.options.log_level).backend_severity
+        )
         session_options.enable_cpu_mem_arena = self.options.cpu_memory_arena
+        # As many as PyTorch has: left to itself ORT takes all cores, and a comparison of the two says little.
+        session_options.intra_op_num_threads = torch.get_num_threads()
         if not self.options.intra_op_spinning:
             session_options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        left_out = [] if "ROCMExecutionProvider" in providers else [_ROCM_ONLY]
+        left_out += [] if self.options.acts("triton") else [triton.FUSION]
+        left_out += [_DROPS_DEVIATION] if self.options.memory_efficient_gradient else []
+        session_options.add_session_config_entry(
+            "optimization.disable_specified_optimizers", ";".join(left_out)
+        )
         if self.execution_graph_file:
             session_options.optimized_model_filepath = self.execution_graph_file
+        if self.profile is not None:
+            session_options.enable_profiling = True
+            session_options.profile_file_prefix = str(self.profile.prefix)
+        if self.memory_efficient_order:
+            session_options.execution_order = onnxruntime.ExecutionOrder.MEMORY_EFFICIENT
         return session_options, providers, provider_options
 
     execution_graph_file = ""
+    recomputes = False
+    explains_places = False
+    memory_efficient_order = False
+    profile: Profile | None = None
 
-    def execution_graph(self, plans: list[str]) -> bytes:
+    def profiled_agent(
+        self, profile: Profile, plans: Sequence[str], kept: Kept, *, memory_efficient_order: bool
+    ) -> Any:
+        """Create another session, one that ORT's profiler watches, and return its agent."""
+        agent, recomputes = self._execution_agent, self.recomputes
+        self.profile, self.execution_graph_file = profile, str(profile.graph_file)
+        self.memory_efficient_order = memory_efficient_order
+        try:
+            self.create_session(plans, kept)
+            return _ProfiledAgent(self._execution_agent, profile)
+        finally:
+            self.profile, self.execution_graph_file, self.memory_efficient_order = None, "", False
+            self._execution_agent, self.recomputes = agent, recomputes
+
+    def execution_graph(self, plans: Sequence[str], kept: Kept = ()) -> bytes:
         """Create another session, only to have it write the graph that it executes."""
-        agent = self._execution_agent
+        agent, recomputes = self._execution_agent, self.recomputes
         with tempfile.TemporaryDirectory(prefix="ortlab-") as folder:
             self.execution_graph_file = str(Path(folder) / "execution.onnx")
             try:
-                self.create_session(plans)
+                self.create_session(plans, kept)
                 return Path(self.execution_graph_file).read_bytes()
             finally:
                 self.execution_graph_file = ""
-                self._execution_agent = agent
+                self._execution_agent, self.recomputes = agent, recomputes
 
-    def create_session(self, plans: list[str]) -> None:
-        """Create the session that the manager runs, with these memory plans applied."""
+    def create_session(self, plans: Sequence[str], kept: Kept = ()) -> None:
+        """Create the session that the manager runs.
+
+        Parameters
+        ----------
+        plans
+            Memory plans that are applied, each in all its places.
+        kept
+            Results, by node, that no plan recomputes.
+        """
         deterministic = torch.are_deterministic_algorithms_enabled()
         _use_deterministic_algorithms(deterministic)
         runtime = self._runtime_options  # type: ignore[attr-defined]
+        self.recomputes = bool(plans)
         with tempfile.TemporaryDirectory(prefix="ortlab-") as folder:
             # 1.19.2 reads plans from a JSON file only (row T8), and only while it creates the session.
             runtime.memory_optimizer_config_file_path = ""
             if plans:
                 file = Path(folder) / "plans.json"
-                file.write_text(json.dumps(plans), encoding="utf-8")
+                file.write_text(json.dumps(list(plans)), encoding="utf-8")
                 runtime.memory_optimizer_config_file_path = str(file)
-            self._create_execution_agent()  # type: ignore[attr-defined]
+            with building_with(self.options), self._leaving_alone(kept):
+                self._create_execution_agent()  # type: ignore[attr-defined]
         if hasattr(self._execution_agent, "run_backward"):
-            self._execution_agent = _ExplainingAgent(self._execution_agent)
+            self._execution_agent = _ExplainingAgent(self._execution_agent, self.collecting)
+
+    @contextmanager
+    def _leaving_alone(self, kept: Kept) -> Iterator[None]:
+        """Let the session be made of a graph in which these results cannot be recomputed."""
+        models = self._onnx_models  # type: ignore[has-type]
+        if not kept:
+            yield
+            return
+        self._onnx_models = copy.copy(models)
+        self._onnx_models.optimized_model, missing = leaving_alone(models.optimized_model, kept)
+        try:
+            if missing:
+                raise BuildError(
+                    "The plans cannot be applied in some of their places only.",
+                    why=f"ONNX Runtime makes {missing[0]} in no node of the gradient graph.",
+                    fix="Ask for all places, as in Gelu+:1:-1, or choose other plans.",
+                )
+            yield
+        finally:
+            self._onnx_models = models
 
 
 class _ExplainingAgent:
     """A training agent whose backward failures name the operator or Function that raised, not ORT's wrapper of it."""
 
-    def __init__(self, agent: Any) -> None:
+    def __init__(self, agent: Any, collecting: Collecting | None) -> None:
         self._agent = agent
+        self._collecting = collecting
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._agent, name)
@@ -103,30 +201,108 @@ class _ExplainingAgent:
     def run_backward(self, feeds: Any, fetches: Any, state: Any) -> None:
         """Run the backward graph, as `TrainingAgent.run_backward`."""
         take_error()
-        try:
-            self._agent.run_backward(feeds, fetches, state)
-        except Exception as error:
-            raise explain_execution_failure(error) from error
+        with border_watched():
+            try:
+                if self._collecting is None:
+                    self._agent.run_backward(feeds, fetches, state)
+                else:
+                    with self._collecting():
+                        self._agent.run_backward(feeds, fetches, state)
+            except Exception as error:
+                raise explain_execution_failure(error) from error
 
 
-class _Training(_SessionOptions, TrainingManager):  # type: ignore[misc] # untyped base
+class _ProfiledAgent:
+    """A training agent that tells a profile what goes in and out."""
+
+    def __init__(self, agent: Any, profile: Profile) -> None:
+        self._agent = agent
+        self._profile = profile
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._agent, name)
+
+    def run_forward(self, feeds: Any, fetches: Any, state: Any, cache: Any) -> None:
+        """Run the forward graph, as `TrainingAgent.run_forward`."""
+        self._agent.run_forward(feeds, fetches, state, cache)
+        self._profile.after_forward(fetches)
+
+    def run_backward(self, feeds: Any, fetches: Any, state: Any) -> None:
+        """Run the backward graph, as `TrainingAgent.run_backward`."""
+        self._profile.before_backward(feeds)
+        self._agent.run_backward(feeds, fetches, state)
+
+
+class _ReleasedAgent:
+    """What is left of an agent whose session was freed: it tells a backward that comes too late why it cannot run."""
+
+    def run_backward(self, feeds: Any, fetches: Any, state: Any) -> None:  # noqa: ARG002 - as TrainingAgent
+        """Refuse.
+
+        Raises
+        ------
+        ExecutionError
+            Always.
+        """
+        raise ExecutionError(
+            "The ONNX Runtime session that ran this forward has been freed.",
+            why="A switch or the input's schema was changed and the model called again, or the model was unwrapped, "
+            "before backward() was called.",
+            fix="Call backward() before you change anything, or call the model again.",
+        )
+
+
+def released_agent(agent: Any) -> Any:
+    """Return what stands in for an agent that is let go: nothing for one that had not been made."""
+    return None if agent is None else _ReleasedAgent()
+
+
+class _Training(_SessionOptions, TorchBackward, GuardedBackward, TrainingManager):  # type: ignore[misc] # untyped base
     """ORTModule's training manager, which ortlab drives stage by stage."""
 
-    def probe_memory(self, probe: str) -> tuple[str, Mapping[str, tuple[str, int]]]:
+    def probe_memory(self, probe: str) -> Answer:
         """Ask a session without plans, since the answer of one with plans lacks what those have removed."""
-        agent = self._execution_agent
+        agent, recomputes = self._execution_agent, self.recomputes
         level = self._runtime_options.memory_optimization_level
         try:
             if agent is None or self._runtime_options.memory_optimizer_is_enabled():
                 self._runtime_options.memory_optimization_level = 0
                 self.create_session([])
-            answer: tuple[str, Mapping[str, tuple[str, int]]] = (
-                self._execution_agent.get_serialized_ortmodule_memory_stat("", probe, True)  # noqa: FBT003
-            )
+            answer: Answer = self._execution_agent.get_serialized_ortmodule_memory_stat("", probe, True)  # noqa: FBT003
         finally:
             self._runtime_options.memory_optimization_level = level
-            self._execution_agent = agent
+            self._execution_agent, self.recomputes = agent, recomputes
         return answer
+
+    def probe_places(self) -> tuple[list[Line], bytes, Answer]:
+        """Ask a session without plans where it would recompute, and have it explain every place.
+
+        Returns
+        -------
+        lines : list of Line
+            What ORT's memory optimizer said.
+        graph : bytes
+            The graph that the session executes, as a serialised ONNX model.
+        answer : tuple
+            What it answered, as `probe_memory`.
+        """
+        agent, level = self._execution_agent, self._runtime_options.memory_optimization_level
+        recomputes = self.recomputes
+        self._runtime_options.memory_optimization_level = 0
+        self.explains_places = True
+        with tempfile.TemporaryDirectory(prefix="ortlab-") as folder:
+            self.execution_graph_file = str(Path(folder) / "execution.onnx")
+            try:
+                with runtime_lines("session"):
+                    self.create_session([])
+                with runtime_lines("session") as lines:
+                    session = self._execution_agent
+                    answer = session.get_serialized_ortmodule_memory_stat("", PROBE_ANYWHERE, True)  # noqa: FBT003
+                return lines, Path(self.execution_graph_file).read_bytes(), answer
+            finally:
+                self.explains_places, self.execution_graph_file = False, ""
+                self._runtime_options.memory_optimization_level = level
+                self._execution_agent, self.recomputes = agent, recomputes
 
 
 class _Inference(_SessionOptions, InferenceManager):  # type: ignore[misc] # untyped base
@@ -145,12 +321,19 @@ class _FlattenedModule(_io._FlattenedModule):  # type: ignore[misc] # untyped ba
         super().__init__(module)
         self.training = module.training
 
+    def forward(self, *args: Any) -> Any:
+        """Run the user's module, as `_io._FlattenedModule.forward`."""
+        with user_code():
+            return super().forward(*args)
+
     def train(self, mode: bool = True) -> _FlattenedModule:  # noqa: ARG002, FBT001, FBT002 - torch's signature
         """Change nothing: every part of the user's module is exported in the mode it is in."""
         return self
 
 
-def make_manager(module: torch.nn.Module, options: Options, *, training: bool) -> Any:
+def make_manager(
+    module: torch.nn.Module, options: Options, log: MessageLog, *, training: bool, part: str = ""
+) -> Any:
     """Make the manager that ORTModule would make, with these options.
 
     Call it inside `build_environment`: 1.19.2 reads most options from the environment in its constructor.
@@ -161,25 +344,38 @@ def make_manager(module: torch.nn.Module, options: Options, *, training: bool) -
         The user's module.
     options
         The switches.
+    log
+        Where what it says is kept.
     training
         Whether it shall build a gradient graph.
+    part
+        The module's path in the model that it is a part of; empty for a whole model.
 
     Returns
     -------
     _Training or _Inference
         A manager that has not exported anything yet.
     """
+    # 1.19.2 looks at permission bits only, and may trip over the folder in the export.
+    check_onnx_folder(options)
     debug = DebugOptions(
         log_level=LogLevel[options.log_level],
         save_onnx=options.save_onnx,
-        onnx_prefix=options.save_onnx_prefix or type(module).__name__,
+        onnx_prefix="_".join(
+            filter(None, (options.save_onnx_prefix or type(module).__name__, part.replace(".", "_")))
+        ),
     )
-    logger: logging.Logger = configure_ortmodule_logger(debug.logging.log_level)
+    level = log_level(options.log_level)
+    logger = ortmodule_logger(level, log, get_rank())
+    triton.prepare(options)
     fallback = _FallbackManager(module, _FallbackPolicy.FALLBACK_DISABLE, False, logger)  # noqa: FBT003
     flattened = _FlattenedModule(module)
     manager = (_Training if training else _Inference)(flattened, debug, fallback, logger)
     manager.options = options
-    manager.symbols = {}
+    # At the other levels ONNX Runtime says nothing in a step unless something is wrong, and then at once.
+    manager.collecting = partial(runtime_messages, log, "step") if level.talks_in_steps else None
+    if options.acts("triton"):
+        manager.collecting = partial(triton.stepping, options, manager.collecting)
     manager._first_skip_check_warning = False
     # ORTModule would create a second session in each build, only to print the plans; see memory_report().
     manager._runtime_inspector.memory_ob._is_enabled = False
@@ -192,7 +388,6 @@ def _apply_unnamed_switches(runtime: Any, options: Options) -> None:
     runtime.propagate_cast_ops_level = options.cast_level
     runtime.propagate_cast_ops_strategy = getattr(C.PropagateCastOpsStrategy, options.cast_strategy)
     runtime.propagate_cast_ops_allow = list(options.cast_allow)
-    runtime.use_static_shape = options.static_shape
     runtime.run_symbolic_shape_infer = options.symbolic_shape_inference
     runtime.use_external_gpu_allocator = options.external_gpu_allocator
     runtime.enable_grad_acc_optimization = options.grad_accumulation_cache

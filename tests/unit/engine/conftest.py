@@ -35,7 +35,7 @@ def with_ort(ortmodule, monkeypatch):
 
 @pytest.fixture(scope="session")
 def compiled_runner(tmp_path_factory):
-    from ortlab.engine import function_library
+    from ortlab.engine.functions import library as function_library
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(function_library.CACHE_VARIABLE, str(tmp_path_factory.mktemp("cache")))
@@ -45,7 +45,8 @@ def compiled_runner(tmp_path_factory):
 @pytest.fixture(params=["ctypes", "compiled"])
 def runners(request, ortmodule, compiled_runner):
     """Run Functions in either way; the one that the product chose is put back."""
-    from ortlab.engine import extensions, function_abi
+    from ortlab.engine import extensions
+    from ortlab.engine.functions import abi as function_abi
 
     chosen = extensions._choose_runners()
     if request.param == "compiled":

@@ -103,8 +103,23 @@ def batch(*shape):
 
 POSITIONS = torch.tensor([0, 0, 1, 2])
 
+
+class SqueezeAndExcitation(nn.Module):
+    """Channels weighed by what a pooling sees of them: dimensions that are 1 meet dimensions that are not."""
+
+    def __init__(self):
+        super().__init__()
+        self.before = nn.Conv2d(6, 6, 1)
+        self.weigh = nn.Sequential(nn.Conv2d(6, 2, 1), nn.ReLU(), nn.Conv2d(2, 6, 1), nn.Sigmoid())
+
+    def forward(self, x):
+        hidden = self.before(x)
+        return hidden * self.weigh(F.adaptive_avg_pool2d(hidden, 1))
+
+
 # Wrong numbers without a word: forward, gradients or buffers differ.
 SILENT = {
+    "squeeze and excitation": lambda: (SqueezeAndExcitation(), batch(4, 6, 8, 8)),
     "grouped convolution": lambda: (PositionalConvolution(), batch(2, 39, 64)),
     "convolution, padding same": lambda: (nn.Conv2d(6, 6, 2, padding="same"), batch(4, 6, 8, 8)),
     "batch norm": lambda: (nn.Sequential(nn.BatchNorm2d(6), nn.Conv2d(6, 3, 1)), batch(4, 6, 8, 8)),

@@ -15,9 +15,9 @@ import torch
 from onnx import TensorProto, helper
 from torch import nn
 
-from ortlab.engine import aten_executor
 from ortlab.engine.callback_error import take_error
-from ortlab.engine.dlpack import (
+from ortlab.engine.operators import aten_executor, dlpack
+from ortlab.engine.operators.dlpack import (
     DLManagedTensor,
     give_pointer,
     storage_address,
@@ -219,6 +219,22 @@ def test_an_array_that_torch_refuses_is_given_back():
     with pytest.raises((BufferError, RuntimeError, ValueError)):
         take_pointer(ctypes.addressof(refused))
     assert freed == [ctypes.addressof(refused)]
+
+
+def test_an_array_that_an_interrupt_finds_taken_is_given_back_once(monkeypatch):
+    """Giving it back twice corrupted memory: Ctrl-C, right after torch has taken an input of a kernel."""
+    freed, real = [], dlpack.from_dlpack
+
+    def take_and_stop(capsule):
+        real(capsule)
+        raise KeyboardInterrupt
+
+    array = DLManagedTensor.from_buffer_copy(DLManagedTensor.from_address(give_pointer(X.clone())))
+    array.deleter = type(DLManagedTensor().deleter)(freed.append)
+    monkeypatch.setattr(dlpack, "from_dlpack", take_and_stop)
+    with pytest.raises(KeyboardInterrupt):
+        take_pointer(ctypes.addressof(array))
+    assert freed == [ctypes.addressof(array)]
 
 
 def test_200_calls_leak_nothing():

@@ -13,7 +13,9 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from ortlab.engine import extensions, function_abi, function_library
+from ortlab.engine import extensions
+from ortlab.engine.functions import abi as function_abi
+from ortlab.engine.functions import library as function_library
 from ortlab.errors import BuildError
 
 PACKAGE = "onnxruntime.training.ortmodule.torch_cpp_extensions"
@@ -128,7 +130,7 @@ def test_another_source_or_compiler_is_another_library(cache, tmp_path, monkeypa
     compiler = function_library.find_compiler()
     path = function_library.library_path(compiler)
     with monkeypatch.context() as patch:
-        changed = tmp_path / "function_runner.cpp"
+        changed = tmp_path / "runner.cpp"
         changed.write_text(function_library._SOURCE.read_text() + "\n// another\n")
         patch.setattr(function_library, "_SOURCE", changed)
         assert function_library.library_path(compiler) != path
@@ -143,7 +145,8 @@ def test_another_source_or_compiler_is_another_library(cache, tmp_path, monkeypa
 BUILD_ON_SIGNAL = """
 import sys, time
 from pathlib import Path
-from ortlab.engine import extensions, function_abi
+from ortlab.engine import extensions
+from ortlab.engine.functions import abi
 
 folder, number = Path(sys.argv[1]), sys.argv[2]
 (folder / f"ready-{number}").touch()
@@ -151,7 +154,7 @@ while not (folder / "go").exists():
     time.sleep(0.001)
 stages = []
 library = extensions.build(lambda stage, fraction: stages.append(stage))
-assert function_abi.compiled_runners(library).forward
+assert abi.compiled_runners(library).forward
 print(library, any("Compiling" in stage for stage in stages))
 """
 

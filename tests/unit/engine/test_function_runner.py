@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch.autograd import Function
 
-from ortlab.engine import extensions, function_abi, function_context
+from ortlab.engine import extensions
 from ortlab.engine.callback_error import take_error
+from ortlab.engine.functions import abi as function_abi
+from ortlab.engine.functions import context as function_context
 from ortlab.errors import ExecutionError
 
 # How ORTModule 1.19.2 asks torch for a training export; the product's own builds collect such warnings.

@@ -10,8 +10,9 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ortlab.engine import function_abi, function_context
 from ortlab.engine.callback_error import take_error
+from ortlab.engine.functions import abi as function_abi
+from ortlab.engine.functions import context as function_context
 
 # How ORTModule 1.19.2 asks torch for a training export; the product's own builds collect such warnings.
 pytestmark = pytest.mark.filterwarnings("ignore:Setting `training` to something:DeprecationWarning")

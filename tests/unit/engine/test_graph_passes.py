@@ -6,9 +6,13 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+import torch
 from onnx import TensorProto, helper, shape_inference
+from torch import nn
+from transformers import BertConfig, BertModel
 
-from ortlab.engine import choice_passes, graph_passes
+import ortlab
+from ortlab.engine.passes import choice_passes, graph_passes
 
 FLOAT = TensorProto.FLOAT
 
@@ -142,3 +146,126 @@ def test_installing_twice_is_once(ortmodule):
     before = GraphTransitionManager._infer_shapes
     graph_passes.install()
     assert GraphTransitionManager._infer_shapes is before
+
+
+def test_a_buffer_that_is_cut_to_the_batch_has_the_dimension_of_the_batch():
+    """Left open, the shapes of everything behind it would be unknown, and gradients sum at run time."""
+    config = BertConfig(
+        vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    module, ids = BertModel(config).train(), torch.randint(1, 20, (2, 5))
+    lab = ortlab.wrap(module)
+    module(input_ids=ids).last_hidden_state.sum().backward()
+    values = lab.graph("processed").model.graph.value_info
+    lab.unwrap()
+    (normal,) = (
+        one for one in values if one.name.endswith("embeddings/LayerNorm/LayerNormalization_output_0")
+    )
+    assert [size.dim_param for size in normal.type.tensor_type.shape.dim][:2] == [
+        "input_ids_dim0",
+        "input_ids_dim1",
+    ]
+
+
+def inferred(made):
+    """The dimensions of every result, as the processing of an export infers them."""
+    from onnxruntime.training.ortmodule import _graph_transition_manager as transitions
+
+    graph = transitions.SymbolicShapeInference.infer_shapes(
+        made, auto_merge=True, guess_output_rank=False
+    ).graph
+    return {
+        value.name: [size.dim_value or size.dim_param for size in value.type.tensor_type.shape.dim]
+        for value in graph.value_info
+    }
+
+
+def test_dimensions_that_meet_get_the_name_of_the_first_input(ortmodule):
+    """ORT's own takes any: the shapes of a model, and whether it could be built, depended on PYTHONHASHSEED."""
+    names = ["e", "b", "d", "a", "c"]
+    nodes = [
+        helper.make_node("Add", [left, right], [f"{left}{right}"], name=f"{left}{right}")
+        for left, right in (("a", "b"), ("c", "d"), ("ab", "cd"), ("e", "abcd"))
+    ]
+    made = model(nodes, {name: [f"{name}_rows", 4] for name in names}, ["eabcd"])
+    shapes = inferred(made)
+    assert shapes["abcd"] == shapes["ab"] == shapes["cd"] == ["e_rows", 4]
+
+
+def test_what_was_inferred_before_two_dimensions_met_is_inferred_again(ortmodule):
+    """The size that a Reshape computes would stay a quotient of both, and all behind it without a shape."""
+    nodes = [
+        helper.make_node("Transpose", ["x"], ["turned"], perm=[0, 2, 1]),
+        helper.make_node("MatMul", ["x", "turned"], ["scores"]),
+        helper.make_node("Add", ["scores", "mask"], ["masked"]),
+        helper.make_node("MatMul", ["masked", "x"], ["mixed"]),
+        helper.make_node("Shape", ["x"], ["sizes"]),
+        helper.make_node("Gather", ["sizes", "one"], ["length"]),
+        helper.make_node("Concat", ["keep", "length", "rest"], ["wanted"], axis=0),
+        helper.make_node("Reshape", ["mixed", "wanted"], ["shaped"]),
+        helper.make_node("Add", ["shaped", "x"], ["sum"]),
+        helper.make_node("Relu", ["sum"], ["y"]),
+    ]
+    for index, node in enumerate(nodes):
+        node.name = f"node_{index}"
+    constants = {name: np.array([value], np.int64) for name, value in (("one", 1), ("keep", 0), ("rest", -1))}
+    made = model(nodes, {"mask": ["n", "m", "m"], "x": ["n", "l", 16]}, constants=constants)
+    assert inferred(made)["sum"] == ["n", "m", 16]
+
+
+@pytest.mark.parametrize("operator", ["Mul", "MatMul", "Expand"])
+def test_shapes_with_dimensions_that_may_be_one_are_forgotten(operator):
+    """The gradient would not be summed over them: one head of DeepSeek's keys that is expanded to all."""
+    shapes = {"one": ["heads", 4, 4], "all": ["more_heads", 4, 4]}
+    second = "wanted" if operator == "Expand" else "all"
+    made = model(
+        [
+            helper.make_node("Relu", ["x"], ["one"]),
+            helper.make_node("Relu", ["z"], ["all"]),
+            helper.make_node(operator, ["one", second], ["y"]),
+        ],
+        {"x": ["n", 4, 4], "z": ["n", 4, 4], "wanted": [3]},
+    )
+    shapes["y"] = shapes["all"]
+    made.graph.value_info.extend(
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()
+    )
+    graph_passes.forget_unlike_shapes(made)
+    known = {value.name for value in made.graph.value_info if value.type.tensor_type.HasField("shape")}
+    assert "one" not in known
+
+
+def test_a_cast_to_the_type_that_is_there_is_none():
+    nodes = [
+        helper.make_node("Cast", ["x"], ["same"], to=FLOAT),
+        helper.make_node("Cast", ["x"], ["other"], to=TensorProto.DOUBLE),
+        helper.make_node("Cast", ["other"], ["back"], to=FLOAT),
+        helper.make_node("Mul", ["same", "same"], ["square"]),
+        helper.make_node("Add", ["square", "back"], ["y"]),
+    ]
+    made = model(nodes, {"x": (2, 3)})
+    feeds = arrays({"x": (2, 3)})
+    before = run(made, feeds)
+    graph_passes.forget_needless_casts(made)
+    assert kinds(made) == ["Identity", "Cast", "Cast", "Mul", "Add"]
+    np.testing.assert_array_equal(run(made, feeds), before)
+
+
+class Twice(nn.Module):
+    """Multiplies what a needless cast returns with itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        hidden = self.layer(x).float()
+        return (hidden * hidden).sum()
+
+
+def test_a_needless_cast_that_is_read_twice_is_built():
+    lab = ortlab.wrap(Twice())
+    lab.module(torch.randn(2, 4)).backward()
+    executed_by = lab.status.executed_by
+    lab.unwrap()
+    assert executed_by == "ort"

@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from switch_faults import Dropped, TokenLoss, operators, token_batch
 from torch import nn
 
 from ortlab.engine import patching
@@ -25,51 +22,6 @@ pytestmark = [
 ]
 
 
-class TokenLoss(nn.Module):
-    """Embedding and cross entropy, most of whose labels are to be ignored."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(20, 8, padding_idx=0)
-        self.head = nn.Linear(8, 20)
-        self.criterion = nn.CrossEntropyLoss()
-
-    def forward(self, ids, labels):
-        scores = self.head(torch.tanh(self.embedding(ids)))
-        return self.criterion(scores.view(-1, 20), labels.view(-1))
-
-
-def token_batch():
-    ids = torch.randint(1, 20, (4, 8))
-    return ids, torch.where(torch.rand(4, 8) < 0.3, ids, -100)
-
-
-def operators(wrapped):
-    manager = wrapped._torch_module._execution_manager(True)
-    return [node.op_type for node in manager._onnx_models.optimized_model.graph.node]
-
-
-def raw(script, **environment):
-    """Run a script on 1.19.2 as released; return its standard output, or the last line of its error."""
-    start = (
-        "from fault_cases import unrepaired\nortmodule = unrepaired()\nimport torch\nfrom torch import nn\n"
-    )
-    finished = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", start + script],
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-        env=os.environ
-        | {
-            "ORTMODULE_FALLBACK_POLICY": "FALLBACK_DISABLE",
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        }
-        | environment,
-    )
-    return finished.stdout if not finished.returncode else finished.stderr.strip().splitlines()[-1]
-
-
 SWITCHES = {
     "ORTMODULE_ENABLE_COMPUTE_OPTIMIZER": False,
     "ORTMODULE_ENABLE_EMBEDDING_SPARSE_OPTIMIZER": True,
@@ -77,6 +29,7 @@ SWITCHES = {
 }
 
 
+@pytest.mark.row("T2", "T3", "T4")
 @pytest.mark.parametrize(("switch", "label_is_used"), SWITCHES.items())
 def test_sparsity_switches_do_what_they_say(ortmodule, switch, label_is_used, monkeypatch):
     monkeypatch.setenv(switch, "0")
@@ -95,15 +48,7 @@ def test_sparsity_switches_do_what_they_say(ortmodule, switch, label_is_used, mo
     assert ("ShrunkenGather" in used) == label_is_used
 
 
-def test_as_released_the_switches_end_in_a_type_error():
-    script = """
-from test_repairs import TokenLoss, token_batch
-ortmodule.ORTModule(TokenLoss())(*token_batch())
-"""
-    assert raw(script, ORTMODULE_ENABLE_COMPUTE_OPTIMIZER="0").startswith("TypeError")
-    assert raw(script, ORTMODULE_ENABLE_EMBEDDING_SPARSE_OPTIMIZER="0").startswith("TypeError")
-
-
+@pytest.mark.row("T6")
 def test_a_compute_optimizer_switched_off_after_wrapping_leaves_no_marker(ortmodule):
     wrapped = ortmodule.ORTModule(TokenLoss())
     wrapped._torch_module._execution_manager(True)._runtime_options.enable_compute_optimizer = False
@@ -111,6 +56,7 @@ def test_a_compute_optimizer_switched_off_after_wrapping_leaves_no_marker(ortmod
     assert "PythonOp" not in operators(wrapped)
 
 
+@pytest.mark.row("T9", "T10", "B2")
 @pytest.mark.parametrize("level", ["VERBOSE", "DEVINFO", "INFO", "WARNING", "ERROR", "FATAL"])
 def test_sessions_get_the_severity_that_the_level_means(ortmodule, level, capfd):
     wrapped = ortmodule.ORTModule(
@@ -122,23 +68,7 @@ def test_sessions_get_the_severity_that_the_level_means(ortmodule, level, capfd)
     assert manager._get_session_config()[0].log_severity_level == severities[level]
 
 
-def test_as_released_the_level_fatal_ends_in_an_error():
-    script = """
-level = ortmodule.DebugOptions(log_level=ortmodule.LogLevel.FATAL)
-ortmodule.ORTModule(nn.Linear(2, 2), level)(torch.randn(1, 2))
-"""
-    assert "Error" in raw(script).partition(":")[0]
-
-
-class Dropped(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-
-    def forward(self, x):
-        return nn.functional.dropout(x * self.weight, 0.5, training=self.training)
-
-
+@pytest.mark.row("T13")
 def test_seed_zero_gives_the_first_two_steps_different_masks(ortmodule):
     wrapped, x = ortmodule.ORTModule(Dropped()), torch.ones(200)
     masks = {}
@@ -149,16 +79,6 @@ def test_seed_zero_gives_the_first_two_steps_different_masks(ortmodule):
         masks.setdefault(seed, []).append(first)
     assert torch.equal(*masks[0])
     assert not torch.equal(masks[0][0], masks[1][0])
-
-
-def test_as_released_seed_zero_repeats_its_mask():
-    script = """
-from test_repairs import Dropped
-wrapped, x = ortmodule.ORTModule(Dropped()), torch.ones(200)
-torch.manual_seed(0)
-print("same" if torch.equal(wrapped(x), wrapped(x)) else "different")
-"""
-    assert raw(script).splitlines()[-1] == "same"
 
 
 class Failing(nn.Module):
@@ -204,21 +124,6 @@ def test_models_with_buffers_run_with_the_input_checks_on(ortmodule, monkeypatch
     for _ in range(2):
         wrapped(torch.randn(6, 4)).sum().backward()
     assert module[1].num_batches_tracked == 2
-
-
-class Opaque:
-    def __init__(self, tensor):
-        self.tensor = tensor
-
-
-def test_an_output_that_is_no_tensor_is_named(ortmodule):
-    class Returning(nn.Linear):
-        def forward(self, x):
-            return super().forward(x), Opaque(x)
-
-    with pytest.raises(BuildError, match="Opaque") as refusal:
-        ortmodule.ORTModule(Returning(2, 2))(torch.randn(1, 2))
-    assert "use_cache" in refusal.value.fix
 
 
 class Counting(nn.Module):

@@ -3,24 +3,52 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from ortlab.engine.schema import call_schema, difference, module_schema, module_state
+from ortlab.engine.schema import ModuleReader, call_schema, difference, module_schema, module_state
 
 
 class Configured(nn.Sequential):
     """A model with attributes of its own and a config, as those of transformers have."""
+
+    def halved(self, x):
+        return x / 2
+
+
+def scaled_by(factor):
+    def forward(x):
+        return x * factor
+
+    return forward
+
+
+def counted(model, name):
+    """Return the closure's cell of a function that is an attribute."""
+    return getattr(model, name).__closure__[0]
+
+
+@pytest.fixture(autouse=True)
+def class_as_it_was():
+    method = Configured.halved
+    yield
+    Configured.halved = method
 
 
 @pytest.fixture
 def model():
     torch.manual_seed(0)
     model = Configured(nn.Linear(4, 4), nn.Dropout(0.1), nn.BatchNorm1d(4))
-    model.temperature, model.doubled, model.config = 1.0, None, SimpleNamespace(output_attentions=False)
+    model.temperature, model.doubled = 1.0, None
+    model.config = SimpleNamespace(output_attentions=False, sizes=[1, 2])
+    model.offset, model.widths, model.scaled = torch.zeros(2), {"a": [1, 2]}, scaled_by(2)
+    model.append(nn.Tanh())
+    model[0].register_buffer("angles", torch.ones(3), persistent=False)
     return model
 
 
@@ -75,16 +103,58 @@ CHANGES = {
     "a number of one's own": lambda model: setattr(model, "temperature", 0.5),
     "a flag of one's own": lambda model: setattr(model, "doubled", True),
     "a setting": lambda model: setattr(model.config, "output_attentions", True),
+    "a setting in a list": lambda model: model.config.sizes.append(3),
     "another part": lambda model: model.append(nn.ReLU()),
+    "a part of another class": lambda model: model.__setitem__(3, nn.Sigmoid()),
+    "a forward put on a part": lambda model: setattr(model[3], "forward", torch.sin),
+    "a hook on a part": lambda model: model[0].register_forward_hook(lambda *_: None),
+    "a tensor of one's own": lambda model: setattr(model, "offset", torch.ones(2)),
+    "a tensor written to": lambda model: model.offset.add_(1),
+    "a number in a dict in a list": lambda model: model.widths["a"].append(3),
+    "a function": lambda model: setattr(model, "scaled", torch.relu),
+    "what a function closes over": lambda model: setattr(counted(model, "scaled"), "cell_contents", 3),
+    "a method of the class": lambda _: setattr(Configured, "halved", lambda _self, x: x / 3),
+    "a buffer that is a constant": lambda model: model[0].angles.mul_(2),
+    "a shape": lambda model: setattr(model[0].weight, "data", torch.zeros(5, 4)),
+    "an attribute that was not there": lambda model: setattr(model[3], "power", 2),
+    "True in place of 1": lambda model: setattr(model, "temperature", True),
 }
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_changes_of_the_module_matter(model, name):
-    before, state = module_schema(model), module_state(model)
+    reader = ModuleReader(model)
+    before, state = module_schema(model), reader.state()
+    assert reader.state() == state
     CHANGES[name](model)
     assert difference(before, module_schema(model))
-    assert module_state(model) != state
+    assert reader.state() != state
+
+
+def test_a_forward_of_the_object_matters(model):
+    one, two = (module_schema(model, [scaled_by(factor)]) for factor in (1, 2))
+    assert difference(one, two) == "the forward of this module changed"
+    assert ModuleReader(model, [scaled_by(1)]).state() != ModuleReader(model, [scaled_by(2)]).state()
+
+
+def test_long_tables_are_not_read_through(model):
+    model.config.label2id = {str(number): number for number in range(1000)}
+    reader = ModuleReader(model)
+    state = reader.state()
+    assert reader.state() == state
+    model.config.label2id["another"] = 1000
+    assert reader.state() != state
+
+
+def test_parts_that_were_taken_out_are_let_go(model):
+    reader = ModuleReader(model)
+    reader.state()
+    part = weakref.ref(model[3])
+    model[3] = nn.Identity()
+    state = reader.state()
+    gc.collect()
+    assert part() is None
+    assert reader.state() == state
 
 
 def test_training_does_not_change_the_schema(model):

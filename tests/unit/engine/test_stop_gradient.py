@@ -265,7 +265,7 @@ def test_gradient_of_an_input():
 
 WITHOUT_REPAIR = """
 import torch, ortlab
-from ortlab.engine import gradient_stops
+from ortlab.engine.tracing import gradient_stops
 gradient_stops.install = lambda: None
 
 class Net(torch.nn.Linear):
@@ -454,3 +454,17 @@ def test_transformers_pay_nothing(make):
     for (name, parameter), other in zip(model.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-6, msg=name)
     assert stops(lab) == 0
+
+
+def test_assigning_data_that_is_there_already_is_nothing_to_refuse(nets, with_ort):
+    """A router that converts its weights to the dtype that they have, in each forward."""
+
+    def body(net, h):
+        net.after.to(h.dtype)
+        return h * 2
+
+    reference, module = nets(body)
+    wrapped, x = with_ort(module), torch.randn(5, 6)
+    for model in (reference, wrapped):
+        model(x).backward()
+    torch.testing.assert_close(module.before.weight.grad, reference.before.weight.grad)

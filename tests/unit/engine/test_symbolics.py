@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -11,11 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from fault_cases import LOUD, SILENT, Wrapped, largest_difference
+from fault_cases import LOUD, SILENT, largest_difference
 from torch import nn
-from torch.nn import functional as F
 
-from ortlab.engine import load, symbolics
+import ortlab
+from ortlab.engine import load
+from ortlab.engine.operators import symbolics
 from ortlab.errors import BuildError
 
 TOLERANCE = 1e-5
@@ -85,53 +87,101 @@ def test_layers_between_layers_agree_with_pytorch(layer):
     assert largest_difference(load(), build) <= TOLERANCE
 
 
+class BothDirections(nn.Module):
+    """ONNX Runtime's LSTM and GRU train in the forward direction only."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.layer = kind(4, 3, num_layers=2, bidirectional=True)
+
+    def forward(self, x):
+        return self.layer(x)[0]
+
+
+@pytest.mark.filterwarnings("ignore:PyTorch's kernels run:UserWarning")
+@pytest.mark.filterwarnings("ignore:Exporting a model to ONNX with a batch_size other than 1:UserWarning")
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_layers_of_both_directions_agree_with_pytorch(kind):
+    assert largest_difference(load(), lambda: (BothDirections(kind), (torch.randn(5, 3, 4),))) <= TOLERANCE
+
+
 def test_a_kernel_that_is_a_buffer_agrees_with_pytorch():
     from fault_cases import ConstantKernel
 
     assert largest_difference(load(), lambda: (ConstantKernel(), (torch.randn(2, 6, 9, 9),))) <= TOLERANCE
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_cross_entropy_by_torch_agrees_with_pytorch(weighted, reduction):
-    class Loss(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scores = nn.Linear(8, 5)
-            self.register_buffer("weight", torch.rand(5) if weighted else None)
-            self.register_buffer("target", torch.tensor([0, 4, -100, 2, 1, 1]))
-
-        def forward(self, x):
-            return F.cross_entropy(self.scores(x), self.target, weight=self.weight, reduction=reduction)
-
-    token = symbolics.ATEN_CROSS_ENTROPY.set(True)
-    try:
-        assert largest_difference(load(), lambda: (Loss(), (torch.randn(6, 8),))) <= TOLERANCE
-    finally:
-        symbolics.ATEN_CROSS_ENTROPY.reset(token)
-
-
-REFUSED = {
-    "label smoothing": lambda h, _, x: F.cross_entropy(h, x.argmax(-1), label_smoothing=0.1),
-    "class probabilities": lambda h, _, x: F.cross_entropy(h, x.softmax(-1)),
-    "accumulate=True": lambda h, _, x: x.index_put((torch.tensor([0, 0]),), h[:2], accumulate=True),
-    "scatter_reduce": lambda h, _, x: h.scatter_reduce(0, (x > 0).long(), h.exp(), "amax"),
-    "adaptive_max_pool1d": lambda h, *_: F.adaptive_max_pool1d(h[None], 2),
-}
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_mended_is_refused_by_name(what):
-    wrapped = load().ORTModule(Wrapped(REFUSED[what]))
-    with pytest.raises(BuildError, match=what) as refusal:
-        wrapped(torch.randn(5, 8))
-    assert refusal.value.fix
-
-
 def test_instance_norm_with_statistics_is_refused():
     wrapped = load().ORTModule(nn.InstanceNorm2d(6, track_running_stats=True, affine=True))
     with pytest.raises(BuildError, match="InstanceNorm"):
         wrapped(torch.randn(2, 6, 5, 5))
+
+
+class Strided(nn.Module):
+    """A layer whose result is read by its layout in memory."""
+
+    def __init__(self, before, *more):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.before = before
+        self.more = more
+
+    def forward(self, x):
+        return torch.as_strided(self.before(self.layer(x)), (2, 2), (1, 2), *self.more)
+
+
+@pytest.mark.parametrize(
+    ("before", "more"),
+    [
+        (lambda h: h, ()),
+        (lambda h: h.t().contiguous(), ()),
+        (torch.t, ()),
+        (lambda h: h[:, :, None].permute(2, 1, 0), (3,)),
+    ],
+    ids=["as it is", "copied", "transposed", "permuted, from an offset on"],
+)
+def test_memory_is_read_by_its_layout(before, more):
+    """Torch's own export takes each tensor for contiguous."""
+    build = lambda: (Strided(before, *more), (torch.randn(3, 4),))  # noqa: E731 - it is one line
+    assert largest_difference(load(), build) <= TOLERANCE
+
+
+class Windows(nn.Module):
+    """Overlapping windows, as the local attention of Longformer makes them: the strides come from the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.layer(x)
+        batch, width = h.stride()
+        return h.as_strided((h.shape[0] - 1, 2, h.shape[1]), (batch, batch, width)).prod(1)
+
+
+def test_places_in_memory_are_those_of_each_batch():
+    module = Windows().train()
+    reference = copy.deepcopy(module)
+    lab = ortlab.wrap(module)
+    for rows in (4, 6):
+        x = torch.randn(rows, 4)
+        torch.testing.assert_close(module(x), reference(x))
+    lab.unwrap()
+
+
+@pytest.mark.parametrize(
+    ("before", "more", "reason"),
+    [
+        (lambda h: h[:, :2], (), "other memory in between"),
+        (lambda h: h[:1].expand(3, -1), (), "share memory"),
+        (lambda h: h[:1], (3,), "beyond"),
+        (lambda h: h[1:], (4,), "storage_offset"),
+    ],
+)
+def test_memory_that_a_graph_does_not_show_is_not_read(before, more, reason):
+    with pytest.raises(BuildError) as refusal:
+        load().ORTModule(Strided(before, *more))(torch.randn(3, 4))
+    assert reason in str(refusal.value)
 
 
 def test_a_graph_for_inference_stays_plain_onnx():

@@ -67,7 +67,16 @@ def view_after_the_write(y):
     return y.view(-1) + y.flatten()
 
 
+def another_row_after_the_write(y):
+    y = y * 1
+    row = y[0]
+    for other in (1, 2):  # as the positions of Qwen3.5
+        row[other:] = y[other, other:]
+    return row * y[2]
+
+
 RIGHT = [
+    another_row_after_the_write,
     sliced,
     assigned,
     augmented,
@@ -121,7 +130,23 @@ def slice_before_the_write(y):
     return row * 1
 
 
+def the_same_row_after_the_write(y):
+    y = y * 1
+    row = y[0]
+    row[1:3] = 2.0
+    return y[0] * 1
+
+
+def all_rows_after_the_write(y):
+    y = y * 1
+    row = y[0]
+    row[1:3] = 2.0
+    return y * 1
+
+
 WRONG = [
+    all_rows_after_the_write,
+    the_same_row_after_the_write,
     through_a_view,
     through_a_transpose,
     through_two_views,

@@ -1,0 +1,42 @@
+"""Executions of an engine beside those that it has: built anew in a block, and forgotten at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+from ortlab.engine import exports
+from ortlab.engine.built_sessions import BuiltSessions
+
+if TYPE_CHECKING:
+    from ortlab.engine.ort import OrtEngine
+
+_STATE: Final = (
+    "_sessions",
+    "_failed",
+    "_starts_over",
+    "executed_by",
+    "fallback_reason",
+    "rebuild_reason",
+    "options",
+)
+
+
+@contextmanager
+def built_apart(engine: OrtEngine) -> Iterator[None]:
+    """Let an engine build what it needs in the block anew; afterwards it has again what it had before."""
+    before = {name: getattr(engine, name) for name in _STATE}
+    engine._sessions, engine._failed, engine._starts_over = BuiltSessions(), None, False
+    # Files of exports and graphs are the user's: nothing of the block goes there.
+    engine.options = engine.options.replace(export_cache_dir="", save_onnx=False, fallback=False)
+    try:
+        with exports.set_aside(engine._module):
+            try:
+                yield
+            finally:
+                engine._sessions.release()
+                exports.forget(engine._module)
+    finally:
+        for name, value in before.items():
+            setattr(engine, name, value)

@@ -1,0 +1,166 @@
+"""What PyTorch refuses in a backward pass is refused for a wrapped model, too.
+
+The autograd node of 1.19.2 (``_training_manager.py``, `_ORTModuleFunction`) tells autograd of one output, and of no
+input, that its backward reads it. So where a weight, a batch or an output is written to between forward and backward,
+gradients are computed with the new values, without a word. A second backward through one forward ends in an
+AttributeError, and the gradient of a gradient (`create_graph=True`) is lost.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from ortlab.engine.tracing.buffers import advanced_by_graph
+from ortlab.errors import ExecutionError
+
+if TYPE_CHECKING:
+    import onnx
+
+_SAME_MEMORY: Final = frozenset(
+    {"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
+)
+"""Operators whose output may be their input's memory, or that an optimiser of the session may look through."""
+
+_WITHOUT_VALUES: Final = frozenset({"Shape", "Size"})
+
+
+class GuardedBackward:
+    """Mixed into ORTModule's training manager: the autograd node of a forward pass, with PyTorch's care."""
+
+    recomputes = False
+    _onnx_models: Any
+    _graph_info: Any
+    _graph_transition_manager: Any
+
+    def _create_autofunction_class(self) -> type:
+        function: Any = super()._create_autofunction_class()  # type: ignore[misc] # untyped base
+        manager = self
+
+        class _ORTModuleFunction(function):  # type: ignore[misc] # the name says in `grad_fn` who ran the forward
+            @staticmethod
+            def forward(ctx: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+                outputs: tuple[torch.Tensor, ...] = function.forward(ctx, *inputs)
+                read = manager._read(inputs)
+                ctx.versions = [
+                    (name, weakref.ref(tensor), tensor._version)
+                    for name, tensor in read
+                    if not tensor.is_inference()  # which has none, and which autograd refuses to keep
+                ]
+                kept = manager._graph_info.module_output_indices_requires_save_for_backward
+                ctx.save_for_backward(
+                    *(outputs[index] for index in kept if index < len(outputs)),
+                    *(tensor for _, tensor in read),
+                )
+                return outputs
+
+            @staticmethod
+            def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+                if not hasattr(ctx.run_info, "state"):
+                    raise _used_up()
+                try:
+                    _ = ctx.saved_tensors
+                except RuntimeError as error:
+                    raise _changed(ctx.versions, error) from error
+                # 1.19.2 would read them again, which torch.utils.checkpoint refuses.
+                read = SimpleNamespace(run_info=ctx.run_info, saved_tensors=())
+                found = function.backward(read, *gradients)
+                if torch.is_grad_enabled():  # create_graph=True
+                    anchor = torch.zeros((), requires_grad=True)
+                    return _FirstDerivative.apply(anchor, *found)  # type: ignore[no-untyped-call]
+                return found
+
+        return _ORTModuleFunction
+
+    def _read(self, inputs: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+        """Return name and tensor of the inputs that the backward reads."""
+        info = self._graph_transition_manager._post_export_processed_model_info
+        model = self._onnx_models.optimized_model
+        known = vars(self).get("_known_reads")
+        if known is None or known[0] is not model:
+            names = (
+                {value.name for value in model.graph.input} if self.recomputes else read_in_backward(model)
+            )
+            names -= set(
+                advanced_by_graph(info._post_export_processed_model)
+            )  # 1.19.2 and ortlab write these
+            known = self._known_reads = (model, names)
+        pairs = zip(info.onnx_graph_input_names, inputs, strict=False)
+        return [(name, tensor) for name, tensor in pairs if name in known[1]]
+
+
+class _FirstDerivative(torch.autograd.Function):
+    """Hands gradients on and refuses theirs."""
+
+    @staticmethod
+    def forward(_ctx: Any, _anchor: torch.Tensor, *gradients: torch.Tensor | None) -> Any:  # type: ignore[override]
+        return gradients
+
+    @staticmethod
+    def backward(_ctx: Any, *_gradients: torch.Tensor | None) -> Any:
+        raise ExecutionError(
+            "The gradient of a gradient was asked for, through a wrapped model (create_graph=True).",
+            why="ONNX Runtime computes first derivatives only.",
+            fix="Use PyTorch for such steps, as a gradient penalty or a Hessian needs: lab.set(engine='eager').",
+        )
+
+
+def read_in_backward(model: onnx.ModelProto) -> set[str]:
+    """Return the inputs of a gradient graph whose values its backward part reads.
+
+    Parameters
+    ----------
+    model
+        A graph with forward and backward in one; ORT's `YieldOp` is between them.
+    """
+    graph = model.graph
+    makers = {name: node for node in graph.node for name in node.output if name}
+    forward: set[str] = set()
+    pending = [name for node in graph.node if node.op_type == "YieldOp" for name in node.input]
+    while pending:
+        name = pending.pop()
+        if name not in forward:
+            forward.add(name)
+            pending += makers[name].input if name in makers else ()
+    inputs = {value.name for value in graph.input}
+    read: set[str] = set()
+    for node in graph.node:
+        if node.op_type in _WITHOUT_VALUES or not forward.isdisjoint(node.output):
+            continue
+        for name in node.input:
+            source = name
+            while source in makers and makers[source].op_type in _SAME_MEMORY:
+                source = makers[source].input[0]
+            if source in inputs and node.op_type != "YieldOp":
+                read.add(source)
+    return read
+
+
+def _used_up() -> ExecutionError:
+    return ExecutionError(
+        "backward() came a second time through one forward pass of a wrapped model.",
+        why="ONNX Runtime frees what it has kept for the backward as soon as that has run, retain_graph or not.",
+        fix="Add the losses up and call backward() once, or call the model again. For a Jacobian, or two backward "
+        "passes of a multi-task loss, use PyTorch: lab.set(engine='eager').",
+    )
+
+
+def _changed(
+    versions: Sequence[tuple[str, weakref.ref[torch.Tensor], int]], error: RuntimeError
+) -> Exception:
+    if "modified by an inplace operation" not in str(error):
+        return error
+    present = [(name, reference(), version) for name, reference, version in versions]
+    names = [name for name, tensor, version in present if tensor is not None and tensor._version != version]
+    shown = ", ".join(name.removeprefix("_original_module.") for name in names[:3])
+    shown = shown + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "an output of the model"  # noqa: PLR2004
+    return ExecutionError(
+        f"Written to between a forward pass and its backward: {shown}.",
+        why="The backward reads it, and with the new values its gradients would be wrong; PyTorch refuses it, too.",
+        fix="Call backward() before optimizer.step() and before you write to a batch or an output in place; "
+        "or call the model again.",
+    )

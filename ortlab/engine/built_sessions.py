@@ -1,0 +1,90 @@
+"""The sessions that a module has: the last one of each mode, and some for other calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from ortlab.engine.execution import Execution
+    from ortlab.engine.exports import BuiltGraph, KeptExport
+    from ortlab.options import Options
+
+_EARLIER_KEPT: Final = 3
+"""Sessions for other calls than the last one; each has its own graph, and none has the weights.
+
+The two steps of a GAN alternate, and so do batches of one and of several; and two calls that are unlike may come before
+one backward.
+"""
+
+
+@dataclass(frozen=True)
+class Built:
+    """What runs calls of one kind: an execution, and what it was made for and of."""
+
+    kept: KeptExport
+    graph: BuiltGraph
+    options: Options
+    deterministic: bool
+    execution: Execution
+
+
+class BuiltSessions:
+    """The sessions of one module."""
+
+    def __init__(self) -> None:
+        self._last: dict[bool, Built] = {}
+        self._earlier: list[Built] = []
+
+    def last(self, *, training: bool | None = None) -> Built | None:
+        """Return what ran last in a mode; without a mode in training, or else in inference. None if nothing did."""
+        if training is None:
+            return self._last.get(True) or self._last.get(False)
+        return self._last.get(training)
+
+    def earlier(self, *, training: bool) -> Sequence[Built]:
+        """Return what ran in a mode before, and is kept."""
+        return [one for one in self._earlier if one.execution.training == training]
+
+    def exports(self) -> list[KeptExport]:
+        """Return the export of what ran last in each mode."""
+        return [built.kept for built in self._last.values()]
+
+    def keep(self, built: Built, usable: Callable[[Built], bool]) -> None:
+        """Make it what runs in its mode, and keep what ran before, whose backward may be to come.
+
+        Parameters
+        ----------
+        built
+            New, or one of `earlier`.
+        usable
+            Tells of an earlier one whether it could run a call again; if not, its session is freed.
+        """
+        training = built.execution.training
+        before = self._last.get(training)
+        self._last[training] = built
+        self._earlier = [one for one in self._earlier if one is not built]
+        if before is not None and before is not built:
+            self._earlier.append(before)
+        latest = self._earlier[-_EARLIER_KEPT:]
+        self.release_earlier(keep=lambda one: one in latest and usable(one))
+
+    def release_earlier(self, keep: Callable[[Built], bool] = lambda _: False) -> None:
+        """Free the earlier sessions, but for those to keep."""
+        for one in self._earlier:
+            if not keep(one):
+                one.execution.release_session()
+        self._earlier = [one for one in self._earlier if keep(one)]
+
+    def release_last(self, *, training: bool) -> None:
+        """Free what ran last in a mode, if anything did."""
+        built = self._last.pop(training, None)
+        if built is not None:
+            built.execution.release_session()
+
+    def release(self) -> None:
+        """Free all of them."""
+        for training in (True, False):
+            self.release_last(training=training)
+        self.release_earlier()

@@ -1,0 +1,178 @@
+"""The code of installed packages that a model reaches: by version, by the content of its files, and by its patches.
+
+The version of a package does not show that somebody has edited one of its files in place, or has put a function of
+their own into one of its modules while Python ran. Both are common with models of transformers, so the files that a
+model's modules are made of are read, with those that they import of the same package.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from ortlab.engine.disk_cache.code_origin import (
+    OWN,
+    origin_of_class,
+    origin_of_function,
+    origin_of_module,
+    version_of,
+)
+
+_BY_VERSION: Final = frozenset(
+    (
+        "",
+        "python",
+        "torch",
+        "numpy",
+        "onnx",
+        "onnxruntime",
+        "ortlab",
+        "functorch",
+        "torchgen",
+        "scipy",
+        "sympy",
+    )
+)
+"""Packages whose version says enough; their number of files does not allow to read them all."""
+
+_SETTINGS: Final = (bool, int, float, str, type(None))
+_RANDOM_NAME: Final = re.compile(r"[0-9a-f]{8}-?(?:[0-9a-f]{4}-?){3}[0-9a-f]{12}")
+"""A UUID: what a process calls itself to others, as ``transformers.utils.hub.SESSION_ID``."""
+
+
+class InstalledCode:
+    """Modules and classes of installed packages."""
+
+    def __init__(self) -> None:
+        self._modules: dict[str, types.ModuleType] = {}
+        self._classes: dict[int, type] = {}
+        self._packages: set[str] = set()
+
+    def reach(self, name: str) -> None:
+        """Note that a module is reached."""
+        module = sys.modules.get(name)
+        if module is not None and name not in self._modules:
+            self._packages.add(origin_of_module(name))
+            self._modules[name] = module
+
+    def reach_class(self, kind: type) -> None:
+        """Note that a class is reached."""
+        self._classes.setdefault(id(kind), kind)
+        self.reach(kind.__module__)
+
+    def names(self) -> set[str]:
+        """Names of attributes that the methods of these classes use."""
+        found = set[str]()
+        for kind in self._classes.values():
+            if origin_of_module(kind.__module__) not in _BY_VERSION:
+                for value in vars(kind).values():
+                    found.update(_names_in(value))
+        return found
+
+    def replaced_functions(self) -> Iterator[tuple[types.FunctionType, str]]:
+        """Yield the user's functions that stand in these modules and classes, with their places."""
+        self._follow_imports()
+        for kind in list(self._classes.values()):
+            yield from _foreign(vars(kind), f"{kind.__module__}.{kind.__qualname__}")
+        for name in sorted(self._modules):
+            for member, value in list(vars(self._modules[name]).items()):
+                place = f"{name}.{member}"
+                if isinstance(value, types.FunctionType):
+                    yield from _foreign({member: value}, name)
+                elif isinstance(value, type):
+                    if value.__module__ == name and origin_of_module(name) not in _BY_VERSION:
+                        yield from _foreign(vars(value), place)
+                elif origin_of_class(type(value)) != OWN and not isinstance(value, types.ModuleType):
+                    yield from _foreign(_tables(value), place)  # a registry such as ALL_ATTENTION_FUNCTIONS
+
+    def facts(self) -> list[str]:
+        """Describe these packages and modules."""
+        self._follow_imports()
+        facts = [f"{package} {version_of(package)}" for package in sorted(self._packages - {OWN})]
+        for name in sorted(self._modules):
+            module = self._modules[name]
+            if origin_of_module(name) in _BY_VERSION:
+                continue
+            facts += [name, _file_digest(getattr(module, "__file__", None) or "")]
+            facts += [
+                f"{key}={value!r}"
+                for key, value in sorted(vars(module).items())
+                if type(value) in _SETTINGS
+                and not key.startswith("__")
+                and not (isinstance(value, str) and _RANDOM_NAME.fullmatch(value))
+            ]
+        return facts
+
+    def _follow_imports(self) -> None:
+        pending = list(self._modules.values())
+        while pending:
+            module = pending.pop()
+            origin = origin_of_module(module.__name__)
+            # A module that loads its parts when they are asked for holds what other code has asked for.
+            if origin in _BY_VERSION or type(module) is not types.ModuleType:
+                continue
+            for value in list(vars(module).values()):
+                if isinstance(value, types.ModuleType):
+                    name = value.__name__
+                elif isinstance(value, (types.FunctionType, type)):
+                    name = value.__module__ or ""
+                else:
+                    continue
+                if name in self._modules or name not in sys.modules or origin_of_module(name) != origin:
+                    continue
+                self.reach(name)
+                pending.append(sys.modules[name])
+
+
+def _names_in(value: object) -> Iterator[str]:
+    value = getattr(value, "__func__", getattr(value, "fget", value))
+    while isinstance(value, types.FunctionType):
+        pending = [value.__code__]
+        while pending:
+            code = pending.pop()
+            yield from code.co_names
+            pending += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+        value = getattr(value, "__wrapped__", None)
+
+
+def _foreign(members: Mapping[str, Any], place: str) -> Iterator[tuple[types.FunctionType, str]]:
+    for name, value in list(members.items()):
+        function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+        if isinstance(function, types.FunctionType) and _is_users(function):
+            yield function, f"{place}.{name}"
+        elif type(value) is dict:
+            for key, item in list(value.items()):
+                if isinstance(item, types.FunctionType) and _is_users(item):
+                    yield item, f"{place}.{name}[{key!r}]"
+
+
+def _is_users(function: types.FunctionType) -> bool:
+    return origin_of_function(function) == OWN
+
+
+def _tables(value: object) -> Mapping[str, Any]:
+    return {
+        name: table
+        for attributes in (getattr(value, "__dict__", {}), vars(type(value)))
+        for name, table in attributes.items()
+        if type(table) is dict
+    }
+
+
+def _file_digest(file: str) -> str:
+    try:
+        state = Path(file).stat()
+    except OSError:
+        return ""
+    return _digest_of_state(file, state.st_size, state.st_mtime_ns)
+
+
+@functools.cache
+def _digest_of_state(file: str, _size: int, _changed: int) -> str:
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()

@@ -1,0 +1,17 @@
+"""What a fingerprint of code and objects cannot describe."""
+
+from __future__ import annotations
+
+
+class Uncovered(Exception):  # noqa: N818 - an answer, not an error
+    """Something that a fingerprint cannot describe.
+
+    Attributes
+    ----------
+    thing
+        What it is, in words: "`scale`, which Net.forward uses: an object of class foreign.Scale".
+    """
+
+    def __init__(self, thing: str) -> None:
+        self.thing = thing
+        super().__init__(thing)

@@ -1,0 +1,150 @@
+"""The compiled Function runners, in the user's cache: built once, by any number of processes at once.
+
+The source (``runner.cpp``) includes nothing of Python or torch, so one library serves every
+version of both; the key is made of what does matter: the source, the compiler and the platform.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import platformdirs
+from filelock import FileLock
+
+from ortlab.errors import BuildError
+
+CACHE_VARIABLE: Final = "ORTLAB_CACHE_DIR"
+"""Environment variable with the folder to use instead of the user's cache folder."""
+
+Progress = Callable[[str, float], None]
+"""Called with what is being done and the fraction done so far."""
+
+_SOURCE: Final = Path(__file__).with_name("runner.cpp")
+_FLAGS: Final = ("-std=c++14", "-O1", "-fPIC", "-shared")
+
+
+def cache_folder() -> Path:
+    """Return the folder for what ortlab builds; it need not exist."""
+    named = os.environ.get(CACHE_VARIABLE)
+    return Path(named) if named else platformdirs.user_cache_path("ortlab")
+
+
+def library_path(compiler: str) -> Path:
+    """Return where the library of this source, compiler and platform is or would be.
+
+    Parameters
+    ----------
+    compiler
+        Path of a C++ compiler, as :func:`find_compiler` returns it.
+    """
+    facts = (
+        _SOURCE.read_text(encoding="utf-8"),
+        compiler,
+        _version(compiler),
+        sysconfig.get_platform(),
+        *_FLAGS,
+    )
+    key = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
+    return cache_folder() / f"function_runner-{key}.so"
+
+
+def find_compiler() -> str:
+    """Return the path of the machine's C++ compiler: ``CXX``, or else ``c++``, ``g++``, ``clang++``.
+
+    Raises
+    ------
+    BuildError
+        If there is none, or if its C++ could not be that of ONNX Runtime.
+    """
+    if sys.platform == "win32":
+        # ORT is built with Visual C++ there; what is on PATH is MinGW, if anything: another std::vector.
+        raise BuildError(
+            "The runner of custom autograd Functions cannot be compiled on Windows yet.",
+            why="It has to be compiled with Visual C++, as ONNX Runtime was, and ortlab cannot drive that.",
+            fix="Use Linux, WSL or macOS for models with custom autograd Functions; other models run here.",
+        )
+    for name in filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")):
+        found = shutil.which(name)
+        if found:
+            return found
+    raise BuildError(
+        "There is no C++ compiler.",
+        why="Neither CXX nor c++, g++ or clang++ names one.",
+        fix="Install one (Debian and Ubuntu: `apt install g++`; macOS: `xcode-select --install`) or set CXX.",
+    )
+
+
+def build(progress: Progress | None = None) -> Path:
+    """Compile the Function runners, unless the cache has them.
+
+    Any number of processes may do so at once: one compiles, the others wait for it. The library appears in
+    the cache under its name only when it is complete.
+
+    Parameters
+    ----------
+    progress
+        Called with each stage.
+
+    Returns
+    -------
+    library
+        For :func:`ortlab.engine.functions.abi.compiled_runners`.
+
+    Raises
+    ------
+    BuildError
+        If there is no compiler, it fails, or the cache folder cannot be written.
+    """
+    report = progress or _say_nothing
+    report("Looking for a C++ compiler", 0.0)
+    compiler = find_compiler()
+    library = library_path(compiler)
+    try:
+        if not library.is_file():
+            report("Waiting for the cache folder", 0.1)
+            library.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(library.with_suffix(".lock")):
+                if not library.is_file():
+                    report("Compiling the runner of autograd Functions", 0.2)
+                    _compile(compiler, library)
+    except OSError as error:
+        raise BuildError(
+            f"The cache folder {library.parent} cannot be used.",
+            why=str(error),
+            fix=f"Make it writable, or set {CACHE_VARIABLE} to a folder that is.",
+        ) from error
+    report("Ready", 1.0)
+    return library
+
+
+def _say_nothing(stage: str, fraction: float) -> None:
+    """Take the progress of a build that nobody watches."""
+
+
+def _compile(compiler: str, library: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        unfinished = Path(folder) / library.name
+        command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(unfinished)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise BuildError(
+                f"{compiler} could not compile {_SOURCE.name}.",
+                why=(done.stderr or done.stdout).strip(),
+                fix="Set CXX to another C++ compiler (C++14) and run `ortlab build` again.",
+            )
+        unfinished.replace(library)
+
+
+def _version(compiler: str) -> str:
+    """Return the first line of ``compiler --version``, so that an upgrade in place is another compiler."""
+    done = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    return done.stdout.partition("\n")[0]

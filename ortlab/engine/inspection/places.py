@@ -1,0 +1,165 @@
+"""Where in a model something happens: the module, by its path, and the line of source."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Final
+
+import onnxruntime
+import torch
+
+import ortlab
+from ortlab.graphs.scopes import INSIDE, joined, path_in
+from ortlab.preflights.findings import Place
+
+_NOT_THE_MODEL: Final = tuple(
+    f"{Path(one.__file__ or '').parent}{os.sep}" for one in (torch, onnxruntime, ortlab)
+)
+_TORCH, _ONNX_RUNTIME, _ORTLAB = _NOT_THE_MODEL
+"""Folders of code that is not the model's."""
+
+_SOURCE: Final = re.compile(r"^(?P<file>.+)\((?P<line>\d+)\): \S+$")
+
+
+def is_model_code(filename: str) -> bool:
+    """Tell whether code in this file is the model's: no part of torch, ONNX Runtime, ortlab or the interpreter."""
+    return not filename.startswith((*_NOT_THE_MODEL, "<frozen"))
+
+
+def model_line(stack: str) -> str:
+    """Return "file:line" of the innermost frame of the model's code in a stack as torch writes it; "" if none is."""
+    for line in stack.splitlines():
+        found = _SOURCE.match(line)
+        if found and is_model_code(found["file"]):
+            return f"{found['file']}:{found['line']}"
+    return ""
+
+
+def in_onnx_runtime() -> bool:
+    """Tell whether ONNX Runtime's Python code has called torch here: a hook of an export, which looks at the batch."""
+    for frame in _outwards(sys._getframe(1)):
+        if not frame.f_code.co_filename.startswith((_TORCH, _ORTLAB)):
+            return frame.f_code.co_filename.startswith(_ONNX_RUNTIME)
+    return False
+
+
+class Places:
+    """Finds modules of a model by stack frames, traced nodes and names in a graph.
+
+    Parameters
+    ----------
+    model
+        The model; the paths are those of its `named_modules`.
+    traced
+        Path of the module that is exported, if it is not the model itself.
+    """
+
+    def __init__(self, model: torch.nn.Module, traced: str = "") -> None:
+        self._model = model
+        self._traced = traced
+        self._names: dict[str, torch.nn.Module] = dict(model.named_modules())
+        self._paths = {id(part): path for path, part in self._names.items()}
+
+    def of_module(self, path: str, where: str = "") -> Place:
+        """Return the place of a module; without a line of its own, that is where its forward begins."""
+        part = self._names[path]
+        return Place(path, type(part).__name__, where or forward_line(part))
+
+    @property
+    def root(self) -> Place:
+        """The place of the module that is exported."""
+        return self.of_module(self._traced)
+
+    def of_object(self, part: torch.nn.Module, where: str = "") -> Place:
+        """Return the place of a module of the model."""
+        return self.of_module(self._paths[id(part)], where)
+
+    def find(self, part: torch.nn.Module) -> Place | None:
+        """Return the place of a module; None if it is not the model's."""
+        path = self._paths.get(id(part))
+        return None if path is None else self.of_module(path)
+
+    def inside(self, path: str) -> Place:
+        """Return the place of a module, named as in the exported module."""
+        return self.of_module(joined(self._traced, path) if path else self._traced)
+
+    def of_parameter(self, name: str) -> Place:
+        """Return the place of the module that owns a parameter or buffer, named as in the exported module."""
+        return self.of_module(joined(self._traced, name).rpartition(".")[0])
+
+    def here(self) -> Place:
+        """Return the place that is being executed."""
+        return self._of_stack(_outwards(sys._getframe(1)))
+
+    def of_traceback(self, traceback: TracebackType | None) -> Place:
+        """Return the place where an exception was raised."""
+        frames: list[FrameType] = []
+        lines: dict[int, int] = {}
+        while traceback is not None:
+            frames.append(traceback.tb_frame)
+            lines[id(traceback.tb_frame)] = traceback.tb_lineno
+            traceback = traceback.tb_next
+        return self._of_stack(reversed(frames), lines)
+
+    def of_node(self, node: Any) -> Place:
+        """Return the place of a node of a traced graph, a `torch._C.Node`."""
+        scopes = [part.rpartition("::")[2] for part in node.scopeName().split("/")]
+        path = self._resolve([one for one in scopes if one and one != INSIDE])
+        return self.of_module(path, model_line(node.sourceRange()))
+
+    def of_name(self, name: str) -> Place:
+        """Return the place of a node of an ONNX graph, whose name begins with the path of its module."""
+        parts = [part for part in name.split("/") if part and part != INSIDE]
+        return self.of_module(self._resolve(parts))
+
+    def _resolve(self, names: list[str]) -> str:
+        return path_in(names, self._names, self._traced)
+
+    def _of_stack(self, frames: Iterable[FrameType], lines: dict[int, int] | None = None) -> Place:
+        where, found, others = "", None, []
+        for frame in frames:
+            if not where and is_model_code(frame.f_code.co_filename):
+                line = (lines or {}).get(id(frame), frame.f_lineno)
+                where = f"{frame.f_code.co_filename}:{line}"
+            owner = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames else None
+            if found is None and isinstance(owner, torch.nn.Module):
+                found = self._paths.get(id(owner))
+                others.append(owner)
+            if found is not None and where:
+                break
+        if found is None and others:  # ORTModule runs a copy of the module first
+            found = self._in_copy(others)
+        found = self._traced if found is None else found
+        return Place(found, type(self._names[found]).__name__, where)
+
+    def _in_copy(self, owners: list[torch.nn.Module]) -> str | None:
+        for outer in reversed(owners):
+            for name, part in outer.named_modules():
+                if part is owners[0]:
+                    inner = name.removeprefix(INSIDE).removeprefix(".")
+                    path = joined(self._traced, inner) if inner else self._traced
+                    return path if path in self._names else None
+        return None
+
+
+def forward_line(part: torch.nn.Module) -> str:
+    """Return file and line where the forward of a module begins; "" for one of torch's own."""
+    for owner in (part, *type(part).__mro__):
+        forward = owner.__dict__.get("forward")
+        code = getattr(inspect.unwrap(forward), "__code__", None) if forward is not None else None
+        if code is None or code.co_filename.startswith(_ORTLAB):
+            continue  # a wrapped module has ortlab's before its own
+        return f"{code.co_filename}:{code.co_firstlineno}" if is_model_code(code.co_filename) else ""
+    return ""
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

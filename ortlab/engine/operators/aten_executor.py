@@ -1,0 +1,270 @@
+"""PyTorch's operators for ONNX Runtime's ``ATen`` node, called through two C function pointers.
+
+ORTModule sends operators that ORT lacks back to PyTorch: the graph has a node ``org.pytorch.aten::ATen`` with
+the operator's name, and its kernel (``onnxruntime/contrib_ops/cpu/aten_ops/aten_op.cc``) calls two functions
+whose addresses were given to ``register_aten_op_executor``. 1.19.2 expects them from a C++ extension of torch
+(``torch_cpp_extensions/cpu/aten_op_executor/aten_op_executor.cc``) that takes a minute to compile and that
+today's torch no longer accepts. The two signatures are plain C::
+
+    bool is_tensor_argument(const char* name, const char* overload, size_t index, bool is_input);
+    void execute(const char* name, const char* overload, size_t n_inputs, DLManagedTensor** inputs,
+                 size_t n_outputs, DLManagedTensor** outputs);
+
+so :mod:`ctypes` can make them on every platform. ``inputs`` has one pointer for each argument of the
+operator's schema, scalars and lists as tensors, null for "not given"; ownership comes with the pointer. A
+null output is an undefined tensor. ctypes takes the GIL, so ORT may call from any of its threads.
+
+Beyond the C++ extension, whose source says "will add more type support if needed", this one accepts
+``Scalar`` arguments (softplus, add, threshold: an assertion there), lists of tensors, and ``double``
+scalars.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from ortlab.engine.callback_error import keep_error
+from ortlab.engine.operators.dlpack import (
+    give_pointer,
+    storage_address,
+    take_pointer,
+    unreadable_pointer,
+    unshared,
+)
+from ortlab.engine.operators.torch_calls import CallableCall, is_torch_call
+from ortlab.engine.operators.torch_kernels import KERNELS, NAMESPACE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+# ORT's DLPack has no boolean (see `dlpack`), and a uint8 mask is an error in torch or, worse, an index.
+_BOOLEAN_TENSORS: Final = frozenset({"mask", "condition", "attn_mask", "src_mask", "padding_mask"})
+
+# How the element kinds of a TorchScript schema become Python values; ScalarType, Layout and MemoryFormat
+# are IntType.
+_FROM_NUMBER: Final[dict[str, Callable[[Any], Any]]] = {
+    "IntType": int,
+    "SymIntType": int,
+    "FloatType": float,
+    "BoolType": bool,
+    "NumberType": lambda number: number,
+}
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of an operator: what its tensor from ORT has to become."""
+
+    name: str
+    kind: str
+    """Kind of the value, or of the list's elements: ``TensorType``, ``IntType``, ``FloatType`` ..."""
+    is_list: bool
+    keyword_only: bool
+    default: Any
+    """What stands for "not given"; None without a default, which for a tensor means an undefined one."""
+
+    def value(self, tensors: Sequence[Tensor | None]) -> Any:
+        """Make the argument's value.
+
+        Parameters
+        ----------
+        tensors
+            What ORT passed for it: one tensor or None; for a list of tensors any number of them.
+
+        Raises
+        ------
+        TypeError
+            If the schema asks for something that no tensor can carry (a string, a device, a generator).
+        """
+        if self.is_list and self.kind == "TensorType":
+            # torch has no undefined tensor inside `Tensor[]`, only inside `Tensor?[]`; None is right for
+            # both.
+            given = any(tensor is not None for tensor in tensors)
+            return [self._tensor(tensor) for tensor in tensors] if given else self.default
+        (tensor,) = tensors
+        if tensor is None:
+            return self.default
+        if self.kind == "TensorType":
+            return self._tensor(tensor)
+        convert = _FROM_NUMBER.get(self.kind)
+        if convert is None:
+            raise TypeError(f"argument '{self.name}' is a {self.kind}, which ONNX Runtime cannot pass")
+        if self.is_list:
+            return [convert(number) for number in tensor.reshape(-1).tolist()]
+        return convert(tensor.item())
+
+    def _tensor(self, tensor: Tensor | None) -> Tensor | None:
+        if tensor is not None and tensor.dtype is torch.uint8 and self.name in _BOOLEAN_TENSORS:
+            return tensor.view(torch.bool)
+        return tensor
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator of PyTorch with its schema, ready to be called with ORT's tensors."""
+
+    name: str
+    call: Callable[..., Any]
+    arguments: tuple[Argument, ...]
+    returns: tuple[str, ...]
+    in_place: bool = False
+    """Whether the output is the memory of an input, which nothing else reads."""
+
+    @staticmethod
+    @cache
+    def find(name: str, overload: str) -> Operator:
+        """Look an operator up, once.
+
+        Parameters
+        ----------
+        name
+            With or without its namespace; the exporter leaves ``aten::`` out.
+        overload
+            As in the schema; empty for the default one.
+
+        Raises
+        ------
+        AttributeError
+            If this torch has no such operator.
+        """
+        namespace, _, base = name.rpartition("::")
+        if namespace == NAMESPACE:
+            kernel = KERNELS[base]
+            in_place = any(returned.alias_info for returned in kernel.schema.returns)
+            return Operator._of(name, kernel.call, kernel.schema, in_place=in_place)
+        packet = getattr(getattr(torch.ops, namespace or "aten"), base)
+        overloaded = getattr(packet, overload or "default")
+        full_name = f"{namespace or 'aten'}::{base}" + (f".{overload}" if overload else "")
+        return Operator._of(full_name, overloaded, overloaded._schema)
+
+    @staticmethod
+    def _of(name: str, call: Callable[..., Any], schema: Any, *, in_place: bool = False) -> Operator:
+        return Operator(
+            name=name,
+            call=call,
+            arguments=tuple(_argument(argument) for argument in schema.arguments),
+            returns=tuple(returned.type.kind() for returned in schema.returns),
+            in_place=in_place,
+        )
+
+    def is_tensor(self, index: int, *, is_input: bool) -> bool:
+        """Say whether an input or output is a tensor, or else a value that ORT keeps on the CPU."""
+        if is_input:
+            # A list of tensors takes what is left over, see `execute`; an index past the schema belongs to
+            # one.
+            return self.arguments[min(index, len(self.arguments) - 1)].kind == "TensorType"
+        return self.returns[index] == "TensorType"
+
+    def execute(self, tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """Call the operator.
+
+        Parameters
+        ----------
+        tensors
+            One for each argument of the schema. If there are more, the surplus belongs to the operator's
+            one argument that is a list of tensors (``index``, ``cat``): an ONNX node has flat inputs. If
+            there are fewer, the last arguments are not given: ONNX leaves trailing optional inputs out.
+
+        Returns
+        -------
+        outputs
+            One for each return of the schema, None where the tensor is undefined. Unless the operator works in
+            place, none shares memory with an input or with another output, because ORT may overwrite any buffer
+            whose last reader has run.
+        """
+        positional: list[Any] = []
+        keywords: dict[str, Any] = {}
+        position, surplus = 0, max(len(tensors) - len(self.arguments), 0)
+        for argument in self.arguments:
+            width = 1
+            if surplus and argument.is_list and argument.kind == "TensorType":
+                width, surplus = 1 + surplus, 0
+            value = argument.value(tensors[position : position + width] or (None,))
+            position += width
+            if argument.keyword_only:
+                keywords[argument.name] = value
+            else:
+                positional.append(value)
+        if surplus:
+            raise TypeError(f"takes {len(self.arguments)} inputs, but ONNX Runtime passed {len(tensors)}")
+        with torch.no_grad():
+            result = self.call(*positional, **keywords)
+        outputs = result if isinstance(result, tuple | list) else (result,)
+        if self.in_place:
+            return tuple(outputs)
+        owned = {storage_address(tensor) for tensor in tensors if tensor is not None} - {0}
+        return tuple(None if output is None else unshared(_as_tensor(output), owned) for output in outputs)
+
+
+def _argument(argument: Any) -> Argument:
+    """Read an argument of a TorchScript schema; ``Optional`` may wrap a list and a list's elements."""
+    kind, is_list = argument.type, False
+    while kind.kind() in {"OptionalType", "ListType"}:
+        is_list |= kind.kind() == "ListType"
+        kind = kind.getElementType()
+    return Argument(
+        name=argument.name,
+        kind=kind.kind(),
+        is_list=is_list,
+        keyword_only=argument.kwarg_only,
+        default=argument.default_value if argument.has_default_value() else None,
+    )
+
+
+def _as_tensor(output: Tensor | float) -> Tensor:
+    """Pack a number that an operator returned (``aten::sym_size``) as ORT expects it: as a tensor."""
+    return output if isinstance(output, torch.Tensor) else torch.tensor(output)
+
+
+def _find(name: str, overload: str) -> Operator | CallableCall:
+    return CallableCall.find(name, overload) if is_torch_call(overload) else Operator.find(name, overload)
+
+
+def _is_tensor_argument(name: bytes, overload: bytes, index: int, is_input: bool) -> bool:  # noqa: FBT001
+    try:
+        return _find(name.decode(), overload.decode()).is_tensor(index, is_input=is_input)
+    except BaseException as error:  # noqa: BLE001 - nothing may be raised into C; it is kept instead
+        keep_error(name.decode(), error)
+        return False
+
+
+def _execute(name: bytes, overload: bytes, n_inputs: int, inputs: Any, n_outputs: int, outputs: Any) -> None:
+    try:
+        # Take every pointer before anything can fail: they are ours now, and dying tensors give them back.
+        tensors = [take_pointer(inputs[i]) if inputs[i] else None for i in range(n_inputs)]
+        results = _find(name.decode(), overload.decode()).execute(tensors)
+        for i, result in zip(range(n_outputs), results, strict=True):
+            outputs[i] = None if result is None else give_pointer(result)
+    except BaseException as error:  # noqa: BLE001 - as above
+        keep_error(name.decode(), error)
+        # A null output would mean "undefined", and the graph would go on with wrong numbers.
+        for i in range(n_outputs):
+            outputs[i] = unreadable_pointer()
+
+
+_pointers = ctypes.POINTER(ctypes.c_void_p)
+# ORT keeps the addresses for ever, so the callbacks must live as long as the process: they are module
+# globals.
+is_tensor_callback: Final = ctypes.CFUNCTYPE(
+    ctypes.c_bool, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_bool
+)(_is_tensor_argument)
+execute_callback: Final = ctypes.CFUNCTYPE(
+    None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t, _pointers, ctypes.c_size_t, _pointers
+)(_execute)
+
+
+def is_tensor_argument_address() -> int:
+    """Return the address of ``is_tensor_argument``; the name is that of the C++ extension's function."""
+    return ctypes.cast(is_tensor_callback, ctypes.c_void_p).value or 0
+
+
+def execute_aten_operator_address() -> int:
+    """Return the address of ``execute``; the name is that of the C++ extension's function."""
+    return ctypes.cast(execute_callback, ctypes.c_void_p).value or 0

@@ -1,0 +1,164 @@
+"""Tensors across the C border, without a copy: torch's DLPack capsules as the bare pointers ORT passes.
+
+ONNX Runtime hands tensors to its two torch extensions as ``DLManagedTensor*`` (``onnxruntime/core/dlpack``)
+or as Python capsules around one. A ``DLManagedTensor`` is owned by whoever holds it and is given back by
+calling its own ``deleter``; a capsule says who that is by its name: ``dltensor`` while the capsule owns the
+pointer, ``used_dltensor`` once a consumer has taken it
+(https://dmlc.github.io/dlpack/latest/python_spec.html).
+
+ORT 1.19.2 speaks DLPack 0.6, which has no boolean type: it packs booleans as ``uint8`` and would refuse
+torch's own boolean capsules ("Unsupported code 6"). The functions here exchange booleans as ``uint8``, whose
+bytes are the same; the types of torch are restored by the callers, who know the schema.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_OWNING: Final = b"dltensor"
+_CONSUMED: Final = b"used_dltensor"
+
+# Prototypes of our own: setting argtypes on ctypes.pythonapi would change them for every user of ctypes.
+_new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
+    ("PyCapsule_New", ctypes.pythonapi)
+)
+_pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+_is_named = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_IsValid", ctypes.pythonapi)
+)
+_rename_capsule = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_SetName", ctypes.pythonapi)
+)
+
+
+class DLTensor(ctypes.Structure):
+    """``DLTensor`` of DLPack 0.6, the plain description of an array.
+
+    ``dtype`` is the 4-byte ``DLDataType {uint8 code; uint8 bits; uint16 lanes}``.
+    """
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+_Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class DLManagedTensor(ctypes.Structure):
+    """``DLManagedTensor`` of DLPack 0.6: the description, its owner, and how to give it back."""
+
+    _fields_ = (("dl_tensor", DLTensor), ("manager_ctx", ctypes.c_void_p), ("deleter", _Deleter))
+
+
+def take_pointer(pointer: int) -> Tensor:
+    """Make a tensor of a ``DLManagedTensor*`` whose ownership ORT has handed over.
+
+    Parameters
+    ----------
+    pointer
+        Address of the ``DLManagedTensor``; not null. Its deleter is called when the tensor's storage dies, or
+        at once if torch cannot represent it.
+
+    Returns
+    -------
+    tensor
+        A tensor over the same memory, contiguous; ``uint8`` where ORT had a boolean.
+
+    Raises
+    ------
+    BufferError, RuntimeError
+        Whatever torch says of a type or device that it does not know.
+    """
+    capsule = _new_capsule(pointer, _OWNING, None)
+    try:
+        return from_dlpack(capsule)
+    except BaseException:
+        # The capsule has no destructor, so the array of a refused capsule has to be given back by hand. But an
+        # interrupt may arrive when torch has taken it, and a tensor gives it back that dies here.
+        if _is_named(capsule, _OWNING):
+            DLManagedTensor.from_address(pointer).deleter(pointer)
+        raise
+
+
+def give_pointer(tensor: Tensor) -> int:
+    """Hand a tensor to ORT as a ``DLManagedTensor*``; ORT calls the deleter when it is done.
+
+    Parameters
+    ----------
+    tensor
+        Any strided tensor. ORT reads dense memory only, so anything else is copied; autograd history is left
+        behind.
+
+    Returns
+    -------
+    pointer
+        Address of a ``DLManagedTensor`` that keeps the tensor's storage alive.
+    """
+    capsule = give_capsule(tensor)
+    pointer = _pointer_of(capsule, _OWNING)
+    _rename_capsule(capsule, _CONSUMED)
+    return int(pointer)
+
+
+def give_capsule(tensor: Tensor) -> object:
+    """Hand a tensor to ORT as a capsule named ``dltensor``; see :func:`give_pointer`."""
+    plain = tensor.detach().contiguous()
+    capsule: object = to_dlpack(plain.view(torch.uint8) if plain.dtype is torch.bool else plain)
+    return capsule
+
+
+def storage_address(tensor: Tensor) -> int:
+    """Return the address of the memory that a tensor and all its views share; 0 for an empty tensor."""
+    return (
+        int(tensor.untyped_storage().data_ptr()) if tensor.layout is torch.strided and tensor.numel() else 0
+    )
+
+
+def unshared(tensor: Tensor, owned: set[int]) -> Tensor:
+    """Copy a tensor whose memory is somebody else's; ORT may overwrite any buffer whose last reader has run.
+
+    Parameters
+    ----------
+    tensor
+        What is about to be handed to ORT.
+    owned
+        Storage addresses that already have an owner. The result's own is added.
+
+    Returns
+    -------
+    tensor
+        The tensor itself, or a dense copy of it.
+    """
+    if storage_address(tensor) in owned:
+        tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
+    owned |= {storage_address(tensor)} - {0}
+    return tensor
+
+
+# Device type 0 does not exist in DLPack, so `DlpackToOrtValue` of any ORT throws ("Unsupported device type")
+# before it reads anything else, and without calling the deleter: the one static value serves for ever.
+_unreadable = DLManagedTensor(DLTensor(code=2, bits=32, lanes=1, device_type=0))
+
+
+def unreadable_pointer() -> int:
+    """Return a ``DLManagedTensor*`` that ORT refuses, which makes a kernel fail that cannot say so."""
+    return ctypes.addressof(_unreadable)

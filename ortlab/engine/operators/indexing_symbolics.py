@@ -1,0 +1,112 @@
+"""Indexing for onnxruntime 1.19.2: sums over places that meet, and memory read by its layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from ortlab.engine.exporter import symbolic_module
+from ortlab.engine.operators.symbolic_words import LeftToTorch, aten, constant, filled, int64, is_none
+from ortlab.errors import BuildError
+
+
+def scatter_add(g: Any, x: Any, dim: Any, index: Any, source: Any) -> Any:
+    """``Tensor.scatter_add``: executed by torch.
+
+    The gradient of ScatterElements in 1.19.2 (``gradient_builder.cc``, GetScatterElementsGradient) does not look at
+    its `reduction`, and cuts the gradient of what is added to.
+    """
+    return aten(g, "scatter_add", x, dim, index, source).setType(x.type())
+
+
+def index_add(g: Any, x: Any, dim: Any, index: Any, source: Any, alpha: Any = None) -> Any:
+    """``Tensor.index_add``: executed by torch; torch's export keeps only one of the rows that meet in one place."""
+    if alpha is not None and constant(alpha, "f") != 1:
+        source = g.op("Mul", source, filled(g, int64(g, [1]), constant(alpha, "f"), like=source))
+    one = int64(g, 1)
+    return aten(g, "index_add", x, dim, index, source, one).setType(x.type())
+
+
+def left_to_torch(why: str) -> Any:
+    """Return a symbolic function that leaves its operator to torch."""
+
+    def symbolic(*_: Any) -> NoReturn:
+        raise LeftToTorch(why)
+
+    return symbolic
+
+
+def as_strided(g: Any, x: Any, _sizes: Any, strides: Any, offset: Any = None) -> Any:
+    """``torch.as_strided``: the elements that it chooses, by their places in memory as it was while tracing.
+
+    Torch's export takes every tensor for contiguous (``symbolic_opset9.as_strided``), and is silently wrong for others.
+    Here the dimensions are put in the order in which they lie in memory first. Places depend on the sizes of the batch,
+    to which such an export is bound (`ortlab.engine.tracing.input_sizes`).
+
+    Raises
+    ------
+    BuildError
+        If elements of the tensor meet in memory or have gaps between them, or it reads beyond them.
+    """
+    helper = symbolic_module("symbolic_helper")
+    traced = g.original_node.inputsAt(0).type()  # in the graph that is being made, nothing has strides
+    chosen = g.original_node.output().type().sizes()
+    steps = helper._maybe_get_const(strides, "is")
+    start = 0 if offset is None or is_none(offset) else helper._maybe_get_const(offset, "i")
+    order = _order_in_memory(traced.sizes(), traced.strides())
+    if order is None or chosen is None or not isinstance(steps, (list, tuple)) or not isinstance(start, int):
+        raise _unreadable(
+            "elements of the tensor that it is applied to share memory, or have other memory in between"
+        )
+    places = torch.full((1,) * len(chosen), start, dtype=torch.int64)
+    for axis, (size, step) in enumerate(zip(chosen, steps, strict=True)):
+        shape = [-1 if other == axis else 1 for other in range(len(chosen))]
+        places = places + (torch.arange(size) * step).reshape(shape)
+    if places.numel() and not 0 <= int(places.min()) <= int(places.max()) < math.prod(traced.sizes()):
+        raise _unreadable("it reads beyond the tensor that it is applied to")
+    if order != sorted(order):
+        x = g.op("Transpose", x, perm_i=order)
+    flat = g.op("Reshape", x, int64(g, [-1]))
+    return g.op("Gather", flat, g.op("Constant", value_t=places), axis_i=0)
+
+
+def _order_in_memory(sizes: Sequence[int] | None, strides: Sequence[int] | None) -> list[int] | None:
+    """Return the dimensions from the farthest apart to the nearest, None if they do not fill one piece of memory."""
+    if sizes is None or strides is None or None in sizes or None in strides:
+        return None
+    order = sorted(range(len(sizes)), key=lambda axis: (-strides[axis], sizes[axis] != 1))
+    expected = 1
+    for axis in reversed(order):
+        if sizes[axis] != 1 and strides[axis] != expected:
+            return None
+        expected *= sizes[axis]
+    return order
+
+
+def _unreadable(why: str) -> BuildError:
+    return BuildError(
+        "The model reads memory by its layout, with as_strided, which a graph cannot show.",
+        why=f"Values in a graph have no strides: {why}.",
+        fix="Use view, transpose, unfold or indexing, or call contiguous() before as_strided.",
+    )
+
+
+def index_put(onnx_index_put: Any) -> Any:
+    """``Tensor.index_put``: as torch exports it, where that is right.
+
+    Values that meet in one place are not summed, and for a mask of several dimensions the values are not expanded to
+    the places that it chooses: torch does these two.
+    """
+
+    def symbolic(g: Any, x: Any, indices: Any, values: Any, accumulate: Any = None) -> Any:
+        if accumulate is not None and constant(accumulate, "i"):
+            raise LeftToTorch("its export keeps one of the summed values")
+        chosen = symbolic_module("symbolic_helper")._unpack_list(indices)
+        if any(one.type().kind() == "TensorType" and one.type().scalarType() == "Bool" for one in chosen):
+            raise LeftToTorch("its export does not expand the values to the places of a mask")
+        return onnx_index_put(g, x, indices, values, accumulate)
+
+    return symbolic

@@ -1,0 +1,187 @@
+"""Convolutions and normalisations for onnxruntime 1.19.2: where its gradients are wrong, torch's own operators.
+
+Most of these are faults that nobody is told of: the build succeeds, the loss is right, and gradients or running
+statistics are not. All of them concern training alone; a graph for inference is exported as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from ortlab.engine.exporter import symbolic_module
+from ortlab.engine.operators.symbolic_words import (
+    TO_THE_END,
+    aten,
+    boolean,
+    constant,
+    filled,
+    int64,
+    is_none,
+    onnx_type,
+    rank,
+    sizes_between,
+)
+from ortlab.errors import BuildError
+
+Symbolic = Callable[..., Any]
+"""A symbolic function: takes the graph and the operator's arguments, returns the value it emits."""
+
+_TRANSPOSED: Final = 3  # positions in the arguments of aten::_convolution after input, weight and bias
+_GROUPS: Final = 5
+_SHAPE_ARGUMENTS: Final = 6
+_SCALE: Final = 5  # position in the arguments of aten::scaled_dot_product_attention after the query
+
+
+def convolution(onnx_convolution: Symbolic) -> Symbolic:
+    """``aten::_convolution``: ONNX's Conv where its gradient is right, torch's own otherwise.
+
+    On the CPU, ConvGrad of 1.19.2 with more than one group writes outside its buffers
+    (``orttraining/training_ops/cpu/nn/conv_grad.cc``): gradients of *neighbouring* layers come out wrong, and larger
+    models abort in the allocator. ConvTransposeGrad has no CPU kernel at all.
+    """
+
+    def symbolic(g: Any, x: Any, weight: Any, bias: Any, *args: Any) -> Any:
+        transposed, groups = constant(args[_TRANSPOSED], "i"), constant(args[_GROUPS], "i")
+        if not transposed and groups == 1:
+            return onnx_convolution(g, x, weight, bias, *args)
+        if is_none(bias):  # the gradient is the same for both kinds of layers then
+            channels = sizes_between(g, weight, 1, 2) if transposed else sizes_between(g, weight, 0, 1)
+            if transposed and groups > 1:
+                channels = g.op("Mul", channels, int64(g, [groups]))
+            bias = filled(g, channels, 0, like=weight)
+        return aten(g, "convolution", x, weight, bias, *args[:_SHAPE_ARGUMENTS])
+
+    return symbolic
+
+
+def convolution_mode(convolution: Symbolic) -> Symbolic:
+    """``aten::_convolution_mode``: a convolution with padding "same" or "valid", written out in numbers.
+
+    Torch exports "same" as Conv with ``auto_pad``. ConvGrad of 1.19.2 ignores that attribute and reads beyond the
+    input: gradients of 1e19 were seen. An odd total is padded at the end, as torch does.
+    """
+
+    def symbolic(g: Any, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, *args: Any) -> Any:
+        dilation, groups = args
+        kernel = symbolic_module("symbolic_helper")._get_tensor_sizes(weight)
+        if kernel is None or None in kernel[2:]:
+            raise BuildError(
+                "The padding of a convolution cannot be exported.",
+                why=f'It is "{constant(padding, "s")}", and the size of the kernel is computed in the model.',
+                fix="Give the padding in numbers.",
+            )
+        axes = len(kernel) - 2
+        totals = [0] * axes
+        if constant(padding, "s") == "same":
+            steps = constant(dilation, "is")
+            steps = steps * axes if len(steps) == 1 else steps
+            totals = [step * (size - 1) for step, size in zip(steps, kernel[2:], strict=True)]
+        if any(total % 2 for total in totals):
+            at_the_end = [0] * (axes + 4) + [total % 2 for total in totals]
+            x = g.op("Pad", x, int64(g, at_the_end), mode_s="constant")
+        false, zeros = boolean(g, value=False), int64(g, [0] * axes)
+        halves = int64(g, [total // 2 for total in totals])
+        flags = (false, false, false, false)  # benchmark, deterministic, cudnn_enabled, allow_tf32
+        return convolution(g, x, weight, bias, stride, halves, dilation, false, zeros, groups, *flags)
+
+    return symbolic
+
+
+def batch_norm(g: Any, x: Any, weight: Any, bias: Any, *args: Any) -> Any:
+    """``aten::batch_norm``: executed by torch.
+
+    In 1.19.2, a layer that trains gets the biased variance in ``running_var`` where torch has the unbiased one, and a
+    layer in eval mode inside a model that trains normalises with the statistics of the batch and overwrites its own
+    (BatchNormInternal, ``orttraining/training_ops/cpu/nn/batch_norm_internal.cc``).
+    """
+    running_mean, running_var, training, momentum, eps, _ = args
+    if is_none(weight):
+        weight, bias = _neutral(g, x)
+    return _native_batch_norm(g, x, weight, bias, running_mean, running_var, training, momentum, eps)
+
+
+def instance_norm(g: Any, x: Any, weight: Any, bias: Any, *args: Any) -> Any:
+    """``aten::instance_norm``: a batch normalisation of shape (1, batch * channels, ...), as torch computes it.
+
+    ONNX Runtime 1.19.2 has no gradient for ONNX's InstanceNormalization.
+
+    Raises
+    ------
+    BuildError
+        If the layer keeps running statistics, which are averages over the samples of a batch.
+    """
+    running_mean, _, use_input_stats, momentum, eps, _ = args
+    if not is_none(running_mean):
+        raise BuildError(
+            "An InstanceNorm layer with running statistics cannot be trained by ONNX Runtime.",
+            why="Its running statistics would not be updated.",
+            fix="Build the layer with track_running_stats=False, or leave it out of the wrapped module.",
+        )
+    merged = g.op("Concat", int64(g, [1, -1]), sizes_between(g, x, 2, TO_THE_END), axis_i=0)
+    flat = g.op("Reshape", x, merged)
+    flat.setType(x.type().with_sizes([None] * (rank(x) or 3)))  # only the dtype is read
+    none = running_mean
+    normal = _native_batch_norm(g, flat, *_neutral(g, flat), none, none, use_input_stats, momentum, eps)
+    output = g.op("Reshape", normal, g.op("Shape", x))
+    for parameter, combine in ((weight, "Mul"), (bias, "Add")):
+        if not is_none(parameter):
+            per_channel = g.op("Reshape", parameter, int64(g, [-1] + [1] * ((rank(x) or 3) - 2)))
+            output = g.op(combine, output, per_channel)
+    return output.setType(x.type())
+
+
+def group_norm(aten_group_norm: Symbolic) -> Symbolic:
+    """``aten::group_norm``: as ORT exports it, also for a layer without weights.
+
+    ``_custom_op_symbolic_registry.group_norm`` leaves that one to torch, which emits InstanceNormalization.
+    """
+
+    def symbolic(g: Any, x: Any, groups: Any, weight: Any, bias: Any, *args: Any) -> Any:
+        if is_none(weight):
+            weight, bias = _neutral(g, x)
+        return aten_group_norm(g, x, groups, weight, bias, *args)
+
+    return symbolic
+
+
+def layer_norm(onnx_layer_norm: Symbolic) -> Symbolic:
+    """``F.layer_norm``: ORT's operator, with the weight and the bias it needs.
+
+    Without a bias, LayerNormalizationGrad of 1.19.2 ends the process; without a weight its graph is invalid.
+    """
+
+    def symbolic(g: Any, x: Any, normalized_shape: Any, weight: Any, bias: Any, *args: Any) -> Any:
+        sizes = int64(g, constant(normalized_shape, "is"))
+        weight = filled(g, sizes, 1, like=x) if is_none(weight) else weight
+        bias = filled(g, sizes, 0, like=x) if is_none(bias) else bias
+        return onnx_layer_norm(g, x, normalized_shape, weight, bias, *args)
+
+    return symbolic
+
+
+def attention(plain: Symbolic) -> Symbolic:
+    """``F.scaled_dot_product_attention``: torch's own symbolic, with its scale as a value of the graph.
+
+    The one of torch 2.4 (``symbolic_opset14``) reads a constant scale as a Python number and fails to use it.
+    """
+
+    def symbolic(g: Any, query: Any, *args: Any) -> Any:
+        arguments = list(args)
+        if len(arguments) > _SCALE and not is_none(arguments[_SCALE]):
+            arguments[_SCALE] = g.op("Cast", arguments[_SCALE], to_i=onnx_type(query))
+        return plain(g, query, *arguments)
+
+    return symbolic
+
+
+def _neutral(g: Any, x: Any) -> tuple[Any, Any]:
+    """Emit the weight and the bias of a normalisation that has none: a one and a zero per channel."""
+    channels = sizes_between(g, x, 1, 2)
+    return filled(g, channels, 1, like=x), filled(g, channels, 0, like=x)
+
+
+def _native_batch_norm(g: Any, x: Any, *args: Any) -> Any:
+    output = aten(g, "native_batch_norm", x, *args, outputs=3)[0]
+    output.setType(x.type())
+    return output

@@ -1,0 +1,193 @@
+"""How ATen operators that onnxruntime 1.19.2 exports wrongly, or not at all, become ONNX.
+
+A symbolic function translates one ATen operator of the traced graph. ORTModule registers its own
+(``ortmodule/_custom_op_symbolic_registry.py``) with torch again each time a model is wrapped, from the table
+``CustomOpSymbolicRegistry._SYMBOLICS``; the ones here take their place in that table and so last as long.
+
+Where ONNX Runtime has no kernel that is right, the operator stays an ATen operator that torch executes
+(domain ``org.pytorch.aten``); `ortlab.engine.operators.gradients` holds the gradients of these.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Final
+
+from ortlab.engine.exporter import symbolic_module
+from ortlab.engine.operators import indexing_symbolics as indexing
+from ortlab.engine.operators import layer_symbolics as layers
+from ortlab.engine.operators import pooling_symbolics as pooling
+from ortlab.engine.operators.attention import by_torch
+from ortlab.engine.operators.symbolic_words import (
+    TO_THE_END,
+    LeftToTorch,
+    aten,
+    constant,
+    int64,
+    int64_vector,
+    is_none,
+    is_training_export,
+    plain_symbolic,
+    sizes_between,
+    while_training,
+)
+
+if TYPE_CHECKING:
+    from ortlab.engine.operators.layer_symbolics import Symbolic
+
+ATEN_CROSS_ENTROPY: Final[ContextVar[bool]] = ContextVar("ATEN_CROSS_ENTROPY", default=False)
+"""Whether exports leave the cross entropy of a (tokens, classes) matrix to torch.
+
+On the CPU, ONNX Runtime's ``SoftmaxCrossEntropyLossInternal`` computes one element at a time, which costs a
+tenth of a step of a language model with a vocabulary of thirty thousand. Read during the export.
+"""
+
+FEWEST_CLASSES: Final = 256
+"""From how many classes on torch's kernels gain more than the calls into Python cost."""
+
+# The gradients that ONNX Runtime has for these end the process.
+_CRASHING: Final = ("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "scatter_reduce")
+
+
+def install() -> None:
+    """Put the symbolic functions of this module into ORTModule's table. Calling it again changes nothing."""
+    from onnxruntime.training.ortmodule._custom_op_symbolic_registry import CustomOpSymbolicRegistry
+
+    table = CustomOpSymbolicRegistry._SYMBOLICS
+    if table.get("::diff") is diff:
+        return
+    ort = {
+        name: table[f"::{name}"]
+        for name in ("cross_entropy_loss", "group_norm", "layer_norm", "_convolution")
+    }
+    convolution = while_training(layers.convolution(ort["_convolution"]), ort["_convolution"])
+    functions = {
+        "_convolution": convolution,
+        "_convolution_mode": layers.convolution_mode(convolution),
+        "as_strided": indexing.as_strided,
+        "cross_entropy_loss": cross_entropy_loss(ort["cross_entropy_loss"]),
+        "cumsum": cumsum,
+        "diff": diff,
+        "flip": while_training(
+            indexing.left_to_torch("the gradient of a Slice backwards fails"), plain_symbolic("flip")
+        ),
+        "group_norm": layers.group_norm(ort["group_norm"]),
+        "index_add": indexing.index_add,
+        "layer_norm": layers.layer_norm(ort["layer_norm"]),
+        "permute": permute,
+        "scaled_dot_product_attention": by_torch(
+            layers.attention(plain_symbolic("scaled_dot_product_attention"))
+        ),
+        "softplus": softplus,
+        "unflatten": unflatten,
+    }
+    trained = {
+        "adaptive_avg_pool1d": pooling.adaptive_avg_pool1d,
+        "adaptive_avg_pool3d": pooling.adaptive_avg_pool3d,
+        "avg_pool1d": pooling.avg_pool1d,
+        "avg_pool3d": pooling.avg_pool3d,
+        "batch_norm": layers.batch_norm,
+        "index_put": indexing.index_put(plain_symbolic("index_put")),
+        "instance_norm": layers.instance_norm,
+        "max_pool1d": pooling.max_pool1d,
+        "max_pool3d": pooling.max_pool3d,
+        "scatter_add": indexing.scatter_add,
+    } | {name: indexing.left_to_torch("its gradient crashes") for name in _CRASHING}
+    # Masks are joined in place (`mask |= other`), which torch 2.4 cannot export.
+    functions |= {f"__i{name}_": plain_symbolic(f"__{name}_") for name in ("and", "or", "xor")}
+    functions |= {name: while_training(symbolic, plain_symbolic(name)) for name, symbolic in trained.items()}
+    table |= {f"::{name}": symbolic for name, symbolic in functions.items()}
+
+
+def diff(g: Any, x: Any, n: Any, dim: Any, prepend: Any = None, append: Any = None) -> Any:
+    """``torch.diff``: neighbouring differences, as slices; neither torch nor 1.19.2 has a symbolic for it.
+
+    Transformers finds packed sequences in position ids with it, when no attention mask is given.
+    """
+    axis = constant(dim, "i")
+    parts = [part for part in (prepend, x, append) if not is_none(part)]
+    values = g.op("Concat", *parts, axis_i=axis) if len(parts) > 1 else x
+    minus = "Xor" if x.type().scalarType() == "Bool" else "Sub"
+    for _ in range(constant(n, "i")):
+        later = g.op("Slice", values, int64(g, [1]), int64(g, [TO_THE_END]), int64(g, [axis]))
+        earlier = g.op("Slice", values, int64(g, [0]), int64(g, [-1]), int64(g, [axis]))
+        values = g.op(minus, later, earlier)
+    return values
+
+
+def unflatten(g: Any, x: Any, dim: Any, sizes: Any) -> Any:
+    """``Tensor.unflatten``: a Reshape to the shape with one dimension replaced.
+
+    Torch's own (``symbolic_opset13.unflatten``) computes the dimension with ``Mod`` and needs the rank; the symbolic
+    shape inference of 1.19.2 stops at what it emits with a bare AssertionError, and with it
+    ``nn.MultiheadAttention`` and ``nn.TransformerEncoder``.
+    """
+    axis = constant(dim, "i")
+    parts = [int64_vector(g, sizes)]
+    if axis != 0:
+        parts.insert(0, sizes_between(g, x, 0, axis))
+    if axis != -1:
+        parts.append(sizes_between(g, x, axis + 1, TO_THE_END))
+    return g.op("Reshape", x, g.op("Concat", *parts, axis_i=0))
+
+
+def permute(g: Any, x: Any, dims: Any) -> Any:
+    """``Tensor.permute``: torch's own symbolic writes negative dimensions into Transpose, which knows none."""
+    axes = constant(dims, "is")
+    return g.op("Transpose", x, perm_i=[axis % len(axes) for axis in axes])
+
+
+def cumsum(g: Any, x: Any, dim: Any, dtype: Any = None) -> Any:
+    """``torch.cumsum``: torch's own symbolic; booleans are counted in int64, as torch counts them."""
+    if x.type().scalarType() == "Bool" and is_none(dtype):
+        from torch.onnx import TensorProtoDataType
+
+        x = g.op("Cast", x, to_i=TensorProtoDataType.INT64)
+    return symbolic_module("symbolic_opset11").cumsum(g, x, dim, dtype)
+
+
+def softplus(g: Any, x: Any, beta: Any, threshold: Any) -> Any:
+    """``F.softplus``: executed by torch; ONNX Runtime has no gradient for ONNX's Softplus."""
+    return aten(g, "softplus", x, beta, threshold).setType(x.type())
+
+
+def cross_entropy_loss(onnx_cross_entropy: Symbolic) -> Symbolic:
+    """``aten::cross_entropy_loss``: ORT's own, or torch's where `ATEN_CROSS_ENTROPY` asks for it and it fits.
+
+    Label smoothing and class probabilities as targets are left to torch: ORT's operator has neither.
+    """
+
+    def symbolic(
+        g: Any, logits: Any, target: Any, weight: Any, reduction: Any, ignore_index: Any, smoothing: Any
+    ) -> Any:
+        if constant(smoothing, "f") != 0:
+            raise LeftToTorch("ORT's loss has no label smoothing")
+        if target.type().scalarType() not in {"Long", "Int"}:
+            raise LeftToTorch("ORT's loss takes one class index per row")
+        if not ATEN_CROSS_ENTROPY.get() or not _suits_torch(g, logits, target):
+            return onnx_cross_entropy(g, logits, target, weight, reduction, ignore_index, smoothing)
+        arguments = (logits, target, weight, reduction, ignore_index)
+        loss = aten(g, "ortlab::cross_entropy", *arguments, outputs=3)[0]
+        loss.setType(g.original_node.output().type())
+        return loss
+
+    return symbolic
+
+
+def _suits_torch(g: Any, logits: Any, target: Any) -> bool:
+    """Say whether torch computes a loss faster, and whether ORT's optimizers can do without its operator.
+
+    The one that leaves out ignored rows (``InsertGatherBeforeSceLoss``) looks for ORT's operator behind the marker
+    that ORTModule puts on sparse labels, a Python operator.
+    """
+    traced, *_ = g.original_node.inputs()  # with the sizes of the trace, which the export forgets
+    sizes: list[int | None] = traced.type().sizes() or []
+    return (
+        is_training_export()
+        and len(sizes) == 2  # noqa: PLR2004 - rows, classes
+        and (sizes[1] is None or sizes[1] >= FEWEST_CLASSES)
+        and logits.type().scalarType() == "Float"
+        and str(logits.type().device()) == "cpu"
+        and target.type().scalarType() == "Long"
+        and not target.node().kind().endswith("PythonOp")
+    )

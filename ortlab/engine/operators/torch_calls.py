@@ -1,0 +1,290 @@
+"""A call of an operator that torch executes inside ONNX Runtime's graph, and its gradient by torch's autograd.
+
+Some operators have no form in ONNX, or their form has no gradient in 1.19.2. Such a call stays one node of the graph,
+``org.pytorch.aten::ATen``, with the operator's name in its attribute `operator`; its attribute `overload_name` holds a
+`TorchCall` as JSON: what is constant about the call, and which input stands for which argument. In the backward a
+second node runs the operator again on the saved inputs and asks torch for the vector-Jacobian product, as
+``torch.utils.checkpoint`` does. So every operator that torch can differentiate trains.
+
+Between the nodes of a graph, booleans that such a call returns are bytes, because that is what
+`ortlab.engine.operators.dlpack` hands over, and complex numbers are pairs of real ones in a last dimension of two,
+because ONNX Runtime has no complex tensors. Between two calls these are what they were.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ortlab.engine.operators.dlpack import storage_address, unshared
+
+TENSOR, BOOLEAN, COMPLEX = "tensor", "boolean", "complex"
+NUMBER, NUMBERS, TENSORS, VALUE = "number", "numbers", "tensors", "value"
+
+_GRADIENT: Final = "_vjp"
+"""Ends the name of the node that computes a gradient."""
+
+
+@dataclass(frozen=True)
+class TorchCall:
+    """What is constant about one call of an operator.
+
+    Attributes
+    ----------
+    overload : str
+        Of the operator, "default" for the unnamed one.
+    arguments : tuple
+        One entry for each argument of the schema: ``("tensor",)``, ``("boolean",)`` or ``("complex",)`` for an input
+        of the node, ``("number",)`` and ``("numbers",)`` for an input that becomes a Python number or a list of them,
+        ``("tensors", kinds)`` for a list, with None for one that is not given, ``("value", value)`` for a constant.
+    results : tuple
+        Dtype, in torch's words ("float32", "bool"), and rank of each output.
+    random : bool
+        Whether it draws numbers and has a gradient. The generator's state before the call is one more output then, and
+        the backward draws the same numbers again.
+    gradient_of : tuple of int
+        The inputs whose gradient the second node gives.
+    gradients_from : tuple of int
+        The outputs whose gradient it gets, as its first inputs.
+    """
+
+    overload: str
+    arguments: tuple[tuple[Any, ...], ...]
+    results: tuple[tuple[str, int], ...]
+    random: bool = False
+    gradient_of: tuple[int, ...] = ()
+    gradients_from: tuple[int, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The call as the attribute `overload_name` of its node; equal calls have equal texts."""
+        said = {name: value for name, value in asdict(self).items() if value not in ((), False)}
+        return json.dumps(said, separators=(",", ":"))
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What each input of the forward node stands for; an element of a list of tensors is one input."""
+        kinds: list[str] = []
+        for kind, *rest in self.arguments:
+            if kind == TENSORS:
+                kinds += [element for element in rest[0] if element is not None]
+            elif kind != VALUE:
+                kinds.append(kind)
+        return tuple(kinds)
+
+    def trained(self, inputs: Sequence[int], outputs: Sequence[int]) -> TorchCall:
+        """Return the call with the gradients of `inputs` to be computed from those of `outputs`."""
+        return replace(self, gradient_of=tuple(inputs), gradients_from=tuple(outputs))
+
+
+def is_torch_call(overload_name: str) -> bool:
+    """Say whether the overload of an ATen node is a `TorchCall`; those of operators are identifiers."""
+    return overload_name.startswith("{")
+
+
+def gradient_name(operator: str) -> str:
+    """Return the name of the node that computes the gradient of `operator`."""
+    return operator + _GRADIENT
+
+
+def parsed(text: str) -> TorchCall:
+    """Read a call from its text."""
+    said = json.loads(text)
+    return TorchCall(**{name: _tuples(value) for name, value in said.items()})
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+@dataclass(frozen=True)
+class CallableCall:
+    """A `TorchCall` with its operator, ready to be executed with ORT's tensors."""
+
+    name: str
+    call: TorchCall
+
+    @staticmethod
+    @cache
+    def find(name: str, text: str) -> CallableCall:
+        """Look a call up, once; see `ortlab.engine.operators.aten_executor.Operator.find`."""
+        return CallableCall(name, parsed(text))
+
+    def is_tensor(self, index: int, *, is_input: bool) -> bool:
+        """Say whether an input or output is a tensor, or else a value that ORT keeps on the CPU."""
+        index -= len(self.call.gradients_from) if self._is_gradient else 0
+        return not is_input or index < 0 or self.call.kinds[index] not in {NUMBER, NUMBERS}
+
+    def execute(self, tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """Call the operator, or compute its gradient.
+
+        Parameters
+        ----------
+        tensors
+            The inputs of the node.
+
+        Returns
+        -------
+        outputs
+            The outputs of the node. None shares memory with an input or with another output, because ORT may overwrite
+            any buffer whose last reader has run.
+        """
+        with _plain():
+            outputs = self._gradient(tensors) if self._is_gradient else self._forward(tensors)
+        owned = {storage_address(tensor) for tensor in tensors if tensor is not None} - {0}
+        return tuple(None if output is None else unshared(output.detach(), owned) for output in outputs)
+
+    def results(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+        """Return what the forward node returns, as `execute` does, for tensors without memory too."""
+        with _plain():
+            return self._forward(tensors)
+
+    def _forward(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+        state = [_generator_state(_device(tensors))] if self.call.random else []
+        with torch.no_grad():
+            return self._results(tensors) + state
+
+    def _gradient(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+        asked = len(self.call.gradients_from)
+        gradients, rest = tensors[:asked], list(tensors[asked:])
+        state = rest.pop() if self.call.random else None
+        for index in self.call.gradient_of:
+            rest[index] = _given(rest[index]).detach().requires_grad_()
+        with torch.enable_grad(), _drawing_again(state, _device(rest)):
+            results = self._results(rest)
+        sources = [_given(rest[index]) for index in self.call.gradient_of]
+        followed = [
+            (results[index], gradient)
+            for index, gradient in zip(self.call.gradients_from, gradients, strict=True)
+            if gradient is not None and results[index].requires_grad
+        ]
+        found: Sequence[Tensor | None] = [None] * len(sources)
+        if followed:
+            ends, given = zip(*followed, strict=True)
+            found = torch.autograd.grad(ends, sources, given, allow_unused=True)
+        outputs: list[Tensor | None] = [None] * (max(self.call.gradient_of) + 1)
+        for index, source, gradient in zip(self.call.gradient_of, sources, found, strict=True):
+            outputs[index] = torch.zeros_like(source) if gradient is None else gradient
+        return outputs
+
+    def _results(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+        results = self._operator(*self._positional(tensors), **self._keywords(tensors))
+        several = results if isinstance(results, tuple | list) else (results,)
+        return [
+            _crossing(result, dtype) for result, (dtype, _) in zip(several, self.call.results, strict=True)
+        ]
+
+    @property
+    def _is_gradient(self) -> bool:
+        return self.name.endswith(_GRADIENT)
+
+    @property
+    def _operator(self) -> Any:
+        namespace, _, base = self.name.removesuffix(_GRADIENT).rpartition("::")
+        return getattr(getattr(getattr(torch.ops, namespace or "aten"), base), self.call.overload)
+
+    def _positional(self, tensors: Sequence[Tensor | None]) -> list[Any]:
+        values = self._values(tensors)
+        return [
+            value
+            for value, argument in zip(values, self._operator._schema.arguments, strict=True)
+            if not argument.kwarg_only
+        ]
+
+    def _keywords(self, tensors: Sequence[Tensor | None]) -> dict[str, Any]:
+        values = self._values(tensors)
+        return {
+            argument.name: value
+            for value, argument in zip(values, self._operator._schema.arguments, strict=True)
+            if argument.kwarg_only
+        }
+
+    def _values(self, tensors: Sequence[Tensor | None]) -> Iterator[Any]:
+        inputs = iter(tensors)
+        for kind, *rest in self.call.arguments:
+            if kind == VALUE:
+                yield list(rest[0]) if isinstance(rest[0], tuple) else rest[0]
+            elif kind == TENSORS:
+                yield [None if one is None else _crossed(next(inputs), one) for one in rest[0]]
+            elif kind == NUMBER:
+                yield _given(next(inputs)).item()
+            elif kind == NUMBERS:
+                yield _given(next(inputs)).reshape(-1).tolist()
+            else:
+                yield _crossed(next(inputs), kind)
+
+
+def crossing_type(dtype: str, rank: int) -> tuple[str, int]:
+    """Return the dtype and rank that a result has between the nodes of a graph."""
+    real = {"complex64": "float32", "complex128": "float64"}.get(dtype)
+    return (real, rank + 1) if real else ("uint8" if dtype == "bool" else dtype, rank)
+
+
+def is_elementwise(operator: str, call: TorchCall) -> bool:
+    """Say whether a call gives a tensor of the shape of its first input."""
+    tensors = [kind for kind in call.kinds if kind not in {NUMBER, NUMBERS}]
+    return tensors == [TENSOR] and torch.Tag.pointwise in CallableCall(operator, call)._operator.tags
+
+
+def _given(tensor: Tensor | None) -> Tensor:
+    if tensor is None:
+        raise TypeError("an input that the call needs was not passed by ONNX Runtime")
+    return tensor
+
+
+def _crossed(tensor: Tensor | None, kind: str) -> Tensor:
+    """Make of an input what it is in torch."""
+    tensor = _given(tensor)
+    if kind == BOOLEAN:
+        return tensor.view(torch.bool)
+    return torch.view_as_complex(tensor.contiguous()) if kind == COMPLEX else tensor
+
+
+def _crossing(result: Tensor, dtype: str) -> Tensor:
+    """Make of a result what ONNX Runtime can hold, of the dtype that it had when it was traced."""
+    result = result.to(getattr(torch, dtype))
+    if result.is_complex():
+        return torch.view_as_real(result.resolve_conj())
+    return result.to(torch.uint8) if result.dtype is torch.bool else result
+
+
+@contextmanager
+def _plain() -> Iterator[None]:
+    """Leave the caller's autocast: the trace has recorded the casts that it makes."""
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def _device(tensors: Sequence[Tensor | None]) -> torch.device:
+    """Return the device of the tensors; those that stand for numbers are on the CPU."""
+    given = [tensor.device for tensor in tensors if tensor is not None]
+    return next((device for device in given if device.type == "cuda"), torch.device("cpu"))
+
+
+def _generator_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+@contextmanager
+def _drawing_again(state: Tensor | None, device: torch.device) -> Iterator[None]:
+    """Draw the numbers that were drawn from `state` on, and leave the generators as they are."""
+    if state is None:
+        yield
+        return
+    on_gpu = device.type == "cuda"
+    with torch.random.fork_rng([device] if on_gpu else []):
+        if on_gpu:
+            torch.cuda.set_rng_state(state.cpu(), device)
+        else:
+            torch.set_rng_state(state.clone())
+        yield

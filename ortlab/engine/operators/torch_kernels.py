@@ -1,0 +1,377 @@
+"""Operators made of PyTorch's kernels for the CPU, which ``ATen`` nodes of a gradient graph call by name.
+
+A node ``org.pytorch.aten::ATen`` whose operator is ``ortlab::<name>`` calls the function `<name>` of this module. Each
+computes what the operators of ONNX Runtime that it stands for compute, with fewer passes over memory or with a faster
+kernel; `ortlab.engine.operators.kernel_choice` puts them into the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ortlab.engine.operators.output_buffers import empty
+
+NAMESPACE: Final = "ortlab"
+
+_REDUCTIONS: Final = ("none", "mean", "sum")  # in the order of torch's numbers (at::Reduction)
+_MEAN: Final = 1
+
+
+class Kernel(NamedTuple):
+    """An operator: what to call, and its schema as torch's own operators have it."""
+
+    call: Callable[..., Any]
+    schema: torch.FunctionSchema
+
+
+KERNELS: Final[dict[str, Kernel]] = {}
+"""The operators of this module by name, without the namespace."""
+
+
+def _kernel(signature: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def declare(function: Callable[..., Any]) -> Callable[..., Any]:
+        name = function.__name__
+        KERNELS[name] = Kernel(function, torch._C.parse_schema(f"{NAMESPACE}::{name}{signature}"))
+        return function
+
+    return declare
+
+
+# --- products of matrices ---------------------------------------------------------------------------------------
+
+
+@_kernel("(Tensor a, Tensor b) -> Tensor")
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply the last dimension of `a`, shape (..., k), with a matrix of shape (k, n)."""
+    return _product(a.reshape(-1, a.shape[-1]), b, (*a.shape[:-1], b.shape[1]))
+
+
+@_kernel("(Tensor a, Tensor b) -> Tensor")
+def matmul_transposed(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply the last dimension of `a`, shape (..., k), with the transpose of a matrix of shape (n, k)."""
+    return _product(a.reshape(-1, a.shape[-1]), b.t(), (*a.shape[:-1], b.shape[0]))
+
+
+@_kernel("(Tensor a, Tensor b) -> Tensor")
+def matmul_of_rows(a: Tensor, b: Tensor) -> Tensor:
+    """Sum the outer products of the rows of `a`, shape (..., m), and of `b`, shape (..., n): shape (m, n)."""
+    rows = a.reshape(-1, a.shape[-1]).t(), b.reshape(-1, b.shape[-1])
+    return _product(*rows, (a.shape[-1], b.shape[-1]))
+
+
+def _product(a: Tensor, b: Tensor, shape: tuple[int, ...]) -> Tensor:
+    output = empty(shape, a)
+    torch.mm(a, b, out=output.view(a.shape[0], b.shape[1]))
+    return output
+
+
+@_kernel("(Tensor a, Tensor b, int[] turned, Tensor? addend=None) -> Tensor")
+def gemm(a: Tensor, b: Tensor, turned: list[int], addend: Tensor | None) -> Tensor:
+    """Multiply two matrices, each turned first where `turned` is 1, and add what broadcasts to the product."""
+    a, b = (one.t() if is_turned else one for one, is_turned in zip((a, b), turned, strict=True))
+    output = empty((a.shape[0], b.shape[1]), a)
+    if addend is None:
+        return torch.mm(a, b, out=output)
+    return torch.addmm(addend, a, b, out=output)
+
+
+# --- memory of one's own -----------------------------------------------------------------------------------------
+
+
+@_kernel("(Tensor x) -> Tensor")
+def copy_of(x: Tensor) -> Tensor:
+    """Return a copy."""
+    return empty(x.shape, x).copy_(x)
+
+
+@_kernel("(Tensor a, Tensor b) -> Tensor")
+def add(a: Tensor, b: Tensor) -> Tensor:
+    """Add two tensors of one dtype, into the memory of neither."""
+    return torch.add(a, b, out=empty(torch.broadcast_shapes(a.shape, b.shape), a))
+
+
+@_kernel("(Tensor(a!) product, Tensor bias) -> Tensor(a!)")
+def add_bias(product: Tensor, bias: Tensor) -> Tensor:
+    """Add a vector to the rows of what another kernel has computed, in its memory, which nothing else reads."""
+    return product.add_(bias)
+
+
+# --- gradients of layers ----------------------------------------------------------------------------------------
+
+
+@_kernel("(Tensor grad, Tensor x, Tensor weight, Tensor mean, Tensor rstd) -> (Tensor, Tensor, Tensor)")
+def layer_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> Any:
+    """Return the gradients of input, weight and bias of a layer normalisation."""
+    shape = list(weight.shape)
+    # Of the bias, which the gradient does not depend on, torch reads the shape only.
+    return torch.ops.aten.native_layer_norm_backward(
+        grad, x, shape, mean, rstd, weight, weight, [True, True, True]
+    )
+
+
+@_kernel("(Tensor grad, Tensor x) -> Tensor")
+def gelu_backward(grad: Tensor, x: Tensor) -> Any:
+    """Return the gradient of the exact Gelu, the one with the error function."""
+    return torch.ops.aten.gelu_backward.grad_input(grad, x, approximate="none", grad_input=empty(x.shape, x))
+
+
+@_kernel("(Tensor grad, Tensor probabilities, Tensor? mask=None) -> Tensor")
+def softmax_backward(grad: Tensor, probabilities: Tensor, mask: Tensor | None) -> Any:
+    """Return the gradient of a softmax over the last dimension; where `mask` is true, nothing comes in."""
+    output = empty(probabilities.shape, probabilities)
+    if mask is not None:
+        # In the output's memory, since a buffer of scores more would be the peak of a step with long sequences. The
+        # kernel (vec_host_softmax_backward_lastdim) reads a row before it writes it.
+        grad = output.copy_(grad).masked_fill_(mask, 0.0)
+    backward = torch.ops.aten._softmax_backward_data.out
+    return backward(grad, probabilities, -1, probabilities.dtype, grad_input=output)
+
+
+# --- cross entropy ----------------------------------------------------------------------------------------------
+
+
+@_kernel(
+    "(Tensor logits, Tensor target, Tensor? weight, int reduction, int ignore_index) -> (Tensor, Tensor, Tensor)"
+)
+def cross_entropy(
+    logits: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss of logits of shape (rows, classes), the log probabilities, and the sum of the rows' weights."""
+    log_probabilities = empty(logits.shape, logits)
+    torch.ops.aten._log_softmax.out(logits, 1, False, out=log_probabilities)  # noqa: FBT003 - half_to_float
+    loss, total = torch.ops.aten.nll_loss_forward(log_probabilities, target, weight, reduction, ignore_index)
+    return loss, log_probabilities, total
+
+
+@_kernel(
+    "(Tensor grad, Tensor(a!) log_probabilities, Tensor target, Tensor? weight, int reduction, int ignore_index, "
+    "Tensor total) -> Tensor(a!)"
+)
+def cross_entropy_backward(
+    grad: Tensor,
+    log_probabilities: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total: Tensor,
+) -> Tensor:
+    """Return the gradient of the logits: each row's share times (probabilities - the target's one).
+
+    It takes the place of the log probabilities, which nothing else reads.
+    """
+    counts = target != ignore_index
+    target = torch.where(counts, target, 0)
+    share = grad / total if reduction == _MEAN else grad
+    if weight is not None:
+        share = share * weight[target]
+    # Chosen rather than multiplied: with no row that counts, the share of the mean is infinite.
+    share = torch.where(counts, share, 0.0)[:, None]
+    return log_probabilities.exp_().mul_(share).scatter_add_(1, target[:, None], -share)
+
+
+@_kernel(
+    "(Tensor logits, Tensor target, int reduction, int ignore_index, Tensor? weight=None) -> (Tensor, Tensor)"
+)
+def log_softmax_loss(
+    logits: Tensor, target: Tensor, reduction: int, ignore_index: int, weight: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of logits of shape (batch, classes, ...) and the log probabilities."""
+    log_probabilities = torch.log_softmax(logits, 1)
+    loss = torch.nn.functional.nll_loss(
+        log_probabilities, target.long(), weight, ignore_index=ignore_index, reduction=_REDUCTIONS[reduction]
+    )
+    return loss, log_probabilities
+
+
+@_kernel(
+    "(Tensor grad, Tensor log_probabilities, Tensor target, int reduction, int ignore_index, Tensor? weight=None) "
+    "-> Tensor"
+)
+def log_softmax_loss_backward(
+    grad: Tensor,
+    log_probabilities: Tensor,
+    target: Tensor,
+    reduction: int,
+    ignore_index: int,
+    weight: Tensor | None,
+) -> Any:
+    """Return the gradient of the logits, shape (batch, classes, ...), in the two steps in which torch computes it."""
+    with torch.enable_grad():
+        source = log_probabilities.detach().requires_grad_()
+        loss = torch.nn.functional.nll_loss(
+            source, target.long(), weight, ignore_index=ignore_index, reduction=_REDUCTIONS[reduction]
+        )
+        (share,) = torch.autograd.grad(loss, source, grad.reshape(loss.shape))
+    return torch.ops.aten._log_softmax_backward_data(share, log_probabilities, 1, log_probabilities.dtype)
+
+
+# --- sums and convolutions, as `ortlab.engine.operators.exact_choice` puts them into the graph ---------------------
+
+
+@_kernel("(Tensor x, int[] flags, int[]? axes=None) -> Tensor")
+def sum_over(x: Tensor, flags: list[int], axes: list[int] | None) -> Tensor:
+    """Sum over some axes, or all; `flags` are ONNX's keepdims and noop_with_empty_axes."""
+    return _over(torch.sum, x, flags, axes)
+
+
+@_kernel("(Tensor x, int[] flags, int[]? axes=None) -> Tensor")
+def mean_over(x: Tensor, flags: list[int], axes: list[int] | None) -> Tensor:
+    """Average over some axes, or all; see `sum_over`."""
+    return _over(torch.mean, x, flags, axes)
+
+
+def _over(reduce: Callable[..., Tensor], x: Tensor, flags: list[int], axes: list[int] | None) -> Tensor:
+    keeps, nothing_is_none = flags
+    if not axes and nothing_is_none:
+        return x
+    return reduce(x, dim=axes or tuple(range(x.dim())), keepdim=bool(keeps))
+
+
+@_kernel("(Tensor x, int[] size) -> Tensor")
+def adaptive_avg_pool2d(x: Tensor, size: list[int]) -> Any:
+    """Average to a given size; to a single entry, torch takes its mean, which is more exact than its pooling."""
+    return torch.ops.aten.adaptive_avg_pool2d(x, size)
+
+
+@_kernel("(Tensor grad, Tensor x) -> Tensor")
+def adaptive_avg_pool2d_backward(grad: Tensor, x: Tensor) -> Any:
+    """Return the gradient of `adaptive_avg_pool2d`."""
+    if grad.shape[-2:] == (1, 1):
+        return grad.expand(x.shape) / (x.shape[-2] * x.shape[-1])
+    return torch.ops.aten._adaptive_avg_pool2d_backward(grad, x)
+
+
+@_kernel("(Tensor x, Tensor divisor) -> Tensor")
+def divided(x: Tensor, divisor: Tensor) -> Tensor:
+    """Divide, where ONNX Runtime multiplies by a rounded reciprocal: the gradient of a mean."""
+    return x / divisor
+
+
+@_kernel("(Tensor x) -> Tensor")
+def sigmoid(x: Tensor) -> Any:
+    """Return 1 / (1 + exp(-x))."""
+    return torch.ops.aten.sigmoid.out(x, out=empty(x.shape, x))
+
+
+@_kernel("(Tensor grad, Tensor output) -> Tensor")
+def sigmoid_backward(grad: Tensor, output: Tensor) -> Any:
+    """Return the gradient of a sigmoid."""
+    return torch.ops.aten.sigmoid_backward.grad_input(grad, output, grad_input=empty(grad.shape, grad))
+
+
+@_kernel("(Tensor grad, Tensor x) -> Tensor")
+def silu_backward(grad: Tensor, x: Tensor) -> Any:
+    """Return the gradient of x * sigmoid(x)."""
+    return torch.ops.aten.silu_backward.grad_input(grad, x, grad_input=empty(x.shape, x))
+
+
+@_kernel("(Tensor x) -> Tensor")
+def tanh(x: Tensor) -> Any:
+    """Return the hyperbolic tangent; that of ONNX Runtime is a rational approximation, five times less exact."""
+    return torch.ops.aten.tanh.out(x, out=empty(x.shape, x))
+
+
+@_kernel("(Tensor grad, Tensor output) -> Tensor")
+def tanh_backward(grad: Tensor, output: Tensor) -> Any:
+    """Return the gradient of a hyperbolic tangent."""
+    return torch.ops.aten.tanh_backward.grad_input(grad, output, grad_input=empty(grad.shape, grad))
+
+
+@_kernel("(Tensor x) -> Tensor")
+def mean_over_space(x: Tensor) -> Tensor:
+    """Average over all axes but the batch and the channels, which stay as axes of size one."""
+    return x.mean(dim=tuple(range(2, x.dim())), keepdim=True)
+
+
+@_kernel(
+    "(Tensor x, Tensor weight, int[] stride, int[] padding, int[] dilation, int groups, Tensor? bias=None) -> Tensor"
+)
+def convolution(
+    x: Tensor,
+    weight: Tensor,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    bias: Tensor | None,
+) -> Any:
+    """Return a convolution of one, two or three dimensions."""
+    nothing = [0] * len(stride)
+    return torch.ops.aten.convolution(
+        x,
+        weight,
+        bias,
+        stride,
+        padding,
+        dilation,
+        False,  # noqa: FBT003 - transposed
+        nothing,
+        groups,
+    )
+
+
+@_kernel(
+    "(Tensor grad, Tensor x, Tensor weight, int[] stride, int[] padding, int[] dilation, int groups, int[] wanted) "
+    "-> (Tensor, Tensor, Tensor)"
+)
+def convolution_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    wanted: list[int],
+) -> tuple[Tensor, ...]:
+    """Return those of the gradients of input, weight and bias that are wanted."""
+    mask = [index in wanted for index in range(3)]
+    nothing = [0] * len(stride)
+    found = torch.ops.aten.convolution_backward(
+        grad,
+        x,
+        weight,
+        [weight.shape[0]],
+        stride,
+        padding,
+        dilation,
+        False,  # noqa: FBT003 - transposed
+        nothing,
+        groups,
+        mask,
+    )
+    return tuple(found[index] for index in wanted)
+
+
+# --- sums, in the memory of their first operand ------------------------------------------------------------------
+
+
+@_kernel("(Tensor(a!) total, Tensor grad, int[]? shape=None) -> Tensor(a!)")
+def add_output_gradient(total: Tensor, grad: Tensor, shape: list[int] | None) -> Tensor:
+    """Add the gradient of an output of the graph; a scalar stands for "no gradient came" and adds nothing."""
+    total = total if shape is None else total.view(shape)
+    return total if grad.dim() == 0 else total.add_(grad)
+
+
+@_kernel("(Tensor(a!) total, Tensor grad, Tensor indices, int padding_idx) -> Tensor(a!)")
+def add_embedding_gradient(total: Tensor, grad: Tensor, indices: Tensor, padding_idx: int) -> Tensor:
+    """Add the gradient of an embedding of the rows of `total`, shape (rows, width), without making it dense."""
+    indices = indices.reshape(-1)
+    grad = grad.reshape(-1, total.shape[1])
+    if padding_idx >= 0:
+        grad = grad.masked_fill((indices == padding_idx)[:, None], 0.0)
+    return total.index_add_(0, indices, grad)
+
+
+@_kernel("(Tensor[] operands) -> Tensor")
+def sum_of(operands: list[Tensor]) -> Tensor:
+    """Add tensors of one shape, one after another."""
+    total = operands[0] + operands[1]
+    for operand in operands[2:]:
+        total += operand
+    return total

@@ -1,0 +1,159 @@
+"""What a pass over an ONNX graph works with: facts about its values, and nodes to add."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Any, Final, TypeAlias
+
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+FLOAT_TYPES: Final = frozenset(
+    {TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16}
+)
+"""The ONNX element types that have a gradient."""
+
+ATEN: Final = "org.pytorch.aten"
+"""The domain of ORT's ``ATen`` node, which calls PyTorch."""
+
+STOP: Final = "detach_copy"
+"""The ATen operator through which no gradient flows."""
+
+NEEDING_GRADIENT: Final[ContextVar[frozenset[str] | None]] = ContextVar("NEEDING_GRADIENT", default=None)
+"""The inputs of the graph in work whose gradient is asked for; None if that is not known: then all that are floats."""
+
+Shape: TypeAlias = tuple[int | str | None, ...]
+
+
+class GraphFacts:
+    """Shapes, element types and differentiability of the values of a graph.
+
+    Attributes
+    ----------
+    shapes : dict
+        Shape per value, where every dimension is known as a number or by its symbol.
+    ranks : dict
+        Number of dimensions per value, where it is known.
+    element_types : dict
+        ONNX element type per value.
+    differentiable : set
+        Values through which a gradient may flow to a parameter or to an input that needs one. A value whose type
+        is not known counts as a float.
+    producers : dict
+        The node that makes a value.
+    consumed : set
+        Values that a node or the caller of the graph reads.
+    leading_out : set
+        Values from which a gradient may come: an output of the graph depends on them, without an integer and
+        without a `detach` in between.
+    """
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        graph = model.graph
+        self.shapes: dict[str, Shape] = {}
+        self.ranks: dict[str, int] = {}
+        self.element_types: dict[str, int] = {}
+        for value in (*graph.input, *graph.value_info, *graph.output):
+            tensor = value.type.tensor_type
+            self.element_types[value.name] = tensor.elem_type
+            if tensor.HasField("shape"):
+                self.ranks[value.name] = len(tensor.shape.dim)
+                sizes = tuple(
+                    size.dim_param or (size.dim_value if size.HasField("dim_value") else None)
+                    for size in tensor.shape.dim
+                )
+                if None not in sizes:
+                    self.shapes[value.name] = sizes
+        for initializer in graph.initializer:
+            self.shapes[initializer.name] = tuple(initializer.dims)
+            self.ranks[initializer.name] = len(initializer.dims)
+            self.element_types[initializer.name] = initializer.data_type
+        needing = NEEDING_GRADIENT.get()
+        inputs = {value.name for value in graph.input}
+        self.differentiable = {
+            name for name in (inputs if needing is None else needing) if self._is_float(name)
+        }
+        self.producers = {name: node for node in graph.node for name in node.output}
+        self.consumed = {name for node in graph.node for name in node.input}
+        self.consumed.update(value.name for value in graph.output)
+        self.leading_out = {value.name for value in graph.output}
+        for node in reversed(graph.node):  # a graph is in topological order, as ONNX demands
+            if aten_operator(node) != STOP and not self.leading_out.isdisjoint(node.output):
+                self.leading_out.update(name for name in node.input if name and self._is_float(name))
+        for node in graph.node:
+            if aten_operator(node) != STOP and not self.differentiable.isdisjoint(node.input):
+                self.differentiable.update(name for name in node.output if name and self._is_float(name))
+
+    def vector(self, name: str) -> list[int] | None:
+        """Return the integers of a constant, also of one that an Unsqueeze makes a vector; None if it is computed."""
+        node = self.producers.get(name)
+        if node is not None and node.op_type == "Unsqueeze":
+            return self.vector(node.input[0])
+        if node is None or node.op_type != "Constant":
+            return None
+        return [int(number) for number in numpy_helper.to_array(node.attribute[0].t).reshape(-1)]
+
+    def _is_float(self, name: str) -> bool:
+        return self.element_types.get(name, TensorProto.FLOAT) in FLOAT_TYPES | {TensorProto.UNDEFINED}
+
+
+def aten_operator(node: onnx.NodeProto) -> str:
+    """Return the name of the ATen operator that a node calls, "" if it calls none."""
+    if node.domain != ATEN:
+        return ""
+    return next((attribute.s.decode() for attribute in node.attribute if attribute.name == "operator"), "")
+
+
+class GraphAdditions:
+    """Nodes to put in front of the nodes of a graph, or in their place, all at once."""
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self._graph = model.graph
+        self._before: dict[str, list[onnx.NodeProto]] = {}
+        self._dropped: set[str] = set()
+
+    def node(
+        self, before: onnx.NodeProto, operator: str, inputs: list[str], output: str, /, **attributes: Any
+    ) -> str:
+        """Add a node with one output in front of `before`; return the output's name."""
+        new = helper.make_node(operator, inputs, [output], name=f"{output}_{operator}", **attributes)
+        self._before.setdefault(before.output[0], []).append(new)
+        return output
+
+    def scalar(self, before: onnx.NodeProto, output: str, element_type: int, value: float) -> str:
+        """Add a constant scalar in front of `before`; return its name."""
+        tensor = helper.make_tensor(f"{output}_value", element_type, [], [value])
+        return self.node(before, "Constant", [], output, value=tensor)
+
+    def vector(self, before: onnx.NodeProto, output: str, values: list[int]) -> str:
+        """Add a constant int64 vector in front of `before`; return its name."""
+        tensor = helper.make_tensor(f"{output}_value", TensorProto.INT64, [len(values)], values)
+        return self.node(before, "Constant", [], output, value=tensor)
+
+    def drop(self, node: onnx.NodeProto) -> None:
+        """Leave `node` out; nodes in front of it have to make its outputs."""
+        self._dropped.add(node.output[0])
+
+    def apply(self) -> bool:
+        """Put the nodes in; say whether there were any."""
+        if self._before:
+            woven: list[onnx.NodeProto] = []
+            for node in self._graph.node:
+                kept = () if node.output[0] in self._dropped else (node,)
+                woven += [copied(part) for part in (*self._before.get(node.output[0], ()), *kept)]
+            del self._graph.node[:]
+            self._graph.node.extend(woven)
+        return bool(self._before)
+
+
+def declare_aten(model: onnx.ModelProto) -> None:
+    """Let a model have ``ATen`` nodes; it is changed in place. A second time changes nothing."""
+    if all(one.domain != ATEN for one in model.opset_import):
+        model.opset_import.append(helper.make_opsetid(ATEN, 1))
+
+
+def copied(node: onnx.NodeProto) -> onnx.NodeProto:
+    """Return a node that lives on when the graph that it is taken from is emptied."""
+    copy = onnx.NodeProto()
+    copy.CopyFrom(node)
+    return copy

@@ -1,0 +1,296 @@
+"""Changes to an exported graph before onnxruntime 1.19.2 derives its gradient.
+
+Each pass takes a model and says whether it changed it. They run where ORTModule infers the shapes of an export
+(``_graph_transition_manager.GraphTransitionManager._infer_shapes``), on the copy that the gradient graph is built
+from; the export itself stays as torch made it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from onnx import TensorProto, helper
+
+from ortlab.engine.operators.call_gradients import note_call_gradients
+from ortlab.engine.passes.choice_passes import isolate_choices, slice_partly_used_splits
+from ortlab.engine.passes.graph_edits import (
+    FLOAT_TYPES,
+    NEEDING_GRADIENT,
+    GraphAdditions,
+    GraphFacts,
+    aten_operator,
+)
+from ortlab.engine.passes.opset_16 import declare_opset_16
+from ortlab.engine.patching import replace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import onnx
+
+
+# The inputs of operators that have a gradient, where one of them may be a constant that ortlab has put there.
+_GRADIENT_INPUTS: Final = {
+    "convolution": (0, 1, 2),
+    "_scaled_dot_product_efficient_attention": (0, 1, 2),
+    "_scaled_dot_product_flash_attention_for_cpu": (0, 1, 2),
+    "LayerNormalization": (0, 1, 2),
+    "index_add": (0, 3),
+    "native_batch_norm": (0, 1, 2),
+    "native_group_norm": (0, 1, 2),
+    "scatter_add": (0, 3),
+}
+
+
+_MEETING: Final = frozenset({"Add", "Sub", "Mul", "Div", "MatMul", "Expand"})
+"""Operators whose gradients sum over the dimensions that were broadcast."""
+
+
+def install() -> None:
+    """Run the passes of this module on each export. Calling it again changes nothing."""
+    from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
+
+    replace(GraphTransitionManager, "_post_export_process", _note_what_needs_gradient)
+    replace(GraphTransitionManager, "_infer_shapes", _run_passes)
+
+
+def complete_dropouts(model: onnx.ModelProto) -> bool:
+    """Give each Dropout its `training_mode` input and its mask output.
+
+    Torch exports the dropout inside scaled dot product attention (``symbolic_opset14``) as ``Dropout(x, p)``. Without
+    `training_mode` ONNX's Dropout lets everything pass, so the model trains without that dropout and nobody is told;
+    without a mask there is no gradient. The functional form drops in training and in eval alike, as torch does.
+
+    Returns
+    -------
+    bool
+        Whether the model changed.
+    """
+    incomplete = [
+        node
+        for node in model.graph.node
+        if node.op_type == "Dropout" and not node.domain and (len(node.input) < 3 or len(node.output) < 2)  # noqa: PLR2004
+    ]
+    additions = GraphAdditions(model)
+    for node in incomplete:
+        if len(node.input) == 1:
+            node.input.append("")  # the ratio: ONNX's default
+        if len(node.input) == 2:  # noqa: PLR2004
+            node.input.append(
+                additions.scalar(node, f"{node.output[0]}_training", TensorProto.BOOL, value=True)
+            )
+        if len(node.output) == 1:
+            node.output.append(f"{node.output[0]}_mask")
+    additions.apply()
+    return bool(incomplete)
+
+
+def broadcast_where(model: onnx.ModelProto) -> bool:
+    """Expand the branches of a Where to the shape of its output, where they need a gradient.
+
+    The gradient of Where in 1.19.2 (``orttraining/core/graph/gradient_builder.cc``, GetWhereGradient) has the shape
+    of the output and is not summed over broadcast dimensions. The gradient of Expand is, so the broadcast is left to
+    an Expand to the shape of the other branch and one to the shape of the condition: three shapes broadcast
+    together are the shape of the output, whichever of them spans it.
+
+    Returns
+    -------
+    bool
+        Whether the model changed.
+    """
+    facts, additions = GraphFacts(model), GraphAdditions(model)
+    for node in model.graph.node:
+        if (
+            node.op_type != "Where"
+            or node.domain
+            or facts.element_types.get(node.output[0]) not in FLOAT_TYPES
+        ):
+            continue
+        condition, *branches = node.input
+        for index, branch in enumerate(branches):
+            shape = facts.shapes.get(branch)
+            if branch not in facts.differentiable or (shape and shape == facts.shapes.get(node.output[0])):
+                continue
+            wide = branch
+            for like in (branches[1 - index], condition):
+                name = f"{node.output[0]}_branch{index}_like_{like}"
+                size = additions.node(node, "Shape", [like], f"{name}_shape")
+                wide = additions.node(node, "Expand", [wide, size], name)
+            node.input[1 + index] = wide
+    return additions.apply()
+
+
+def forget_needless_casts(model: onnx.ModelProto) -> None:
+    """Make an Identity of each Cast to the type that its input has.
+
+    ORT's PropagateCastOps removes them, too, but stops the build where a node reads such a result twice ("Argument
+    mismatch when removing edge", ``core/optimizer/propagate_cast_ops.cc``), as in the gated delta rule of Qwen3-Next.
+    """
+    facts = GraphFacts(model)
+    for node in model.graph.node:
+        if node.op_type == "Cast" and not node.domain:
+            (to,) = (attribute.i for attribute in node.attribute if attribute.name == "to")
+            if facts.element_types.get(node.input[0]) == to:
+                node.op_type = "Identity"
+                del node.attribute[:]
+
+
+def forget_unlike_shapes(model: onnx.ModelProto) -> None:
+    """Forget the shape of values with dimensions that meet another one and may be 1.
+
+    The gradients of Add, Sub, Mul, Div, MatMul and Expand in 1.19.2 (``gradient_builder_base.cc``,
+    ComputeBroadcastBackwardAxes) take two dimensions with symbols for equal: ``x * adaptive_avg_pool2d(x, 1)``, as in
+    each squeeze-and-excitation block, then gets wrong gradients, and reads beyond its buffers. Where a shape is not
+    known they look at the sizes.
+    """
+    facts = GraphFacts(model)
+    given = {size for value in model.graph.input for size in facts.shapes.get(value.name, ())}
+    unlike: set[int | str | None] = set()
+    for node in model.graph.node:
+        if node.op_type in _MEETING and not node.domain:
+            met = (node.input[0], node.output[0] if node.op_type == "Expand" else node.input[1])
+            last = (
+                -2 if node.op_type == "MatMul" else None
+            )  # the last two dimensions of a product do not broadcast
+            left, right = (reversed(facts.shapes.get(name, ())[:last]) for name in met)
+            for pair in zip(left, right, strict=False):
+                if pair[0] != pair[1] and all(isinstance(size, str) for size in pair):
+                    unlike.update(pair)
+    unlike -= given
+    for value in model.graph.value_info:
+        if not unlike.isdisjoint(facts.shapes.get(value.name, ())):
+            value.type.tensor_type.ClearField("shape")
+
+
+def tie_gradient_inputs(model: onnx.ModelProto) -> bool:
+    """Let all inputs of an operator with several gradients need theirs, or none.
+
+    GetExternalGradient of 1.19.2 (``orttraining/core/graph/gradient_builder.cc``) looks at the wrong input when one
+    of them needs no gradient, such as the image that a model's first layer gets or a kernel that is a buffer: the
+    build ends in "... is not a valid intermediate output" or the backward in "invalid index -1". LayerNormalization
+    defines the gradient of a constant bias once for each layer that shares it. Such an input gets a zero added that
+    depends on one that needs a gradient. Where chooses the zero, so that an infinite weight stays without influence.
+
+    Returns
+    -------
+    bool
+        Whether the model changed.
+    """
+    facts, additions = GraphFacts(model), GraphAdditions(model)
+    for node in model.graph.node:
+        inputs = {
+            index: node.input[index]
+            for index in _GRADIENT_INPUTS.get(aten_operator(node) or node.op_type, ())
+        }
+        source = next((name for name in inputs.values() if name in facts.differentiable), None)
+        if source is None:
+            continue
+        for index, name in inputs.items():
+            if name and name not in facts.differentiable:
+                stem = f"{node.output[0]}_tied{index}"
+                element_type = facts.element_types[source]
+                never = additions.scalar(node, f"{stem}_never", TensorProto.BOOL, value=False)
+                zero = additions.scalar(node, f"{stem}_zero", element_type, value=0)
+                total = additions.node(node, "ReduceSum", [source], f"{stem}_sum", keepdims=0)
+                nothing = additions.node(node, "Where", [never, total, zero], f"{stem}_nothing")
+                node.input[index] = additions.node(node, "Add", [name, nothing], stem)
+    return additions.apply()
+
+
+def lift_vector_products(model: onnx.ModelProto) -> bool:
+    """Give the vectors in a MatMul a second dimension.
+
+    The gradient of MatMul in 1.19.2 (``gradient_builder.cc``, GetMatMulGradient) takes its operands for matrices; a
+    vector's gradient fails when it runs, or has another shape.
+
+    Returns
+    -------
+    bool
+        Whether the model changed.
+    """
+    facts, additions = GraphFacts(model), GraphAdditions(model)
+    for node in [node for node in model.graph.node if node.op_type == "MatMul" and not node.domain]:
+        vectors = [index for index, name in enumerate(node.input) if facts.ranks.get(name) == 1]
+        if not vectors:
+            continue
+        stem = f"{node.output[0]}_lifted"
+        operands = list(node.input)
+        for index in vectors:  # a row on the left, a column on the right
+            axis = additions.vector(node, f"{stem}_axis{index}", [index])
+            operands[index] = additions.node(node, "Unsqueeze", [operands[index], axis], f"{stem}{index}")
+        product = additions.node(node, "MatMul", operands, stem)
+        axes = additions.vector(node, f"{stem}_axes", [index - 2 for index in vectors])
+        additions.node(node, "Squeeze", [product, axes], node.output[0])
+        additions.drop(node)
+    return additions.apply()
+
+
+def keep_reduced_dimensions(model: onnx.ModelProto) -> bool:
+    """Let ReduceL2 and ReduceLogSumExp keep the dimensions they reduce, and remove these afterwards.
+
+    Their gradients in 1.19.2 (``gradient_builder.cc``, GetReduceL2Gradient, GetReduceLogSumExpGradient) put the
+    dimensions back with an Unsqueeze of an opset before 13, which is no valid node.
+
+    Returns
+    -------
+    bool
+        Whether the model changed.
+    """
+    additions = GraphAdditions(model)
+    for node in [node for node in model.graph.node if node.op_type in {"ReduceL2", "ReduceLogSumExp"}]:
+        attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+        if attributes.get("keepdims", 1):
+            continue
+        stem = f"{node.output[0]}_kept"
+        axes = attributes.get("axes")
+        kept = {} if axes is None else {"axes": axes}
+        reduced = additions.node(node, node.op_type, list(node.input), stem, keepdims=1, **kept)
+        if axes is None:
+            scalar = additions.vector(node, f"{stem}_shape", [])
+            additions.node(node, "Reshape", [reduced, scalar], node.output[0])
+        else:
+            which = additions.vector(node, f"{stem}_axes", axes)
+            additions.node(node, "Squeeze", [reduced, which], node.output[0])
+        additions.drop(node)
+    return additions.apply()
+
+
+# --- where the passes run --------------------------------------------------------------------------------------
+
+
+def _note_what_needs_gradient(original: Callable[..., Any]) -> Callable[..., Any]:
+    def post_export_process(*args: Any, **kwargs: Any) -> Any:
+        token = NEEDING_GRADIENT.set(
+            frozenset(kwargs["exported_model_info"].onnx_graph_input_names_require_grad)
+        )
+        try:
+            return original(*args, **kwargs)
+        finally:
+            NEEDING_GRADIENT.reset(token)
+
+    return post_export_process
+
+
+def _run_passes(original: Callable[[onnx.ModelProto], onnx.ModelProto]) -> Callable[..., onnx.ModelProto]:
+    def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
+        complete_dropouts(model)
+        keep_reduced_dimensions(model)
+        model = original(model)
+        # These read shapes and types, so they come after the first inference; what they add is inferred by a second.
+        passes = (
+            lift_vector_products,
+            slice_partly_used_splits,
+            isolate_choices,
+            broadcast_where,
+            tie_gradient_inputs,
+        )
+        changed = [change(model) for change in passes]
+        if any(changed):
+            model = original(model)
+        forget_needless_casts(model)
+        note_call_gradients(model)
+        forget_unlike_shapes(model)
+        declare_opset_16(model)
+        return model
+
+    return infer_shapes

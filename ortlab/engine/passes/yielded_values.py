@@ -1,0 +1,123 @@
+"""What a training graph hands over at its YieldOp: outputs to the caller, and their gradients to the backward.
+
+Two faults of 1.19.2 stand there.
+
+Outputs: ORT's planner of memory lets an operator write its output over an input that nobody else reads
+(``core/framework/allocation_planner.cc``, FindReusableInput), and a Reshape must. Such a tensor does not own its
+memory: when the graph is done with it, in the backward, it is written over, although the caller has it. The planner
+leaves out an operator whose output goes to YieldOp, but it looks at the first reader only. So ``hidden =
+norm(x).relu(); return hidden, head(hidden)`` returned other numbers after ``backward()``.
+
+Gradients: GemmSumFusion takes the number of an output for the number of an input, and stops the build at a Sum of a
+Gemm of the third output of a node, or a later one, such as the gradient of what the forward returns third
+(``core/optimizer/gemm_sum_fusion.cc``).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Final
+
+from onnx import TensorProto, helper
+
+from ortlab.engine.operators.kernel_nodes import call_kernel
+from ortlab.engine.operators.torch_kernels import NAMESPACE
+from ortlab.engine.passes.graph_edits import GraphFacts, aten_operator, declare_aten
+
+if TYPE_CHECKING:
+    import onnx
+
+_YIELD: Final = "YieldOp"
+_OWNING: Final = frozenset(
+    (
+        *("ATen", "MatMul", "FusedMatMul", "Gemm", "Conv", "Gather", "GatherElements", "GatherND", "Concat"),
+        *("LayerNormalization", "SimplifiedLayerNormalization", "SoftmaxCrossEntropyLossInternal"),
+    )
+)
+"""Operators whose kernels, on each execution provider, take memory of their own for their outputs."""
+_PRODUCTS: Final = frozenset(f"{NAMESPACE}::{name}" for name in ("matmul", "matmul_transposed"))
+"""Kernels of PyTorch whose output is as large as its sum with a vector."""
+_SUM_OF_TWO: Final = 2
+
+
+def hand_over(model: onnx.ModelProto) -> None:
+    """Give each output of the forward memory of its own, and keep GemmSumFusion from gradients that it stops at.
+
+    Parameters
+    ----------
+    model
+        A gradient graph, which is changed in place. Nothing changes in a graph without a YieldOp.
+    """
+    place = next((index for index, node in enumerate(model.graph.node) if node.op_type == _YIELD), None)
+    if place is None:
+        return
+    _keep_from_fusion(model.graph)
+    if _own_outputs(model, place):
+        declare_aten(model)
+
+
+def _own_outputs(model: onnx.ModelProto, place: int) -> bool:
+    """Copy what would be returned in somebody else's memory, and say whether there was any."""
+    nodes = model.graph.node
+    facts = GraphFacts(model)
+    read_before = {name for node in nodes[:place] if node.op_type != "Identity" for name in node.input}
+    readers = Counter(name for node in nodes for name in node.input)
+    changed = False
+    for index, name in enumerate(nodes[place].input):
+        source, last = name, facts.producers.get(name)
+        made = last
+        while made is not None and made.op_type == "Identity":
+            source = made.input[0]
+            made = facts.producers.get(source)
+        if made is None or last is None or made.op_type in _OWNING or source not in read_before:
+            continue
+        changed = True
+        element_type = facts.element_types.get(source) or facts.element_types.get(name)
+        if made.op_type == "Add":
+            _let_torch_add(made, facts, readers)
+            continue
+        if last is made:
+            last = helper.make_node("Identity", [name], [f"{name}_returned"], name=f"{name}_returned")
+            nodes[place].input[index] = last.output[0]
+            nodes.insert(place, last)
+            place += 1
+            last = nodes[place - 1]
+        if element_type == TensorProto.BOOL:  # which cannot cross to PyTorch
+            last.op_type = "And"
+            last.input.append(last.input[0])
+        else:
+            call_kernel(last, "copy_of")
+        if element_type and not facts.element_types.get(last.output[0]):
+            value = helper.make_tensor_value_info(last.output[0], element_type, None)
+            model.graph.value_info.append(value)
+    return changed
+
+
+def _let_torch_add(node: onnx.NodeProto, facts: GraphFacts, readers: Counter[str]) -> None:
+    """Add without ORT, which would write over an operand; a bias is added to the product in the product's memory."""
+    for product, bias in (tuple(node.input), tuple(reversed(node.input))):
+        made = facts.producers.get(product)
+        if (
+            made is not None
+            and aten_operator(made) in _PRODUCTS
+            and readers[product] == 1
+            and facts.ranks.get(bias) == 1
+            and len(facts.shapes.get(product, facts.shapes.get(node.output[0], ()))) > 1
+        ):
+            node.input[:] = [product, bias]
+            call_kernel(node, "add_bias")
+            return
+    call_kernel(node, "add")
+
+
+def _keep_from_fusion(graph: onnx.GraphProto) -> None:
+    """Write the sums that the fusion stops at as Add, which it leaves alone."""
+    late: set[str] = set()
+    for node in graph.node:
+        late.update(node.output if node.op_type == "Identity" and late & {*node.input} else node.output[2:])
+    stopping = {
+        name for node in graph.node if node.op_type == "Gemm" and late & {*node.input} for name in node.output
+    }
+    for node in graph.node:
+        if node.op_type == "Sum" and len(node.input) == _SUM_OF_TWO and stopping & {*node.input}:
+            node.op_type = "Add"

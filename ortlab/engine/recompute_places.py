@@ -1,0 +1,114 @@
+"""Where the memory optimizer of 1.19.2 would recompute: read from what it says while it looks."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from ortlab.engine.layer_boundaries import boundaries
+from ortlab.errors import BuildError
+from ortlab.memory import insight
+from ortlab.memory.recompute_places import RecomputePlace, RecomputePlaces
+
+if TYPE_CHECKING:
+    import onnx
+
+    from ortlab.engine.logs.runtime_log import Line
+
+_CANDIDATE: Final = re.compile(
+    r"Find candidate output named \[(?P<output>.+)\] of Node (?P<node>.*)\([^()]*\)$"
+)
+_COMPROMISED: Final = re.compile(r"Searching Node (?P<node>.*)\([^()]*\) for compromised recompute$")
+_FOUND: Final = re.compile(
+    r"Node (?P<node>.*?)\((?P<operator>[^()]*)\) can be recomputed(?: with its precedent nodes: (?P<before>.*))?$"
+)
+_BEFORE: Final = re.compile(r"\(name:(?P<name>.*?), type:(?P<operator>[^()]*)\)")
+
+
+class _Found(NamedTuple):
+    cluster: str
+    strategy: int
+    node: str
+    nodes: tuple[str, ...]
+
+
+def find_places(lines: Iterable[Line], graph: onnx.GraphProto) -> RecomputePlaces:
+    """Read the places from ORT's messages.
+
+    Parameters
+    ----------
+    lines
+        What it said at VERBOSE while it was asked for its plans anywhere in the graph (``recompute_analysis.cc``,
+        ``CheckNodeForRecompute``): node by node from the graph's end to its start.
+    graph
+        The graph that it looked at.
+
+    Returns
+    -------
+    RecomputePlaces
+        In the order of the forward.
+    """
+    outputs: dict[str, list[str]] = {}
+    found: list[_Found] = []
+    compromised = ""
+    for line in lines:
+        if match := _CANDIDATE.match(line.text):
+            outputs.setdefault(match["node"], []).append(match["output"])
+        elif match := _COMPROMISED.match(line.text):
+            compromised = match["node"]
+        elif match := _FOUND.match(line.text):
+            before = _BEFORE.findall(match["before"] or "")
+            nodes = [*before, (match["node"], match["operator"])]
+            found.append(
+                _Found(
+                    cluster="".join(f"{operator}+" for _, operator in nodes),
+                    strategy=2 if compromised == match["node"] else 1,
+                    node=match["node"],
+                    nodes=tuple(name for name, _ in nodes),
+                )
+            )
+    order = {output: number for node in graph.node for number, output in enumerate(node.output)}
+    stashed = {output for several in outputs.values() for output in several}
+    layers = boundaries(graph, stashed)
+    places = tuple(
+        RecomputePlace(
+            *one,
+            outputs=tuple(sorted(outputs.get(one.node, ()), key=lambda output: order.get(output, 0))),
+            boundary=not layers.isdisjoint(outputs.get(one.node, ())),
+        )
+        for one in reversed(found)
+    )
+    return RecomputePlaces(
+        places, tuple(output for node in graph.node for output in node.output if output in layers)
+    )
+
+
+def check_places(places: RecomputePlaces, report: str) -> None:
+    """Compare the places that were found with those that ORT counts.
+
+    Parameters
+    ----------
+    places
+        What was found.
+    report
+        ORT's MemoryInsight table of the same graph.
+
+    Raises
+    ------
+    BuildError
+        If they are not the same.
+    """
+    counted: Counter[tuple[str, int]] = Counter()
+    for row in insight.read(report).rows:
+        counted.update({(option.cluster, option.strategy): row.places for option in row.options})
+    found = Counter((place.cluster, place.strategy) for place in places.places)
+    if found != counted:
+        cluster, strategy = next(iter((counted - found) + (found - counted)))
+        raise BuildError(
+            "The places of this model's recompute plans cannot be told.",
+            why=f"ONNX Runtime counts {counted[cluster, strategy]} places of {cluster}:{strategy} and names "
+            f"{found[cluster, strategy]} of them; its messages can be read on Linux only.",
+            fix="Use memory_level=0 and plans for all places, as in Gelu+:1:-1.",
+        )

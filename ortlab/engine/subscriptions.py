@@ -1,0 +1,126 @@
+"""Subscribers of `onnxruntime.training.utils.hooks` on a module, whoever executes it, and off it again.
+
+1.19.2 puts hooks on a module and all its parts and offers no way to take them away. In a graph of ONNX Runtime, what a
+hook does happens once, while it is traced; what acts in each step has to be an `autograd.Function`, as upstream's
+`_InspectActivation` is, which becomes an operator that calls Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+from ortlab.engine import load
+from ortlab.parity.inspection import LISTENERS
+
+if TYPE_CHECKING:
+    import torch
+
+_TABLES: Final = ("_forward_hooks", "_forward_pre_hooks")
+
+See = Callable[["torch.Tensor", int, str, int], None]
+"""Takes a tensor, the depth of its module, its name, and the number of the step."""
+
+
+def hooks() -> Any:
+    """Return upstream's package of hooks, ready to be used beside the installed torch."""
+    load()
+    from onnxruntime.training.utils import hooks as package
+
+    return package
+
+
+def is_subscriber(thing: object) -> bool:
+    """Tell whether upstream takes an object as a subscriber."""
+    return isinstance(thing, hooks()._subscriber_base.SubscriberBase)
+
+
+def is_exporting() -> bool:
+    """Tell whether upstream counts no steps and writes nothing, because the module is being exported."""
+    hooks()
+    from onnxruntime.training.utils.hooks import _subscriber_manager
+
+    return bool(_subscriber_manager.ORT_NO_INCREASE_GLOBAL_STEP[0])
+
+
+def seen_in_each_step(
+    name: str, tensor: torch.Tensor, run: Any, module_index: int | None, forward: See, backward: See
+) -> torch.Tensor:
+    """Return a tensor with its value, and let two functions see it and its gradient whenever they are computed.
+
+    Parameters
+    ----------
+    name
+        What to call it.
+    tensor
+        The tensor.
+    run
+        Upstream's `RuntimeStates`.
+    module_index
+        Number of the module that it is the output of; None for none.
+    forward, backward
+        See copies of the tensor and of its gradient.
+    """
+    inspect: Any = hooks()._statistics_subscriber._InspectActivation
+    seen: torch.Tensor = inspect.apply(name, module_index, run, tensor, forward, backward)
+    return seen
+
+
+@contextmanager
+def subscribed(module: torch.nn.Module, subscribers: Sequence[Any]) -> Iterator[None]:
+    """Let subscribers see a module in the block; hooks and attributes are afterwards as they were.
+
+    Parameters
+    ----------
+    module
+        The module that steps call.
+    subscribers
+        Objects of upstream's `SubscriberBase`.
+    """
+    # One of its own: upstream's shared one drops whoever is subscribed already.
+    shared: Any = hooks()._subscriber_manager.SubscriberManager()
+    parts = list(module.modules())
+    before = [{table: set(getattr(part, table)) for table in _TABLES} for part in parts]
+    with_number = {part for part in parts if "id" in vars(part)}
+    shared.subscribe(module, list(subscribers))
+    made = [
+        {table: set(getattr(part, table)) - keys for table, keys in tables.items()}
+        for part, tables in zip(parts, before, strict=True)
+    ]
+    with ExitStack() as ends:
+        ends.callback(_take_away, parts, made, with_number)
+        for one in subscribers:
+            forward: See | None = getattr(one, "module_post_forward_impl", None)
+            backward: See | None = getattr(one, "module_pre_backward_impl", None)
+            if forward and backward:
+                listener = _listener(shared, forward, backward)
+                LISTENERS.append(listener)
+                ends.callback(LISTENERS.remove, listener)
+        yield
+
+
+def _listener(shared: Any, forward: See, backward: See) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    def listen(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return seen_in_each_step(name, tensor, shared.get_run_context(), None, forward, backward)
+
+    return listen
+
+
+def _take_away(
+    parts: Sequence[torch.nn.Module],
+    made: Sequence[dict[str, set[int]]],
+    with_number: Collection[torch.nn.Module],
+) -> None:
+    """Remove the hooks that were made, and upstream's number of a module where nobody needs it any more."""
+    for part, tables in zip(parts, made, strict=True):
+        for table, keys in tables.items():
+            for key in keys:
+                getattr(part, table).pop(key, None)
+                getattr(part, f"{table}_with_kwargs").pop(key, None)
+        if part not in with_number and not any(_is_upstreams(hook) for hook in part._forward_hooks.values()):
+            vars(part).pop("id", None)
+
+
+def _is_upstreams(hook: object) -> bool:
+    return getattr(hook, "__module__", "").startswith("onnxruntime.training")

@@ -1,0 +1,201 @@
+"""Attention by torch inside ORT's graph: on, off, live, per lab, and only where torch itself computes it so."""
+
+from __future__ import annotations
+
+import importlib
+
+import onnx
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ortlab
+from ortlab.engine import load
+from ortlab.engine.build_options import building_with
+from ortlab.engine.operators import attention
+from ortlab.options import Options
+
+pytestmark = pytest.mark.filterwarnings("ignore:sdpa_fallback leaves an attention in pieces:UserWarning")
+
+BATCH, HEADS, POSITIONS, FEATURES = 2, 2, 8, 16
+
+
+class Attention(nn.Module):
+    """One layer of attention, with whatever mask and dropout."""
+
+    def __init__(self, *, dropout: float = 0.0, learned: bool = False, causal: bool = False) -> None:
+        super().__init__()
+        size = HEADS * FEATURES
+        self.query, self.key, self.value = (nn.Linear(size, size) for _ in range(3))
+        self.bias = nn.Parameter(torch.zeros(1, HEADS, POSITIONS, POSITIONS)) if learned else None
+        self.dropout = dropout
+        self.causal = causal
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        query, key, value = (
+            part(x).view(BATCH, -1, HEADS, FEATURES).transpose(1, 2)
+            for part in (self.query, self.key, self.value)
+        )
+        mask = mask if self.bias is None else self.bias
+        attended = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=self.dropout, is_causal=self.causal
+        )
+        return attended.square().mean()
+
+
+@pytest.fixture
+def x():
+    torch.manual_seed(2)
+    return torch.randn(BATCH, POSITIONS, HEADS * FEATURES)
+
+
+def torch_operators(lab):
+    """Name the operators that torch executes in a lab's gradient graph, but those of `aten_backward`."""
+    graph = onnx.load_model_from_string(lab._ort.execution.serialized_graph("gradient")).graph
+    nodes = [node for node in graph.node if node.op_type == "ATen"]
+    named = {
+        attribute.s.decode() for node in nodes for attribute in node.attribute if attribute.name == "operator"
+    }
+    return {name for name in named if not name.startswith("ortlab::")}
+
+
+def gradients(model):
+    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+def padding():
+    mask = torch.ones(BATCH, 1, 1, POSITIONS, dtype=torch.bool)
+    mask[:, :, :, 5:] = False
+    return mask
+
+
+MASKS = {
+    "none": lambda: None,
+    "padding": padding,
+    "triangle": lambda: torch.ones(POSITIONS, POSITIONS).tril().bool().view(1, 1, POSITIONS, POSITIONS),
+    "numbers": lambda: torch.linspace(-2, 2, BATCH * POSITIONS**2).view(BATCH, 1, POSITIONS, POSITIONS),
+}
+
+
+@pytest.mark.row("J7")
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_switch_makes_one_call_of_an_attention_with_torchs_numbers_and_takes_it_back(mask, x):
+    model, mask = Attention(), MASKS[mask]()
+    expected = model(x, mask)
+    expected.backward()
+    wanted = gradients(model)
+    lab = ortlab.wrap(model)
+    try:
+        model(x, mask).backward()
+        model.zero_grad()
+        assert not torch_operators(lab)
+
+        lab.set(sdpa_fallback=True)
+        loss = model(x, mask)
+        loss.backward()
+
+        assert torch_operators(lab) == {attention.ON_CPU, f"{attention.ON_CPU}_backward"}
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(gradients(model), wanted)
+
+        lab.set(sdpa_fallback=False)
+        model(x, mask)
+        assert not torch_operators(lab)
+    finally:
+        lab.unwrap()
+
+
+def test_a_causal_attention_is_one_call_too(x):
+    model = Attention(causal=True)
+    expected = model(x)
+    lab = ortlab.wrap(model, sdpa_fallback=True)
+    torch.testing.assert_close(model(x), expected)
+    assert attention.ON_CPU in torch_operators(lab)
+    lab.unwrap()
+
+
+def test_frozen_projections_get_no_gradient_and_the_others_the_right_one(x):
+    model = Attention()
+    model.query.requires_grad_(requires_grad=False)
+    model(x).backward()
+    wanted = model.value.weight.grad.clone()
+    model.zero_grad()
+    lab = ortlab.wrap(model, sdpa_fallback=True)
+    model(x).backward()
+    assert attention.ON_CPU in torch_operators(lab)
+    assert model.query.weight.grad is None
+    torch.testing.assert_close(model.value.weight.grad, wanted)
+    lab.unwrap()
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (Attention(learned=True), "learned"),
+        (Attention(dropout=0.5), "without dropout only"),
+    ],
+    ids=["learned mask", "dropout"],
+)
+def test_what_torch_has_no_operator_for_stays_in_pieces_and_a_message_says_why(model, reason, x):
+    lab = ortlab.wrap(model, sdpa_fallback=True)
+    model(x).backward()
+    assert not torch_operators(lab)
+    assert any("sdpa_fallback" in said.text and reason in said.text for said in lab.messages)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    lab.unwrap()
+
+
+@pytest.mark.row("J7")
+def test_two_labs_in_one_kernel_differ(x):
+    one, other = Attention(), Attention()
+    on, off = ortlab.wrap(one, sdpa_fallback=True), ortlab.wrap(other)
+    one(x)
+    other(x)
+    assert attention.ON_CPU in torch_operators(on)
+    assert not torch_operators(off)
+    off.set(memory_level=1)
+    on.set(opset=16)
+    one(x).backward()
+    other(x).backward()
+    assert attention.ON_CPU in torch_operators(on)
+    assert not torch_operators(off)
+    on.unwrap()
+    off.unwrap()
+
+
+FLOATS = "Float(2, 2, 8, 16, strides=[256, 128, 16, 1], requires_grad=0, device=cuda:0)"
+ON_A_GPU = f"""
+graph(%q : {FLOATS}, %k : {FLOATS}, %v : {FLOATS},
+      %mask : Bool(2, 1, 1, 8, strides=[8, 8, 8, 1], requires_grad=0, device=cuda:0)):
+  %dropout : float = prim::Constant[value=0.1]()
+  %no : bool = prim::Constant[value=0]()
+  %none : NoneType = prim::Constant()
+  %output : {FLOATS} = aten::scaled_dot_product_attention(%q, %k, %v, %mask, %dropout, %no, %none, %no)
+  return (%output)"""
+
+
+@pytest.mark.parametrize("switched", [True, False])
+def test_on_a_gpu_it_is_the_efficient_operator_with_the_arguments_that_this_torch_takes(
+    switched, monkeypatch
+):
+    load()
+    from ortlab.engine.sessions import register_operators
+
+    register_operators(17)
+    traced = torch._C.parse_ir(ON_A_GPU)
+    torch._C._jit_pass_erase_number_types(traced)  # as before every export
+    settings = importlib.import_module("torch.onnx._globals").GLOBALS
+    monkeypatch.setattr(settings, "_export_onnx_opset_version", 17)
+    with building_with(Options(sdpa_fallback=switched)):
+        exported = torch._C._jit_pass_onnx(traced, torch._C._onnx.OperatorExportTypes.ONNX)
+    calls = [node for node in exported.nodes() if node.kind() == "org.pytorch.aten::ATen"]
+    assert len(calls) == int(switched)
+    for call in calls:
+        assert call.s("operator") == attention.ON_CUDA
+        taken = getattr(torch.ops.aten, attention.ON_CUDA).default._schema.arguments
+        assert len(list(call.inputs())) == len(taken)
+        expanded = list(call.inputs())[3]
+        assert expanded.node().kind() == "onnx::Expand"  # to one number for each score, as torch does it

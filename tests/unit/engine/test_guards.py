@@ -1,0 +1,242 @@
+"""What a forward decides by the values of a batch is checked in each step."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ortlab
+from ortlab.errors import BuildError, ExecutionError
+
+pytestmark = [
+    pytest.mark.usefixtures("no_fallback"),
+    pytest.mark.filterwarnings("ignore:Converting a tensor to a Python:torch.jit.TracerWarning"),
+    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
+]
+
+
+class Deciding(nn.Module):
+    def __init__(self, decide):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.decide = decide
+
+    def forward(self, x):
+        return self.decide(self.layer(x), x)
+
+
+def branch(h, x):
+    return h * 2 if x.sum() > 0 else h * 3
+
+
+def number(h, x):
+    return h * x.abs().max().item()
+
+
+def index(h, x):
+    return h * (int(x[:, 0].abs().argmax()) + 1)
+
+
+def number_in_an_object(h, x):
+    return {0: h * float(x.max())}
+
+
+@pytest.mark.parametrize("decide", [branch, number, index, number_in_an_object])
+def test_a_batch_for_which_the_graph_would_be_wrong_is_refused(decide):
+    torch.manual_seed(0)
+    model = Deciding(decide).train()
+    reference, x = copy.deepcopy(model), torch.rand(3, 4)
+    lab = ortlab.wrap(model)
+
+    def tensor(result):
+        return result[0] if isinstance(result, dict) else result
+
+    for _ in range(2):
+        torch.testing.assert_close(tensor(model(x)), tensor(reference(x)))
+    weights = copy.deepcopy(model.state_dict())
+    with pytest.raises(ExecutionError, match=r"test_guards.py, line \d+") as refusal:
+        model(-2 * x.flip(0))
+    assert "was exported" in refusal.value.why
+    torch.testing.assert_close(model.state_dict(), weights)
+    torch.testing.assert_close(tensor(model(x)), tensor(reference(x)))
+    lab.unwrap()
+
+
+def check(h, x):
+    """As a validation that passes for every batch, and a branch on a size."""
+    if not torch.isfinite(x).all():
+        raise ValueError("not finite")
+    return h * x.shape[0] if x.shape[0] * 2 > 4 else h
+
+
+def test_a_check_that_passes_is_no_obstacle():
+    torch.manual_seed(0)
+    model = Deciding(check).train()
+    reference = copy.deepcopy(model)
+    lab = ortlab.wrap(model)
+    for rows in (3, 3, 2, 5):
+        x = torch.randn(rows, 4)
+        for module in (reference, model):
+            module.zero_grad()
+            module(x).sum().backward()
+        torch.testing.assert_close(model.layer.weight.grad, reference.layer.weight.grad)
+    with pytest.raises(ExecutionError, match=r"not torch\.isfinite"):
+        model(torch.full((3, 4), torch.nan))
+    lab.unwrap()
+
+
+def test_a_graph_for_evaluation_is_guarded_too():
+    model = Deciding(branch).eval()
+    lab = ortlab.wrap(model)
+    x = torch.rand(3, 4)
+    model(x)
+    with pytest.raises(ExecutionError, match="depends on a value"):
+        model(-x)
+    lab.unwrap()
+
+
+def test_a_forward_that_reads_no_value_is_exported_as_before(monkeypatch):
+    from ortlab.engine.tracing import guards
+
+    guarded = []
+    monkeypatch.setattr(guards, "GuardedPart", lambda *parts: guarded.append(parts))
+    lab = ortlab.wrap(Deciding(lambda h, x: h * x.shape[0]).train())
+    lab.module(torch.rand(3, 4))
+    assert not guarded
+    lab.unwrap()
+
+
+def test_values_that_are_read_only_where_nothing_is_traced_add_nothing():
+    def untraced(h, x):
+        if not torch.jit.is_tracing() and x.sum() > 0:
+            return h + h
+        return h * 2
+
+    torch.manual_seed(0)
+    lab = ortlab.wrap(Deciding(untraced).train())
+    x = torch.rand(3, 4)
+    torch.testing.assert_close(lab.module(-x), 2 * lab.module.layer(-x))
+    torch.testing.assert_close(lab.module(x), 2 * lab.module.layer(x))
+    lab.unwrap()
+
+
+def layer_drop(probability):
+    def drop(h, _):
+        return h if torch.rand([]) < probability else h * 2
+
+    return drop
+
+
+def constants(h, _):
+    """Read numbers that are the same in each step, whatever the batch."""
+    scale = torch.full((2,), 3.0)
+    scale[0] = 1.0
+    ones = torch.ones_like(scale).sum()
+    return h * scale.max().item() if torch.tensor(True) and ones > 1 else h
+
+
+@pytest.mark.parametrize("decide", [layer_drop(0.0), layer_drop(-1), constants])
+def test_what_no_batch_can_change_is_not_guarded(decide):
+    torch.manual_seed(0)
+    model = Deciding(decide).train()
+    reference = copy.deepcopy(model)
+    lab = ortlab.wrap(model)
+    for _ in range(3):
+        x = torch.randn(3, 4)
+        for module in (reference, model):
+            module.zero_grad()
+            module(x).sum().backward()
+        torch.testing.assert_close(model.layer.weight.grad, reference.layer.weight.grad)
+    lab.unwrap()
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda _: torch.rand([]) < 0.5,
+        lambda _: torch.rand([]) < torch.tensor(0.5),
+        lambda _: torch.rand([]).mul_(9) < 0.0,
+        lambda _: torch.rand(2)[0].mul_(-1) < 0.0,
+        lambda _: torch.randint(1, 9, ()),
+        lambda _: torch.empty(()).bernoulli_(0.5),
+        lambda _: len(torch.nonzero(torch.rand(9) < 0.5)),
+        lambda x: torch.rand(x.shape).sum(),
+        lambda x: torch.randn_like(x).sum(),
+    ],
+)
+def test_a_random_number_that_decides_is_refused_before_the_first_step(draw):
+    model = Deciding(lambda h, x: h * float(draw(x))).train()
+    before = copy.deepcopy(model.state_dict())
+    lab = ortlab.wrap(model)
+    with pytest.raises(BuildError, match=r"test_guards.py, line \d+") as refusal:
+        model(torch.randn(3, 4))
+    assert "the first draw" in refusal.value.why
+    torch.testing.assert_close(model.state_dict(), before)
+    lab.unwrap()
+
+
+def through_a_view(h, x):
+    total = torch.zeros(3)
+    total[0] = x.sum()
+    return h * 2 if total.sum() > 0 else h
+
+
+def of_weights(h, _):
+    return h * 2 if (torch.ones(4) * h).sum() > 0 else h * 3
+
+
+@pytest.mark.parametrize("decide", [through_a_view, of_weights])
+def test_an_input_that_has_any_part_in_a_value_is_guarded(decide):
+    model = Deciding(decide).train()
+    torch.nn.init.ones_(model.layer.weight)
+    torch.nn.init.zeros_(model.layer.bias)
+    x = torch.rand(3, 4)
+    lab = ortlab.wrap(model)
+    torch.testing.assert_close(model(x), 2 * model.layer(x))
+    with pytest.raises(ExecutionError, match="depends on a value"):
+        model(-x)
+    lab.unwrap()
+
+
+def test_a_number_made_of_a_size_is_that_of_the_size():
+    model = Deciding(lambda h, x: h * torch.ones_like(x).sum().item()).train()
+    lab = ortlab.wrap(model)
+    for rows in (3, 5, 3):
+        x = torch.rand(rows, 4)
+        torch.testing.assert_close(model(x), 4 * rows * model.layer(x))
+    lab.unwrap()
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_a_draw_that_no_trace_sees_is_said(draw):
+    lab = ortlab.wrap(Deciding(lambda h, _: h * draw()).train())
+    lab.module(torch.rand(3, 4))
+    assert ["drew a random number in the forward" in one.text for one in lab.messages].count(True) == 1
+    lab.unwrap()
+
+
+def test_a_forward_that_draws_with_torch_says_nothing():
+    lab = ortlab.wrap(Deciding(lambda h, _: torch.dropout(h, 0.5, train=True)).train())
+    lab.module(torch.rand(3, 4))
+    assert not any("random number" in one.text for one in lab.messages)
+    lab.unwrap()
+
+
+def test_the_size_of_a_random_choice_is_a_size():
+    """As ViLT chooses patches: which ones is random, how many is not."""
+
+    def patches(h, _):
+        chosen = h[:, torch.randint(0, 4, (3,))]
+        return chosen if chosen.shape[1] > 2 else h
+
+    lab = ortlab.wrap(Deciding(patches))
+    chosen = lab.module(torch.randn(2, 4))
+    executed_by = lab.status.executed_by
+    lab.unwrap()
+    assert executed_by == "ort"
+    assert chosen.shape == (2, 3)

@@ -1,0 +1,286 @@
+"""Where memory plans and levels recompute, on real transformers of three families."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import onnx
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+import ortlab
+from ortlab.engine.passes.exact_places import HIDING, leaving_alone
+from ortlab.engine.recompute_places import check_places, find_places
+from ortlab.engine.sessions import seed
+from ortlab.errors import BuildError, OptionError
+from ortlab.render.text import render
+
+if TYPE_CHECKING:
+    from ortlab.memory.recompute_places import RecomputePlaces
+
+LAYERS = 3
+COPY = "_recompute"
+
+
+def bert(dropout: float) -> torch.nn.Module:
+    return BertForMaskedLM(
+        BertConfig(
+            vocab_size=64,
+            hidden_size=32,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=2,
+            intermediate_size=64,
+            max_position_embeddings=16,
+            hidden_dropout_prob=dropout,
+            attention_probs_dropout_prob=dropout,
+            attn_implementation="eager",
+        )
+    )
+
+
+def gpt2(dropout: float) -> torch.nn.Module:
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=64,
+            n_embd=32,
+            n_layer=LAYERS,
+            n_head=2,
+            n_positions=16,
+            resid_pdrop=dropout,
+            embd_pdrop=dropout,
+            attn_pdrop=dropout,
+            bos_token_id=0,
+            eos_token_id=0,
+            use_cache=False,
+            attn_implementation="eager",
+        )
+    )
+
+
+def llama(dropout: float) -> torch.nn.Module:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            intermediate_size=64,
+            max_position_embeddings=16,
+            attention_dropout=dropout,
+            use_cache=False,
+            attn_implementation="eager",
+        )
+    )
+
+
+MODELS = {"bert": bert, "gpt2": gpt2, "llama": llama}
+
+
+class Trained:
+    """A tiny language model in a lab, with a batch."""
+
+    def __init__(self, name: str, dropout: float) -> None:
+        torch.manual_seed(11)
+        self.model = MODELS[name](dropout).train()
+        self.lab = ortlab.wrap(self.model)
+        ids = torch.randint(0, 64, (2, 16))
+        self.batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+
+    def gradients(self, **options: object) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Run a step from the same start with these options; return loss and gradients."""
+        self.lab.set(memory_plan=(), memory_level=0)
+        self.lab.set(**options)
+        seed(5)
+        self.model.zero_grad()
+        loss = self.model(**self.batch).loss
+        loss.backward()
+        return loss.detach(), [one.grad.clone() for one in self.model.parameters()]
+
+    @property
+    def places(self) -> RecomputePlaces:
+        return self.lab._ort.execution.recompute_places()
+
+    def graph(self) -> onnx.GraphProto:
+        return self.lab.graph("execution").model.graph
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def trained(request: pytest.FixtureRequest) -> Trained:
+    made = Trained(request.param, dropout=0.0)
+    made.gradients()
+    return made
+
+
+def copied(graph: onnx.GraphProto) -> list[str]:
+    """Name what runs again."""
+    return [node.name.removesuffix(COPY) for node in graph.node if node.name.endswith(COPY)]
+
+
+def test_a_layer_is_known_by_its_residual_wherever_the_model_normalises(trained: Trained) -> None:
+    places = trained.places
+    assert len(places.boundaries) == LAYERS
+    # What goes into the first layer comes of the embeddings, which no plan recomputes.
+    assert sum(place.boundary for place in places.places) == LAYERS - 1
+
+
+def test_a_count_recomputes_the_first_places_and_no_other(trained: Trained) -> None:
+    names = Counter(f"{place.cluster}:{place.strategy}" for place in trained.places.places)
+    name = next(name for name, count in names.most_common() if count >= LAYERS)
+    places = trained.places.of(name)
+    for count in (0, 1, 2, len(places), -1):
+        expected = places if count == -1 else places[:count]
+        trained.gradients(memory_plan=[f"{name}:{count}"])
+        graph = trained.graph()
+        assert set(copied(graph)) == {node for place in expected for node in place.nodes}, count
+        hidden = [node for node in graph.node if node.op_type == HIDING]
+        assert len(hidden) == (len(places) - len(expected) if expected else 0)
+
+
+def test_a_level_recomputes_all_but_the_ends_of_layers(trained: Trained) -> None:
+    trained.gradients(memory_level=1)
+    again = {
+        output
+        for node in trained.graph().node
+        if node.name.endswith(COPY)
+        for output in node.output
+        if output
+    }
+    for place in trained.places.places:
+        made = {output + COPY for output in place.outputs}
+        assert again.isdisjoint(made) if place.boundary else again >= made, place
+
+
+def test_a_level_recomputes_no_layer_from_another(trained: Trained) -> None:
+    def reach(**options: object) -> int:
+        """Return how many nodes of the forward the longest chain of copies has."""
+        trained.gradients(**options)
+        depth: dict[str, int] = {}
+        for node in trained.graph().node:
+            if node.name.endswith(COPY):
+                below = 1 + max((depth.get(value, 0) for value in node.input), default=0)
+                depth.update(dict.fromkeys(node.output, below))
+        return max(depth.values())
+
+    everything = {f"{place.cluster}:1:-1" for place in trained.places.places if place.strategy == 1}
+    chain = reach(memory_plan=sorted(everything))
+    assert reach(memory_level=1) <= chain / (LAYERS - 1)
+
+
+def test_recomputing_changes_no_number(trained: Trained) -> None:
+    loss, gradients = trained.gradients()
+    for options in ({"memory_level": 1}, {"memory_level": 2}):
+        again, others = trained.gradients(**options)
+        torch.testing.assert_close(again, loss)
+        for one, other in zip(gradients, others, strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_what_is_recomputed_drops_out_what_the_forward_did(name: str) -> None:
+    made = Trained(name, dropout=0.3)
+    made.gradients()
+    everything = sorted({f"{place.cluster}:1:-1" for place in made.places.places})
+    loss, gradients = made.gradients(memory_plan=everything)
+    again, others = made.gradients(memory_level=1)
+    assert torch.equal(again, loss)
+    for one, other in zip(gradients, others, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6)
+
+
+def test_results_that_a_graph_does_not_make_are_named(trained: Trained) -> None:
+    model = onnx.load_model_from_string(trained.lab._ort.execution.serialized_graph("gradient"))
+    result = trained.places.places[0].outputs[0]
+    copied_model, missing = leaving_alone(model, [(result,), ("no such value",)])
+    assert missing == ["no such value"]
+    assert sum(node.op_type == HIDING for node in copied_model.graph.node) == 1
+    assert not any(node.op_type == HIDING for node in model.graph.node)
+
+
+def test_places_that_cannot_be_told_are_an_error(trained: Trained) -> None:
+    report = trained.lab._ort.execution.memory_report().insight
+    check_places(trained.places, report)
+    with pytest.raises(BuildError, match="cannot be told") as caught:
+        check_places(find_places([], trained.graph()), report)
+    assert ":-1" in caught.value.fix
+
+
+TABLES = """
+import sys
+sys.path.insert(0, {folder!r})
+from test_recompute_places import MODELS, Trained
+for name in MODELS:
+    trained = Trained(name, 0.2)
+    trained.gradients()
+    print(trained.lab.plan().table().to_csv())
+    print(trained.places)
+"""
+
+
+def test_every_process_says_the_same() -> None:
+    script = TABLES.format(folder=str(Path(__file__).parent))
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", script],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in ("1", "2", "3")
+    ]
+    tables = [process.communicate()[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert "recompute" in tables[0].lower()
+    assert tables[0] == tables[1] == tables[2]
+
+
+def test_a_plan_tells_what_a_level_stands_for_before_it_is_set(trained: Trained) -> None:
+    trained.gradients()
+    preview = trained.lab.plan(level=1)
+    assert trained.lab.options.memory_level == 0
+    assert preview.memory_level == 1
+    assert all(row.applied is None for row in preview.rows)
+    trained.gradients(memory_level=1)
+    plan = trained.lab.plan()
+    assert plan.level_set == preview.level_set
+    assert [(row.config, row.requested) for row in plan.rows] == [
+        (row.config, row.requested) for row in preview.rows
+    ]
+    assert all(row.as_asked for row in plan.rows)
+    counts = plan.level_set
+    assert counts is not None
+    assert counts.layer_ends == LAYERS
+    assert counts.all_places - counts.places == LAYERS - 1
+    assert "starts again from there. Set it to 0" in render(plan)
+    assert trained.lab.plan(level=0).level_set is None
+
+
+def test_a_level_that_is_none_is_refused(trained: Trained) -> None:
+    trained.gradients()
+    with pytest.raises(OptionError, match="memory_level"):
+        trained.lab.plan(level=3)
+
+
+def test_a_level_without_layers_says_so() -> None:
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 2))
+    lab = ortlab.wrap(module, memory_level=1)
+    module(torch.randn(3, 4)).sum().backward()
+    plan = lab.plan()
+    assert plan.rows
+    assert plan.level_set is not None
+    assert plan.level_set.layer_ends == 0
+    assert "found no transformer layer" in render(plan)

@@ -1,0 +1,336 @@
+"""What PyTorch's kernels compute in the backward is what ONNX Runtime's compute, and takes no other memory."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ortlab
+from ortlab.engine.operators.output_buffers import SMALLEST, OutputBuffers, empty
+
+if TYPE_CHECKING:
+    from ortlab.graphs import Graph
+
+TOLERANCE = 1e-5
+WIDTH, CLASSES = 256, 300
+
+
+class Tied(nn.Module):
+    """A language model of one block, whose head is its embedding; returns loss, scores and hidden values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(CLASSES, WIDTH, padding_idx=3)
+        self.wide = nn.Linear(WIDTH, 2 * WIDTH)
+        self.narrow = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.bias = nn.Parameter(torch.zeros(CLASSES))
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor):
+        x = self.embedding(ids)
+        x = F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+        x = self.norm(x + self.narrow(F.gelu(self.wide(x))))
+        scores = F.linear(x, self.embedding.weight, self.bias)
+        return F.cross_entropy(scores.view(-1, CLASSES), labels.view(-1)), scores, x
+
+
+def batch(size: int = 4, length: int = 16):
+    ids = torch.randint(CLASSES, (size, length), generator=torch.Generator().manual_seed(5))
+    ids[:, :2] = 3  # padding
+    mask = torch.ones(length, length, dtype=torch.bool).tril()
+    return ids, mask, torch.where(ids % 5 == 0, -100, ids)
+
+
+def differences(expected: nn.Module, actual: nn.Module) -> dict[str, float]:
+    pairs = zip(expected.named_parameters(), actual.parameters(), strict=True)
+    return {
+        name: float((one.grad - two.grad).abs().max() / one.grad.abs().max().clamp(min=1e-6))
+        for (name, one), two in pairs
+    }
+
+
+def trained(module: nn.Module, call: object, options: ortlab.Options, steps: int = 2):
+    """Run a step on PyTorch, and steps of the same on ORT; return both modules and the lab, still wrapped."""
+    expected = copy.deepcopy(module)
+    call(expected).backward()
+    lab = ortlab.wrap(module, options=options)
+    for _ in range(steps):
+        module.zero_grad()
+        call(module).backward()
+    assert lab.status.executed_by == "ort"
+    return expected, module, lab
+
+
+def kernels(graph: Graph) -> set[str]:
+    found = {
+        attribute.s.decode()
+        for node in graph.model.graph.node
+        for attribute in node.attribute
+        if attribute.name == "operator"
+    }
+    return {name.removeprefix("ortlab::") for name in found if name.startswith("ortlab::")}
+
+
+LOSSES = {
+    "loss": lambda loss, scores, hidden: loss,  # noqa: ARG005
+    "loss and scores": lambda loss, scores, hidden: loss + scores.square().mean(),  # noqa: ARG005
+    "all outputs": lambda loss, scores, hidden: loss + scores.square().mean() + hidden.sin().sum(),
+    "no loss": lambda loss, scores, hidden: scores.cos().sum(),  # noqa: ARG005
+}
+
+
+@pytest.mark.parametrize("aten_cross_entropy", [True, False])
+@pytest.mark.parametrize("which", LOSSES)
+def test_gradients_agree_with_pytorch(which, aten_cross_entropy):
+    torch.manual_seed(1)
+    options = ortlab.Options(aten_cross_entropy=aten_cross_entropy)
+    arguments = batch()
+    expected, actual, lab = trained(Tied(), lambda module: LOSSES[which](*module(*arguments)), options)
+    found = differences(expected, actual)
+    chosen = kernels(lab.graph("gradient"))
+    lab.unwrap()
+    assert max(found.values()) <= TOLERANCE, found
+    assert {"matmul", "matmul_transposed", "matmul_of_rows"} & chosen == {"matmul", "matmul_of_rows"}
+    assert {"layer_norm_backward", "gelu_backward", "softmax_backward", "add_embedding_gradient"} <= chosen
+    assert ("cross_entropy_backward" in chosen) is aten_cross_entropy
+
+
+def test_each_step_may_use_other_outputs():
+    torch.manual_seed(1)
+    module = Tied()
+    expected = copy.deepcopy(module)
+    lab = ortlab.wrap(module)
+    for which in (*LOSSES, *reversed(LOSSES)):
+        for side in (expected, module):
+            side.zero_grad()
+            LOSSES[which](*side(*batch())).backward()
+        assert max(differences(expected, module).values()) <= TOLERANCE
+    lab.unwrap()
+
+
+def test_off_leaves_all_to_ort():
+    torch.manual_seed(1)
+    options = ortlab.Options(aten_backward=False, aten_cross_entropy=False)
+    expected, actual, lab = trained(Tied(), lambda module: module(*batch())[0], options)
+    chosen = kernels(lab.graph("gradient"))
+    lab.set(aten_backward=True)
+    module = lab.module
+    module.zero_grad()
+    module(*batch())[0].backward()
+    switched_on = kernels(lab.graph("gradient"))
+    found = differences(expected, actual)
+    lab.unwrap()
+    assert chosen <= {"add"}  # of what is returned, so that nothing writes over it
+    assert "matmul_of_rows" in switched_on
+    assert max(found.values()) <= TOLERANCE
+
+
+def test_small_layers_are_left_to_ort():
+    module = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))
+    lab = ortlab.wrap(module)
+    lab.module(torch.randn(3, 8)).sum().backward()
+    chosen = kernels(lab.graph("gradient"))
+    lab.unwrap()
+    assert chosen == {"sum_over"}  # for their digits, not for their speed: see `exact_choice`
+
+
+def test_memory_plans_are_the_same_and_can_be_applied():
+    torch.manual_seed(1)
+    plans = {}
+    for switch in (True, False):
+        options = ortlab.Options(aten_backward=switch)
+        *_, lab = trained(Tied(), lambda module: module(*batch())[0], options)
+        plans[switch] = lab.plan().rows
+        if switch:
+            module = lab.module
+            expected = copy.deepcopy([parameter.grad for parameter in module.parameters()])
+            lab.set(memory_plan=tuple(f"{row.cluster}:1:-1" for row in plans[True] if row.strategy == 1)[:2])
+            module.zero_grad()
+            module(*batch())[0].backward()
+            assert lab.options.memory_plan
+            for parameter, before in zip(module.parameters(), expected, strict=True):
+                torch.testing.assert_close(parameter.grad, before)
+        lab.unwrap()
+    assert plans[True]
+    assert plans[True] == plans[False]
+
+
+@pytest.mark.parametrize("turned", [True, False], ids=["transposed", "plain"])
+def test_products_of_matrices_without_a_batch(turned):
+    class Product(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(
+                torch.randn(WIDTH, 2 * WIDTH) if turned else torch.randn(2 * WIDTH, WIDTH)
+            )
+
+        def forward(self, x):
+            return (x.tanh() @ (self.weight.t() if turned else self.weight)).sin().sum()
+
+    x = torch.randn(5, 2 * WIDTH, requires_grad=True)
+    expected, actual, lab = trained(Product(), lambda module: module(x), ortlab.Options())
+    lab.unwrap()
+    assert max(differences(expected, actual).values()) <= TOLERANCE
+
+
+# --- cross entropy ----------------------------------------------------------------------------------------------
+
+
+class Scores(nn.Module):
+    def __init__(self, labels, classes=CLASSES, **loss):
+        super().__init__()
+        self.scores = nn.Linear(8, classes)
+        self.register_buffer("weight", loss.pop("weight", None))
+        self.register_buffer("labels", labels)
+        self.loss = loss
+
+    def forward(self, x):
+        return F.cross_entropy(self.scores(x), self.labels, weight=self.weight, **self.loss)
+
+
+LABELS = torch.tensor([0, 4, -100, 299, 1, 1])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(
+    ("labels", "more"),
+    [
+        (LABELS, {}),
+        (LABELS, {"weight": torch.rand(CLASSES)}),
+        (LABELS.clamp(min=0), {"ignore_index": 4}),
+        (torch.full((6,), -100), {}),
+    ],
+    ids=["plain", "weighted", "ignore_index", "all ignored"],
+)
+def test_cross_entropy_agrees_with_pytorch(labels, more, reduction):
+    torch.manual_seed(3)
+    x, outer = torch.randn(6, 8), torch.randn(6)
+    losses = []
+
+    def call(module):
+        loss = module(x)
+        losses.append(loss.detach())
+        return (loss * outer).sum() if reduction == "none" else loss
+
+    expected, actual, lab = trained(Scores(labels, reduction=reduction, **more), call, ortlab.Options())
+    chosen = kernels(lab.graph("gradient"))
+    lab.unwrap()
+    assert {"cross_entropy", "cross_entropy_backward"} <= chosen
+    torch.testing.assert_close(losses[-1], losses[0], rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
+    for one, two in zip(expected.parameters(), actual.parameters(), strict=True):
+        torch.testing.assert_close(two.grad, one.grad, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
+
+
+def test_few_classes_and_images_are_left_to_ort():
+    few = Scores(LABELS.clamp(-100, 7), classes=8)
+
+    class Image(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scores = nn.Conv2d(3, CLASSES, 1)
+
+        def forward(self, x):
+            return F.cross_entropy(self.scores(x), (x[:, 0] > 0).long())
+
+    for module, x in ((few, torch.randn(6, 8)), (Image(), torch.randn(2, 3, 4, 4))):
+        expected, actual, lab = trained(module, lambda one, x=x: one(x), ortlab.Options())
+        chosen = kernels(lab.graph("gradient"))
+        lab.unwrap()
+        assert "cross_entropy" not in chosen
+        assert max(differences(expected, actual).values()) <= TOLERANCE
+
+
+class Sparse(nn.Module):
+    """A loss that is a module of its own, where label sparsity acts."""
+
+    def __init__(self):
+        super().__init__()
+        self.scores = nn.Linear(8, CLASSES)
+        self.loss = nn.CrossEntropyLoss()
+
+    def forward(self, x, labels):
+        return self.loss(self.scores(x), labels)
+
+
+@pytest.mark.parametrize(("ignored", "by_torch"), [(4, False), (0, True)])
+def test_where_label_sparsity_acts_the_loss_is_left_to_ort(ignored, by_torch, capfd):
+    x, labels = torch.randn(6, 8), torch.arange(6)
+    labels[:ignored] = -100
+    expected, actual, lab = trained(Sparse(), lambda module: module(x, labels), ortlab.Options())
+    chosen = kernels(lab.graph("gradient"))
+    lab.unwrap()
+    capfd.readouterr()
+    assert ("cross_entropy" in chosen) is by_torch
+    assert max(differences(expected, actual).values()) <= TOLERANCE
+
+
+def test_a_label_out_of_range_is_refused():
+    module = Scores(torch.tensor([0, 1, 2, 3, 4, CLASSES]))
+    lab = ortlab.wrap(module)
+    with pytest.raises(ortlab.OrtlabError, match="out of bounds"):
+        lab.module(torch.randn(6, 8))
+    lab.unwrap()
+
+
+# --- memory -----------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_used_again_once_nothing_holds_it():
+    buffers, like = OutputBuffers(), torch.empty(0)
+    shape = (4, SMALLEST // 16)
+    with buffers.in_use():
+        first = empty(shape, like)
+        second = empty(shape, like)
+        assert first.data_ptr() != second.data_ptr()
+        address, view = first.data_ptr(), first.view(-1)
+        del first
+        assert empty(shape, like).data_ptr() not in {address, second.data_ptr()}
+        del view
+        again = empty(shape, like)
+    assert again.data_ptr() == address
+    assert again.shape == shape
+    assert buffers.size == 3 * again.untyped_storage().nbytes()
+    assert empty(shape, like).data_ptr() != address  # outside of a run
+
+
+def test_memory_of_shapes_that_no_longer_come_is_let_go():
+    buffers, like = OutputBuffers(), torch.empty(0)
+    for length in range(1, 40):
+        with buffers.in_use():
+            empty((length, SMALLEST), like)
+    assert buffers.size <= 8 * 40 * SMALLEST * 4
+
+
+def test_gradients_that_the_user_keeps_are_not_overwritten():
+    torch.manual_seed(1)
+    module = nn.Sequential(nn.Linear(512, 1024), nn.Tanh(), nn.Linear(1024, 512))
+    lab = ortlab.wrap(module)
+    kept, copies = [], []
+    for _ in range(4):
+        lab.module(torch.randn(3, 512)).square().sum().backward()
+        kept += [parameter.grad for parameter in module.parameters()]
+        copies += [parameter.grad.clone() for parameter in module.parameters()]
+        module.zero_grad(set_to_none=True)
+    lab.unwrap()
+    for gradient, copied in zip(kept, copies, strict=True):
+        torch.testing.assert_close(gradient, copied, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 17, 33), (2, 4, 64, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_masked_softmax_gradient_needs_one_buffer(shape, dtype):
+    """The masked gradient lies in the memory of the result: a kernel of torch reads each row before it writes it."""
+    from ortlab.engine.operators.torch_kernels import softmax_backward
+
+    generator = torch.Generator().manual_seed(5)
+    grad, scores = (torch.randn(shape, dtype=dtype, generator=generator) for _ in range(2))
+    mask = torch.rand(shape, generator=generator) < 0.3
+    probabilities, given = scores.softmax(-1), grad.clone()
+    expected = torch.ops.aten._softmax_backward_data(grad.masked_fill(mask, 0.0), probabilities, -1, dtype)
+    assert torch.equal(softmax_backward(grad, probabilities, mask), expected)
+    assert torch.equal(grad, given)
