@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ortlab.catalogue import declaration
 from ortlab.errors import OptionError
+from ortlab.switches import shown
 
 if TYPE_CHECKING:
     from ortlab.switches import Value
@@ -57,7 +58,7 @@ def read(path: Path) -> dict[str, Value]:
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _refusal(path, f"It is not a readable JSON file: {error}.") from None
     if not isinstance(data, dict):
         raise _refusal(path, "It holds no JSON object.")
@@ -70,13 +71,13 @@ def read(path: Path) -> dict[str, Value]:
     changes: dict[str, Value] = {}
     for key, value in flat.items():
         if key not in _OPTIONS:
-            raise _refusal(path, f"It has the key {key!r}, which ORTModule does not know.")
+            raise _refusal(path, f"It has the key {shown(key)}, which ORTModule does not know.")
         name = _OPTIONS[key]
         try:
             items = _without_prefix(name, value)
             changes[name] = declaration(name).read(items)
         except OptionError as error:
-            raise _refusal(path, f"Its key {key!r} is {value!r}. {error.why}") from None
+            raise _refusal(path, f"Its key {shown(key)} is {shown(value)}. {error.why}") from None
         if name == "fallback_policy":
             changes["fallback"] = bool(items)
     return changes

@@ -68,6 +68,12 @@ class Options(Compute, Memory, Export, Logging, Experimental):
                 why="A cluster is recomputed in one way only.",
                 fix="Keep one of the two.",
             )
+        if set(self.save_onnx_prefix) & {"/", "\\"}:
+            raise OptionError(
+                f"save_onnx_prefix cannot be {self.save_onnx_prefix!r}.",
+                why="It is the start of the files' names, and names no folder.",
+                fix="Put the folder into save_onnx_path.",
+            )
         if self.mem_efficient_grad_management and not self.custom_autograd:
             raise OptionError(
                 "mem_efficient_grad_management is on, but custom_autograd is off.",
@@ -105,7 +111,14 @@ class Options(Compute, Memory, Export, Logging, Experimental):
         set_by_name, more_notes = variables.read(environ, switches())
         changes |= set_by_name
         try:
-            return cls()._changed_to(changes), notes + more_notes  # noqa: SLF001 - our own class
+            # Not `replace`: 1.19.2 lets a variable pass whose whole is off, and it may be switched on later.
+            options = dataclasses.replace(cls(), **changes)  # type: ignore[arg-type]
+            waiting = tuple(
+                f"{name} acts once {declaration(name).part_of} is on."
+                for name in changes
+                if getattr(options, name) is True and not options.acts(name)
+            )
+            return options, notes + more_notes + waiting
         except OptionError as error:
             behind = [one.env for one in switches() if one.name in set_by_name and one.name in error.what]
             raise OptionError(
@@ -173,13 +186,28 @@ class Options(Compute, Memory, Export, Logging, Experimental):
         """Names of the options whose values differ, in the order of declaration."""
         return tuple(one.name for one in switches() if getattr(self, one.name) != getattr(other, one.name))
 
-    def stage_of_change(self, other: Options) -> Effect | None:
+    def stage_of_change(self, other: Options, *, ignoring: Collection[str] = ()) -> Effect | None:
         """Earliest stage to redo to go from one record to the other; None if nothing has to be redone.
 
         An option that is part of one that is off does not act, and so does not count.
+
+        Parameters
+        ----------
+        other
+            The other record.
+        ignoring
+            Names of options that make no difference to the model at hand.
         """
-        effects = [one.effect for one in switches() if self._acting(one) != other._acting(one)]
+        effects = [
+            one.effect
+            for one in switches()
+            if self._acting(one) != other._acting(one) and one.name not in ignoring
+        ]
         return min(effects, default=None)
+
+    def acts(self, name: str) -> bool:
+        """Tell whether a switch is on, and so is the one that it is part of."""
+        return bool(self._acting(declaration(name)))
 
     def _acting(self, one: Switch) -> Value:
         """Value that a switch acts with: its own, or "off" if it is part of a switch that is off."""

@@ -8,6 +8,7 @@ import enum
 import numbers
 import os
 import re
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar, cast
@@ -21,11 +22,13 @@ _METADATA_KEY = "ortlab.switch"
 _TRUE = frozenset({"1", "true", "on", "yes"})
 _FALSE = frozenset({"0", "false", "off", "no"})
 
+_LARGEST = 2**31 - 1
+"""ONNX Runtime keeps its settings in 32 bits."""
+
 
 class Effect(enum.IntEnum):
     """The earliest stage to redo before a changed switch acts; smaller is earlier and dearer."""
 
-    IMPORT = 0
     WRAP = 1
     EXPORT = 2
     GRAPH = 3
@@ -91,7 +94,7 @@ class Syntax:
 
 # ORT's own syntax of a recompute plan (memory_optimizer_config); count -1 stands for all occurrences.
 PLAN = Syntax(
-    pattern=r"[A-Za-z0-9_+.]+:[012]:(-1|\d+)",
+    pattern=r"[A-Za-z0-9_+.]+:[012]:(-1|[0-9]{1,9})",
     words="plans of the form <cluster>:<strategy 0, 1 or 2>:<count, -1 for all>",
     example="Gelu+:1:-1",
 )
@@ -179,7 +182,7 @@ class Switch:
         OptionError
             The value does not fit; the message names what is expected and an example.
         """
-        if isinstance(value, str):
+        if type(value) is str:  # and not a path that knows what was read there: `ortlab.triton_config`
             value = value.strip()
         if self.type is bool:
             return self._read_bool(value)
@@ -198,18 +201,25 @@ class Switch:
         raise self._refusal(value, "True or False")
 
     def _read_int(self, value: object) -> int:
-        spelled = isinstance(value, str) and re.fullmatch(r"[+-]?\d+", value)
+        # More digits than any number here has; Python itself refuses to read thousands of them.
+        spelled = isinstance(value, str) and re.fullmatch(r"[+-]?[0-9]{1,99}", value)
         if not spelled and (isinstance(value, bool) or not isinstance(value, numbers.Integral)):
             raise self._refusal(value, "a whole number")
         number = int(cast("int", value))
         if self.minimum is not None and number < self.minimum:
             raise self._refusal(value, f"a whole number of at least {self.minimum}")
+        if abs(number) > _LARGEST:
+            raise self._refusal(value, f"a whole number up to {_LARGEST}")
         return cast("int", self._chosen(number))
 
     def _read_str(self, value: object) -> str:
         if not isinstance(value, (str, os.PathLike)):
             raise self._refusal(value, "text")
-        return cast("str", self._chosen(os.fspath(value)))
+        text = os.fspath(value)
+        # Each text ends up in a variable of the environment, in the name of a file, or in both.
+        if not isinstance(text, str) or "\0" in text or not _encodable(text):
+            raise self._refusal(value, "text that a file can be named with")
+        return cast("str", self._chosen(text))
 
     def _read_tuple(self, value: object) -> tuple[str, ...]:
         items = [value] if isinstance(value, str) else value
@@ -241,10 +251,30 @@ class Switch:
 
     def _refusal(self, value: object, expected: str) -> OptionError:
         return OptionError(
-            f"{self.name} cannot be {value!r}.",
+            f"{self.name} cannot be {shown(value)}.",
             why=f"It takes {expected}.",
             fix=f"Write for example {self.name}={self.example}.",
         )
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
+
+
+def shown(value: object) -> str:
+    """Write a value as Python does, short enough for an error message."""
+    try:
+        return _SHORT.repr(value)
+    except ValueError:  # Python writes no number of more than 4300 digits
+        return "a number of thousands of digits"
+
+
+def _encodable(text: str) -> bool:
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def switch(  # noqa: PLR0913 - each is one fact of the declaration, given by name

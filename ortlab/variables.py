@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from ortlab.errors import OptionError
+from ortlab.memory.dialects import read_plans
+from ortlab.switches import shown
 
 if TYPE_CHECKING:
     from ortlab.switches import Switch, Value
@@ -18,7 +20,6 @@ Switches: TypeAlias = "tuple[Switch, ...]"
 
 _JSON_CONFIG = "ORTMODULE_JSON_CONFIG_PATH"
 _OLD_PLANS = "ORTMODULE_ENABLE_MEMORY_ALLEVIATION"
-_OLD_PLAN = re.compile(r"(?P<cluster>[A-Za-z0-9_+.]+):(?P<strategy>[012])")
 
 
 def read(environ: Mapping[str, str], switches: Switches) -> tuple[dict[str, Value], tuple[str, ...]]:
@@ -61,6 +62,24 @@ def read(environ: Mapping[str, str], switches: Switches) -> tuple[dict[str, Valu
     return changes, (*notes, *_unknown(environ, switches))
 
 
+def sources(environ: Mapping[str, str], switches: Switches) -> dict[str, str]:
+    """Name, for each option that a variable sets, the variable.
+
+    Parameters
+    ----------
+    environ
+        Variables by name.
+    switches
+        The declarations to look for.
+    """
+    found = {}
+    for one in switches:
+        names = [name for name in (one.env, *one.older_env) if name and name in environ]
+        if names and _read_one(one, names[0], environ[names[0]]) is not None:
+            found[one.name] = names[0]
+    return found
+
+
 def _read_one(one: Switch, name: str, text: str) -> Value | None:
     """Value that a variable has for a switch, or None if it says nothing about it."""
     reader = _READERS.get(name if name == _OLD_PLANS else one.name)
@@ -69,7 +88,7 @@ def _read_one(one: Switch, name: str, text: str) -> Value | None:
         return None if value is None else one.read(value)
     except OptionError as error:
         raise OptionError(
-            f"The environment variable {name} is {text!r}, which makes no sense.",
+            f"The environment variable {name} is {shown(text)}, which makes no sense.",
             why=error.why,
             fix=f"Unset {name}, or give it a value that means {one.name}={one.example}.",
         ) from None
@@ -100,24 +119,12 @@ def _read_plans(text: str) -> object:
         return text
     try:
         plans = json.loads(Path(text).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise OptionError(
-            f"{text} cannot be read.", why=f"It is not a readable JSON file: {error}."
+            f"{shown(text)} cannot be read.", why=f"It is not a readable JSON file: {error}."
         ) from None
     if not isinstance(plans, list):
-        raise OptionError(f"{text} holds no list.", why="The file must hold a JSON list of plans.")
-    return plans
-
-
-def _read_old_plans(text: str) -> list[str]:
-    """Plans from "Dropout:0,Gelu:1,Tile:0" (operator and strategy; 0 is off) or "BiasGelu+:1:-1"."""
-    plans = []
-    for entry in filter(None, (part.strip() for part in text.split(","))):
-        old = _OLD_PLAN.fullmatch(entry)
-        if old is None:
-            plans.append(entry)
-        elif old["strategy"] != "0":
-            plans.append(f"{old['cluster'].rstrip('+')}+:{old['strategy']}:-1")
+        raise OptionError(f"{shown(text)} holds no list.", why="The file must hold a JSON list of plans.")
     return plans
 
 
@@ -128,7 +135,7 @@ _READERS: Mapping[str, Callable[[str], object]] = {
     "fallback_policy": _read_fallback_policy,
     "sdpa_fallback": _read_sdpa_fallback,
     "memory_plan": _read_plans,
-    _OLD_PLANS: _read_old_plans,
+    _OLD_PLANS: read_plans,
 }
 
 

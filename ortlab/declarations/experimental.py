@@ -13,31 +13,33 @@ class Experimental:
 
     efficient_attention: bool = switch(
         default=False,
-        effect=Effect.IMPORT,
+        effect=Effect.GRAPH,
         env="ORTMODULE_USE_EFFICIENT_ATTENTION",
         needs=(Need.CUDA,),
         help=(
-            "Replaces attention patterns in the graph by PyTorch's memory-efficient attention. Saves time "
-            "and memory with long sequences; numbers change by rounding only."
+            "Replaces attention that is written out - matmul, divide, add the mask, softmax, matmul - by PyTorch's "
+            "memory-efficient attention. Saves time and memory with long sequences; numbers change by rounding only. "
+            "For `scaled_dot_product_attention` take `sdpa_fallback`."
         ),
     )
     sdpa_fallback: bool = switch(
         default=False,
-        effect=Effect.IMPORT,
+        effect=Effect.EXPORT,
         env="ORTMODULE_ATEN_SDPA_FALLBACK",
-        needs=(Need.CUDA,),
         help=(
-            "Exports `scaled_dot_product_attention` as one call to PyTorch's efficient attention instead of "
-            "in pieces. Saves time and memory with long sequences."
+            "Exports `scaled_dot_product_attention` as one call to PyTorch's fused attention instead of in pieces. "
+            "Saves time and memory with long sequences. On the CPU only where attention has no dropout; a message "
+            "names what stays in pieces."
         ),
     )
     flash_attention: bool = switch(
         default=False,
-        effect=Effect.IMPORT,
+        effect=Effect.GRAPH,
         env="ORTMODULE_USE_FLASH_ATTENTION",
         needs=(Need.CUDA, Need.AMPERE, Need.TRITON, Need.TRITON_BUILD),
+        part_of="triton",
         help=(
-            "Replaces attention patterns in the graph by a Triton flash attention. Saves time and memory "
+            "Replaces attention that is written out by a Triton flash attention. Saves time and memory "
             "with long sequences; works in half precision."
         ),
     )
@@ -48,7 +50,8 @@ class Experimental:
         needs=(Need.CUDA, Need.TRITON, Need.TRITON_BUILD),
         help=(
             "Fuses chains of elementwise and reduction operators into Triton kernels, compiled at the first "
-            "step. Slower start, faster steps. Once on, it stays on until the kernel restarts."
+            "step. Slower start, faster steps. Once it was on in a kernel, `tuning` tries Triton's matrix products, "
+            "with `triton` off as well."
         ),
     )
     triton_config_file: str = switch(
@@ -63,7 +66,7 @@ class Experimental:
     )
     triton_debug: bool = switch(
         default=False,
-        effect=Effect.IMPORT,
+        effect=Effect.SESSION,
         env="ORTMODULE_TRITON_DEBUG",
         part_of="triton",
         help="Writes the fused graphs and their Triton source into the folder `triton_debug`.",
@@ -91,6 +94,7 @@ class Experimental:
         default="",
         effect=Effect.SESSION,
         env="ORTMODULE_TUNING_RESULTS_PATH",
+        needs=(Need.CUDA,),
         help="Folder of tuning results: written while `tuning` is on, used while it is off; empty for none.",
     )
     zero_stage3: bool = switch(
@@ -99,8 +103,8 @@ class Experimental:
         env="ORTMODULE_ENABLE_ZERO_STAGE3",
         needs=(Need.CUDA, Need.DEEPSPEED),
         help=(
-            "Works with DeepSpeed ZeRO stage 3, which spreads the weights over the GPUs. Once on, it stays "
-            "on until the kernel restarts."
+            "Works with DeepSpeed ZeRO stage 3, which spreads the weights over the GPUs. Switched off again, it is "
+            "off for this model, but DeepSpeed keeps ORT's hooks in place of its own until the kernel restarts."
         ),
     )
     grad_accumulation_cache: bool = switch(

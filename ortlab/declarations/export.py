@@ -46,21 +46,19 @@ class Export:
         effect=Effect.EXPORT,
         env="ORTMODULE_DEEPCOPY_BEFORE_MODEL_EXPORT",
         help=(
-            "Exports a copy of the model, so that tracing cannot change it. Off saves one copy of the "
-            "weights during the export."
+            "Before the export, runs a copy of the model once to learn what it returns. Off runs the model itself, "
+            "which saves one copy of the weights for that moment."
         ),
     )
     export_cache_dir: str = switch(
         default="",
-        effect=Effect.EXPORT,
+        effect=Effect.STEP,  # nothing is redone; the next export looks there
         env="ORTMODULE_CACHE_DIR",
         help=(
-            "Folder that keeps exported graphs for the next process. Saves the export's time; ortlab keeps exports "
-            "in memory instead."
-        ),
-        broken=(
-            "is not safe in 1.19.2, which looks graphs up by the model's printed form alone and hands out those of "
-            "other code, options or modes"
+            "Folder that keeps exported graphs for the next process, which then skips tracing the model. An export "
+            "is used only if code, attributes, inputs, mode, options and versions are the same; one whose trace may "
+            "depend on more is not kept, and `lab.messages` says on what. ORTModule's own cache checks the "
+            "model's printed form alone, so ortlab keeps files of its own there."
         ),
     )
     symbolic_shape_inference: bool = switch(
@@ -73,13 +71,12 @@ class Export:
     )
     static_shape: bool = switch(
         default=False,
-        effect=Effect.GRAPH,
+        effect=Effect.EXPORT,
         help=(
-            "Builds the gradient graph for the first batch's shapes only. Can save time; every new shape "
-            "then needs a new graph."
+            "Builds the graph for the shape of one batch, so that ORT works out shapes once instead of in each step. "
+            "Every other shape is then exported and built anew: for batches that all have one shape. The sparsity "
+            "optimizers rest meanwhile, since they keep another number of rows in each batch."
         ),
-        # _graph_execution_manager._build_graph hands over other shapes than the graph has inputs.
-        broken="fails in 1.19.2, which gives the graph builder another number of shapes than the graph has inputs",
     )
     skip_check: tuple[str, ...] = switch(
         default=("DEVICE", "BUILD_GRADIENT", "EXECUTION_AGENT"),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ortlab.switches import Effect, Need, switch
+from ortlab.log_levels import LOG_LEVELS
+from ortlab.switches import Effect, switch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,10 +16,11 @@ class Logging:
         default="WARNING",
         effect=Effect.SESSION,
         env="ORTMODULE_LOG_LEVEL",
-        choices=("VERBOSE", "DEVINFO", "INFO", "WARNING", "ERROR", "FATAL"),
+        choices=tuple(level.name for level in reversed(LOG_LEVELS)),
         help=(
-            "How much ORT tells. INFO adds the memory plans and the traced graph, DEVINFO ORT's own messages "
-            "on every rank, VERBOSE all there is. More text slows the build, hardly the steps."
+            "How much is said, and kept in `lab.messages`. INFO adds what ORTModule does and the traced graph, DEVINFO "
+            "what ORT's optimisers do, on every rank, VERBOSE all there is, in every step. An export says its part "
+            "when the model is next exported."
         ),
     )
     save_onnx: bool = switch(
@@ -42,22 +44,25 @@ class Logging:
         part_of="save_onnx",
         help="Folder for saved graphs; empty for the current one.",
     )
+    # 1.19.2 would put printing operators into the graph for the first (row T14) and be silent on the CPU about the
+    # second (row T15): ortlab.recording counts and reads them itself, and gives neither to 1.19.2.
     print_input_density: bool = switch(
         default=False,
-        effect=Effect.GRAPH,
+        effect=Effect.STEP,
         env="ORTMODULE_PRINT_INPUT_DENSITY",
         help=(
-            "Prints in each step which part of the labels and tokens is not padding, where a sparsity switch "
-            "found some. Tells whether shorter padding would save time."
+            "Counts, in each step of a run, which part of the tokens is not padding and which part of the labels is "
+            "not ignored; the run shows it as a table. Tells whether shorter padding would save time. Costs one "
+            "extra forward at the start of the run."
         ),
     )
     print_memory_stats: bool = switch(
         default=False,
         effect=Effect.STEP,
         env="ORTMODULE_PRINT_MEMORY_STATS",
-        needs=(Need.CUDA,),
         help=(
-            "Prints GPU memory before and after forward and backward, in steps 0 to 9 and then at powers of "
-            "two; needs `log_level` INFO or lower."
+            "Reads memory before and after forward and backward, in the first ten steps of a run and then at powers "
+            "of two; the run shows it as a table. On a GPU that of PyTorch's allocator, on the CPU the resident set "
+            "of the process (Linux only)."
         ),
     )

@@ -19,9 +19,9 @@ class Memory:
         env="ORTMODULE_MEMORY_OPT_LEVEL",
         choices=(0, 1, 2),
         help=(
-            "What is recomputed in the backward pass instead of kept: 0 only `memory_plan`, 1 all that is "
-            "cheap in each transformer layer (like gradient checkpointing), 2 also what saves only part of "
-            "its size. Less memory, more time, same numbers."
+            "What is recomputed in the backward pass instead of kept: 0 only `memory_plan`, 1 all that "
+            "can be computed again in each transformer layer (like gradient checkpointing), 2 also what saves only "
+            "part of its size. Less memory, more time, same numbers."
         ),
     )
     memory_plan: tuple[str, ...] = switch(
@@ -32,16 +32,16 @@ class Memory:
         syntax=PLAN,
         help=(
             "Which activations are recomputed instead of kept, as <cluster>:<strategy>:<count>: strategy 1 "
-            "recompute, 2 recompute with compromise, 0 off; count -1 for all. `lab.plan()` lists the plans "
-            "of a model."
+            "recompute, 2 recompute with compromise, 0 off; count k for the first k places, -1 for all. "
+            "`lab.plan()` lists the plans of a model."
         ),
     )
     cpu_memory_arena: bool = switch(
         default=True,
         effect=Effect.SESSION,
         help=(
-            "Lets ORT keep freed CPU memory for reuse. Off gives it back to the system, which makes memory "
-            "figures honest and steps slower."
+            "Lets ORT, and PyTorch's kernels inside its graphs, keep freed CPU memory for reuse. Off gives it back "
+            "to the system, which makes memory figures honest and steps slower."
         ),
     )
     external_gpu_allocator: bool = switch(
@@ -58,11 +58,10 @@ class Memory:
         effect=Effect.EXPORT,
         env="ORTMODULE_ENABLE_MEM_EFFICIENT_GRAD_MGMT",
         help=(
-            "Hands each gradient to PyTorch as soon as it is there, instead of all at the end of the "
-            "backward pass. Less memory at the peak; needs `custom_autograd`."
+            "Hands each gradient to PyTorch as soon as it is there, instead of all at the end of the backward pass. "
+            "Saves one copy of all gradients where several batches are accumulated into them, and nothing where "
+            "each step begins without gradients; needs `custom_autograd`."
         ),
-        # _mem_efficient_grad_mgmt.py calls torch.zeros with a dict in place of the device (row T7).
-        broken="crashes in 1.19.2, which passes torch a dict in place of a device",
     )
     memory_efficient_gradient: bool = switch(
         default=False,

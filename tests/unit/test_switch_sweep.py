@@ -9,16 +9,15 @@ from torch import nn
 import ortlab
 import ortlab.engine.installation
 import ortlab.errors
-from ortlab.options import Effect, Options, switches, unmet
+from ortlab.options import Options, switches, unmet
 
 VALUES = {
-    "memory_plan": [("Gelu+:1:-1",)],
+    "memory_plan": [("FusedMatMul+Add+:1:-1",)],
     "cast_allow": [("Cast",)],
     "skip_check": [()],
     "save_onnx_path": ["."],
     "save_onnx_prefix": ["tokens"],
     "opset": [12, 20],
-    "tuning_results_path": ["tuning"],
 }
 PARENTS = {"fallback_policy": "fallback", "fallback_retry": "fallback", "save_onnx_path": "save_onnx"}
 HALF_PRECISION = {"cast_strategy": "INSERT_AND_REDUCE"}
@@ -50,7 +49,7 @@ def values(switch):
 def cases():
     have = ortlab.engine.installation.have()
     for switch in switches():
-        if unmet(switch.name, have) or switch.effect is Effect.IMPORT:
+        if unmet(switch.name, have):
             continue
         for value in values(switch):
             yield pytest.param(switch.name, value, id=f"{switch.name}={value}")

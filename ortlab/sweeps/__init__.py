@@ -1,0 +1,1 @@
+"""Sweeps: many configurations of one experiment from one start."""

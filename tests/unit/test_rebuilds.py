@@ -1,0 +1,103 @@
+"""What a change of switches would redo, before it is made, and what that took when it was measured."""
+
+from __future__ import annotations
+
+import pytest
+
+import ortlab
+from ortlab.errors import OptionError
+from ortlab.options import Options, switches
+from ortlab.rebuilds import last_measured
+from ortlab.render import text
+from ortlab.render.lab_pages import lab_page
+from ortlab.render.rebuild_words import pending_note, switch_words
+from ortlab.status import Rebuild
+
+
+@pytest.fixture
+def lab(experiment):
+    """A lab of its own, not one that the variables of this machine's user have changed."""
+    lab = ortlab.wrap(experiment.model, options=Options())
+    yield lab
+    lab.unwrap(forget=True)
+
+
+def test_before_the_first_step_everything_is_made_anyway(lab):
+    assert lab.pending == Rebuild("export", is_first=True)
+    assert pending_note(lab.pending) is None
+    assert "nothing is built yet" in switch_words(lab.cost_of_switch("memory_level"), lab.pending)
+
+
+def test_what_is_announced_is_what_the_next_run_redoes(lab, experiment):
+    lab.step(experiment.step, 2)
+    for changes in ({"intra_op_spinning": True}, {"cast_level": 0}, {"opset": 16}):
+        announced = lab.cost_of_change(**changes)
+        assert lab.pending.stage == ""  # asking changes nothing
+        lab.set(**changes)
+        assert lab.pending.stage == announced.stage
+        assert lab.pending.changed == tuple(changes)
+        run = lab.rerun()
+        assert run.initialization is not None
+        assert run.initialization.stage == announced.stage
+        assert lab.pending == Rebuild("")
+
+
+def test_times_are_those_of_the_newest_run_that_went_through_the_stage(lab, experiment):
+    assert last_measured(lab.runs, "session") == (None, None)
+    first = lab.step(experiment.step, 2)
+    assert lab.cost_of_change(intra_op_spinning=True).run == 1
+    assert lab.cost_of_change(intra_op_spinning=True).last_ms == first.initialization.session_ms
+    assert lab.cost_of_change(opset=16).last_ms == first.initialization.total_ms
+    second = lab.set(intra_op_spinning=True).rerun()
+    assert last_measured(lab.runs, "session") == (second.initialization.total_ms, 2)
+    assert last_measured(lab.runs, "export") == (first.initialization.total_ms, 1)
+    graph_ms, run = last_measured(lab.runs, "graph")
+    assert run == 1
+    assert first.initialization.session_ms < graph_ms < first.initialization.total_ms
+    assert last_measured(lab.runs, "step") == (None, None)
+
+
+def test_what_is_pending_is_said_with_its_reason_and_time(lab, experiment):
+    lab.step(experiment.step, 2)
+    lab.set(memory_level=1)
+    words = pending_note(lab.pending).text
+    assert words.startswith("Next call redoes: the session (memory_level changed), ")
+    assert words.endswith(" as measured in run 1.")
+    assert words in text.render(lab_page(lab))
+    pending = lab.pending
+    assert "redoes the session anyway" in switch_words(lab.cost_of_switch("intra_op_spinning"), pending)
+    assert "need not be redone" in switch_words(lab.cost_of_change(memory_level=0), pending)
+    assert "a change redoes: export" in switch_words(lab.cost_of_switch("opset"), pending)
+
+
+def test_every_switch_has_an_answer(lab, experiment):
+    lab.step(experiment.step)
+    for one in switches():
+        cost = lab.cost_of_switch(one.name)
+        assert cost.stage in {"export", "graph", "session", "step", ""}
+        assert switch_words(cost, lab.pending).startswith("a change")
+    assert lab.options == Options()
+    with pytest.raises(OptionError):
+        lab.cost_of_switch("memory_levle")
+
+
+def test_a_switch_that_contradicts_another_one_has_an_answer_too(lab, experiment):
+    lab.set(memory_level=1)
+    lab.step(experiment.step)
+    assert lab.cost_of_switch("memory_plan").stage == "session"
+
+
+def test_without_a_measured_time_none_is_given():
+    words = pending_note(Rebuild("graph", ("cast_level",))).text
+    assert words == "Next call redoes: the gradient graph and the session (cast_level changed)."
+
+
+def test_variables_that_gave_first_values_are_known(experiment, monkeypatch):
+    monkeypatch.setenv("ORTMODULE_LOG_LEVEL", "ERROR")
+    monkeypatch.setenv("ORTMODULE_MEMORY_OPT_LEVEL", "1")
+    lab = ortlab.wrap(experiment.model, memory_level=0)
+    assert dict(lab.from_environment) == {"log_level": "ORTMODULE_LOG_LEVEL"}
+    lab.unwrap()
+    lab = ortlab.wrap(experiment.model, options=Options())
+    assert dict(lab.from_environment) == {}
+    lab.unwrap()
