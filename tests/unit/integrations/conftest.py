@@ -1,0 +1,103 @@
+"""Tiny seeded models, data in memory, and a process that forgets what accelerate has set for it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+
+ROWS, LENGTH, WORDS, LABELS = 24, 8, 48, 3
+
+
+@pytest.fixture(autouse=True)
+def accelerate_forgotten():
+    """Forget precision and device, which accelerate keeps for the process, and the variables that it sets."""
+    before = dict(os.environ)
+    yield
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+@pytest.fixture
+def bert():
+    """Return what makes a classifier, the same one each time."""
+
+    def make():
+        torch.manual_seed(0)
+        return BertForSequenceClassification(
+            BertConfig(
+                vocab_size=WORDS,
+                hidden_size=16,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                intermediate_size=32,
+                max_position_embeddings=LENGTH,
+                hidden_dropout_prob=0.0,
+                attention_probs_dropout_prob=0.0,
+                num_labels=LABELS,
+            )
+        )
+
+    return make
+
+
+@pytest.fixture
+def gpt2():
+    """Return what makes a language model, the same one each time."""
+
+    def make():
+        torch.manual_seed(0)
+        return GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=WORDS,
+                n_embd=16,
+                n_layer=1,
+                n_head=2,
+                n_positions=LENGTH,
+                resid_pdrop=0.0,
+                embd_pdrop=0.0,
+                attn_pdrop=0.0,
+                bos_token_id=0,
+                eos_token_id=0,
+            )
+        )
+
+    return make
+
+
+class Rows(torch.utils.data.Dataset):
+    """Tokens with a label each; `extra` is no argument of any forward, and has to be left out."""
+
+    def __init__(self, count: int = ROWS, *, language: bool = False) -> None:
+        draw = torch.Generator().manual_seed(1)
+        self.tokens = torch.randint(1, WORDS, (count, LENGTH), generator=draw)
+        self.labels = self.tokens.sum(1) % LABELS
+        if language:  # the first words of some rows do not count
+            self.labels = self.tokens.clone()
+            self.labels[::2, :3] = -100
+
+    def __len__(self) -> int:
+        """Count the rows."""
+        return len(self.tokens)
+
+    def __getitem__(self, row: int) -> dict[str, object]:
+        """Return a row."""
+        return {
+            "input_ids": self.tokens[row],
+            "attention_mask": torch.ones(LENGTH, dtype=torch.long),
+            "labels": self.labels[row],
+            "extra": torch.tensor(row),
+        }
+
+
+@pytest.fixture
+def rows():
+    """Return the data set's class."""
+    return Rows
