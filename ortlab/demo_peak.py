@@ -30,7 +30,7 @@ def measure(setting: Setting, engine: str, memory_plan: tuple[str, ...] = ()) ->
     setting
         The size of the experiment.
     engine
-        "ort", "eager" or "compile".
+        "ort", "eager", "checkpoint" or "compile"; see `ortlab.lab.Lab.set`.
     memory_plan
         Recompute plans to switch on.
 

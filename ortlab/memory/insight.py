@@ -1,49 +1,267 @@
-"""Savings read from ORT's MemoryInsight text, which counts every output that a plan stops keeping."""
+"""MemoryInsight: ORT's table of what is kept for backward and of the ways to recompute it, read and written.
+
+Two releases write it: 1.17 with shapes as products (`[batch x 32 x ]`) and a hint how to enable an option, 1.19 with
+one expression (`[((batch)*(32))]`) and no hint. What is read is written back as it was.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
 
-_ROW = re.compile(r"\|(?P<places>\d+)\s*\|")
-_OPTION = re.compile(r">>Option \d+\s*: (?P<kind>\w+) subgraph (?P<cluster>\S+)")
+STRATEGIES: Final = {"Recompute": 1, "RecomputeWithCompromise": 2}
+"""ORT's words for the strategies of `<cluster>:<strategy>:<count>`."""
+
+_TITLE = re.compile(r"MemoryInsight Summary - (?P<applied>.*\S)")
+_LINE = re.compile(r"\|(?P<left>\d{1,9}\s*|\s{3,20}|\t|Freq\s*|[_\s]{5,})\|(?P<right>.*)\|\s*$")
+_OPTION = re.compile(r">>Option (?P<number>\d+)\s*: (?P<kind>\w+) subgraph (?P<cluster>\S+)")
+_ENABLED = re.compile(r"Enabled, requested count=(?P<requested>-?\d+), actual applied count=(?P<applied>\d+)")
+_REUSED = re.compile(r"Output (\d+)\((\d+)\)")
 _OUTPUT = re.compile(
-    r"- Output \d+\s*: \[(?P<elements>.+)\], byte/elem: (?P<bytes>\d+), (?P<percent>\d+)% saved"
+    r"- Output (?P<number>\d+)\s*: \[(?P<shape>.+)\], byte/elem: (?P<bytes>\d+), (?P<percent>\d+)% saved"
 )
 
-_STRATEGIES = {"Recompute": 1, "RecomputeWithCompromise": 2}
+_HEADING: Final = "Memory Optimization Opportunities (Clustered by node-level activation patterns)"
+_EXCLUSIVE: Final = "For each row options are mutually exclusive, only one of them can be enabled."
+_ROW: Final = "For each row options"
+_HINT: Final = " Enable with export ORTMODULE_MEMORY_OPT_CONFIG="
 
 
-def savings(report: str) -> dict[str, tuple[str, int]]:
-    """Add up what each plan saves, over all its places and all outputs of each.
+@dataclass(frozen=True)
+class StashedOutput:
+    """One output that is kept for backward in each place of a row.
 
-    `get_serialized_ortmodule_memory_stat` of 1.19.2 counts one output in each place, whichever a hash table holds
-    first: for a LayerNormalization that is the normalised tensor in one place and the mean, which is hundreds of
-    times smaller, in the next, and others in the next process. Its text lists them all.
+    Attributes
+    ----------
+    output
+        Which output of the cluster's last node.
+    shape
+        As printed: a product "a x b x ", or one expression over symbolic dimensions.
+    element_bytes
+        Bytes of an element.
+    saved_percent
+        How much of it the option saves, in per cent: 100, or less for a compromise.
+    """
+
+    output: int
+    shape: str
+    element_bytes: int
+    saved_percent: int
+
+    @property
+    def elements(self) -> str:
+        """Number of elements as an expression over symbolic dimensions."""
+        sizes = [size.strip() for size in f"{self.shape} ".split(" x ") if size.strip()]
+        return "*".join(f"({size})" for size in sizes)
+
+    @property
+    def saving(self) -> str:
+        """Bytes that the option saves in one place, as an expression over symbolic dimensions."""
+        return f"({self.elements})*{self.element_bytes}*{self.saved_percent}/100"
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to recompute what a row keeps.
+
+    Attributes
+    ----------
+    cluster
+        The operators that are recomputed together: "BiasGelu+".
+    strategy
+        1 recompute, 2 recompute with compromise.
+    requested
+        How many places the user asked for, -1 for all; None where the option is disabled.
+    applied
+        In how many places ORT recomputes; None where the option is disabled.
+    reused
+        Output to the number of places in which its buffer is another's, reused: recomputing saves nothing there.
+    outputs
+        What is not kept any more.
+    hinted
+        Whether the text says how to enable it, as 1.17 does.
+    """
+
+    cluster: str
+    strategy: int
+    requested: int | None = None
+    applied: int | None = None
+    reused: tuple[tuple[int, int], ...] = ()
+    outputs: tuple[StashedOutput, ...] = ()
+    hinted: bool = False
+
+    @property
+    def config(self) -> str:
+        """What `Options.memory_plan` takes, for all places."""
+        return f"{self.cluster}:{self.strategy}:-1"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A cluster of stashed activations, and the options for it, of which one at most can be enabled.
+
+    Attributes
+    ----------
+    places
+        How often the cluster occurs in the graph.
+    options
+        The ways to recompute it.
+    """
+
+    places: int
+    options: tuple[Option, ...] = ()
+
+
+@dataclass(frozen=True)
+class MemoryInsight:
+    """The whole table.
+
+    Attributes
+    ----------
+    applied
+        What its title says the user has configured.
+    rows
+        The clusters.
+    complete
+        Whether the text went on to the table's last line; a log that was cut off did not.
+    """
+
+    applied: str = ""
+    rows: tuple[Row, ...] = ()
+    complete: bool = field(default=True, compare=False)
+
+    def savings(self) -> dict[str, tuple[str, int]]:
+        """Add up what each plan saves, over all its places and all outputs of each.
+
+        `get_serialized_ortmodule_memory_stat` of 1.19.2 counts one output in each place, whichever a hash table
+        holds first: for a LayerNormalization that is the normalised tensor in one place and the mean, which is
+        hundreds of times smaller, in the next, and others in the next process. Its text lists them all.
+
+        Returns
+        -------
+        dict
+            Configuration of a plan ("LayerNormalization+:1:-1") to the sum in bytes, an expression over symbols, and
+            the number of places.
+        """
+        terms: dict[str, list[str]] = {}
+        found: dict[str, int] = {}
+        for row in self.rows:
+            for option in row.options:
+                found[option.config] = found.get(option.config, 0) + row.places
+                sizes = terms.setdefault(option.config, [])
+                sizes += [f"{row.places}*{stash.saving}" for stash in option.outputs]
+        return {config: (" + ".join(sizes), found[config]) for config, sizes in terms.items() if sizes}
+
+    def exclusive(self) -> dict[str, tuple[str, ...]]:
+        """Return, for each plan, the others that share a row with it: of those, one at most can be enabled."""
+        found: dict[str, dict[str, None]] = {}
+        for row in self.rows:
+            configs = [option.config for option in row.options]
+            for config in configs:
+                others = found.setdefault(config, {})
+                others.update(dict.fromkeys(other for other in configs if other != config))
+        return {config: tuple(sorted(others)) for config, others in found.items()}
+
+    def applied_counts(self) -> dict[str, int]:
+        """Return in how many places each enabled plan is applied, by the plan without its count: "Gelu+:1"."""
+        found: dict[str, int] = {}
+        for row in self.rows:
+            for option in row.options:
+                if option.applied is not None:
+                    key = f"{option.cluster}:{option.strategy}"
+                    found[key] = found.get(key, 0) + option.applied
+        return found
+
+
+def read(text: str) -> MemoryInsight:
+    """Read the table from a log or from ORT's own report.
 
     Parameters
     ----------
-    report
-        ORT's MemoryInsight table, with sizes in terms of symbolic dimensions.
+    text
+        May hold other lines before, between and after, and prefixes such as "worker-0: ".
 
     Returns
     -------
-    dict
-        Configuration of a plan ("LayerNormalization+:1:-1") to the sum in bytes, an expression over symbols, and the
-        number of places.
+    MemoryInsight
+        Without rows if the text holds no such table.
     """
-    terms: dict[str, list[str]] = {}
-    found: dict[str, int] = {}
-    places, config = 0, ""
-    for line in report.splitlines():
-        if row := _ROW.match(line):
-            places, config = int(row["places"]), ""
-        if option := _OPTION.search(line):
-            strategy = _STRATEGIES.get(option["kind"])
-            config = f"{option['cluster']}:{strategy}:-1" if strategy else ""
-            if config:
-                found[config] = found.get(config, 0) + places
-        output = _OUTPUT.search(line)
-        if output and config:
-            size = f"({output['elements']})*{output['bytes']}*{output['percent']}/100"
-            terms.setdefault(config, []).append(f"{places}*{size}")
-    return {config: (" + ".join(sizes), found[config]) for config, sizes in terms.items()}
+    applied, complete = "", False
+    rows: list[Row] = []
+    for line in text.splitlines():
+        if title := _TITLE.search(line):
+            applied = title["applied"]
+        elif rows and line.rstrip().endswith("=" * 20):
+            complete = True
+            break
+        elif cells := _LINE.search(line):
+            _read_line(cells["left"].strip(), cells["right"], rows)
+    return MemoryInsight(applied, tuple(rows), complete or not (applied or rows))
+
+
+def _read_line(left: str, right: str, rows: list[Row]) -> None:
+    if left.isdigit() and right.strip().startswith(_ROW):
+        rows.append(Row(int(left)))
+    if not rows:
+        return
+    row = rows[-1]
+    if found := _OPTION.search(right):
+        if found["kind"] in STRATEGIES:
+            option = Option(found["cluster"], STRATEGIES[found["kind"]])
+            rows[-1] = Row(row.places, (*row.options, option))
+        return
+    if not row.options:
+        return
+    option = row.options[-1]
+    facts = dict(vars(option))
+    if "Status " in right:
+        enabled = _ENABLED.search(right)
+        facts["requested"], facts["applied"] = map(int, enabled.groups()) if enabled else (None, None)
+        facts["hinted"] = _HINT in right
+    elif "ReuseFreq" in right:
+        facts["reused"] = tuple((int(output), int(count)) for output, count in _REUSED.findall(right))
+    elif stash := _OUTPUT.search(right):
+        sizes = int(stash["bytes"]), int(stash["percent"])
+        facts["outputs"] = (*option.outputs, StashedOutput(int(stash["number"]), stash["shape"], *sizes))
+    rows[-1] = Row(row.places, (*row.options[:-1], Option(**facts)))
+
+
+def write(insight: MemoryInsight) -> str:
+    """Write the table as ORT does, without a line break at its end."""
+    lines = [("Freq", _HEADING)]
+    for row in insight.rows:
+        lines += [("", "---"), *_row_lines(row)]
+    width = max(len(right) for _, right in lines) + 2
+    lines[0] = "Freq", f" {_HEADING}"
+    rule = "=" * (width + 10)
+    written = [f"MemoryInsight Summary - {insight.applied}", rule]
+    for left, right in [*lines, ("", "---")]:
+        if right == "---":
+            written.append(f"|_ _ _ _|{('_ ' * width)[:width]}|")
+        else:
+            written.append(f"|{left:<7}|{right:<{width}}|")
+    return "\n".join([*written, rule])
+
+
+def _row_lines(row: Row) -> Iterator[tuple[str, str]]:
+    yield str(row.places), _EXCLUSIVE
+    words = {strategy: word for word, strategy in STRATEGIES.items()}
+    for number, option in enumerate(row.options, start=1):
+        yield "", ""
+        yield "", f">>Option {number}     : {words[option.strategy]} subgraph {option.cluster}"
+        yield "", f"  Status       : {_status(option)}"
+        yield "", "  Stashed Activations:"
+        if option.reused:
+            reused = ", ".join(f"Output {output}({count})" for output, count in option.reused)
+            yield "", f"   - ReuseFreq :  {reused},"
+        for stash in option.outputs:
+            size = f"byte/elem: {stash.element_bytes}, {stash.saved_percent}% saved"
+            yield "", f"   - Output {stash.output}  : [{stash.shape}], {size}"
+
+
+def _status(option: Option) -> str:
+    if option.requested is not None:
+        return f"Enabled, requested count={option.requested}, actual applied count={option.applied}"
+    return f"Disabled.{_HINT}{option.config}" if option.hinted else "Disabled."

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final
 
-from ortlab.memory import insight
+from ortlab.errors import OptionError
+from ortlab.memory import dialects, formulas
+from ortlab.memory.other_sizes import check_names, other_symbols
 
 if TYPE_CHECKING:
+    import os
+    from pathlib import Path
+
     import pandas as pd
 
-STRATEGIES = {0: "keep", 1: "recompute", 2: "recompute with compromise"}
+    from ortlab.memory.recompute_places import LevelSet
+
+STRATEGIES: Final = {0: "keep", 1: "recompute", 2: "recompute with compromise"}
 """Names of the strategies in `<cluster>:<strategy>:<count>` (row F13)."""
 
 
@@ -32,12 +40,33 @@ class PlanRow:
     saving_symbolic
         Predicted saving in bytes, in terms of the input dimensions.
     saving_bytes
-        The same for the first batch's dimensions, in bytes; predicted by ORT, not measured. None where a symbol has
-        no value.
+        The same at the sizes in `MemoryPlan.symbols`, in bytes; predicted by ORT, not measured. None where a symbol
+        has no value.
     enabled
-        Whether the lab's present options apply it.
+        Whether the lab's present options ask for it.
     sentence
         What it does, in words.
+    parts
+        Where only parts of the model are wrapped: the paths of those that have it.
+    excludes
+        Configurations of the other ways to recompute the same activations: one of them at most can act (row F16).
+    requested
+        Occurrences that the present options ask for, -1 for all; None where it is not enabled.
+    applied
+        Occurrences that the session which runs recomputes, read from its graph. It need not be what was asked for:
+        places that another plan takes are left out, and there may be fewer. None where it is not enabled.
+    unresolved
+        Symbols in the saving that have no value, so that there is no figure in bytes.
+    layers
+        In how many layers of the model its occurrences are; None where that is not known.
+    peak_saving_bytes
+        What it takes off the peak of a step, in bytes; predicted by simulation, not measured. None until profiled.
+    cost_ms
+        What it adds to a step, in ms; predicted from the times of a profiled step, not measured. None until profiled.
+    measured_saving_bytes
+        What it took off the peak, in bytes; measured. None until it was.
+    measured_cost_ms
+        What it added to a step, in ms; measured. None until it was.
     """
 
     config: str
@@ -48,6 +77,38 @@ class PlanRow:
     saving_bytes: float | None
     enabled: bool
     sentence: str
+    parts: tuple[str, ...] = ()
+    excludes: tuple[str, ...] = ()
+    requested: int | None = None
+    applied: int | None = None
+    unresolved: tuple[str, ...] = ()
+    layers: int | None = None
+    peak_saving_bytes: float | None = None
+    cost_ms: float | None = None
+    measured_saving_bytes: float | None = None
+    measured_cost_ms: float | None = None
+
+    @property
+    def strategy_name(self) -> str:
+        """Name of the strategy, one of `STRATEGIES`."""
+        return STRATEGIES[self.strategy]
+
+    @property
+    def as_asked(self) -> bool:
+        """Whether ORT applies it in as many places as asked for; true as well where nobody has asked or looked."""
+        if self.requested is None or self.applied is None:
+            return True
+        return self.applied == (self.frequency if self.requested < 0 else self.requested)
+
+    @property
+    def bytes_per_ms(self) -> float | None:
+        """Bytes off the peak for each ms, both predicted by simulation; infinite where it costs nothing."""
+        return _per_ms(self.peak_saving_bytes, self.cost_ms)
+
+    @property
+    def measured_bytes_per_ms(self) -> float | None:
+        """The same, both measured."""
+        return _per_ms(self.measured_saving_bytes, self.measured_cost_ms)
 
 
 @dataclass(frozen=True)
@@ -62,22 +123,182 @@ class MemoryPlan:
     rows
         The plans.
     symbols
-        Values of the input dimensions that the savings were evaluated with, those of the first batch.
+        Values of the symbolic dimensions that the savings were evaluated with; those of the first batch, unless
+        `origins` says otherwise.
     memory_level
         The lab's memory level; at 1 and 2 it chooses the plans itself.
     report
         ORT's own MemoryInsight text.
+    missing
+        Wrapped parts of the model that have no graph yet, because they were not called.
+    probe
+        ORT's probe level: "1:0" looks for subgraphs anywhere, "1:1" within transformer layers only.
+    absent
+        Plans that the present options ask for and the model does not have; ORT itself passes over them in silence.
+    origins
+        Where the value of a symbol comes from, in words, for those that the first batch does not give as they are.
+    label_totals
+        For each symbol that counts labels which are not ignored: the number of all labels, a formula (row T16).
+    of_parts
+        Where several parts of the model are wrapped: the plan of each by its path, of which this one is put together.
+    level_set
+        What `memory_level` stands for in this model; None at 0.
+    order_saving_bytes
+        What any plan takes off the peak because ORT orders all nodes differently once there is one, in bytes;
+        predicted by simulation, negative where the peak rises. It is part of each `peak_saving_bytes`.
     """
 
     rows: tuple[PlanRow, ...]
     symbols: Mapping[str, int]
     memory_level: int
     report: str
+    missing: tuple[str, ...] = ()
+    probe: str = "1:0"
+    absent: tuple[str, ...] = ()
+    origins: Mapping[str, str] = field(default_factory=dict)
+    label_totals: Mapping[str, str] = field(default_factory=dict)
+    of_parts: Mapping[str, MemoryPlan] = field(default_factory=dict)
+    level_set: LevelSet | None = None
+    order_saving_bytes: float | None = None
 
     @property
     def enabled(self) -> tuple[str, ...]:
-        """Configurations of the plans that the present options apply."""
+        """Configurations of the plans that the present options ask for."""
         return tuple(row.config for row in self.rows if row.enabled)
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """The same with the counts that the present options ask for, one entry for each cluster."""
+        return tuple(
+            dict.fromkeys(
+                f"{part.rsplit(':', 1)[0]}:{row.requested}"
+                for row in self.rows
+                if row.requested is not None
+                for part in row.config.split(",")
+            )
+        )
+
+    @property
+    def unresolved(self) -> tuple[str, ...]:
+        """Symbols without a value, in the order of their names."""
+        return tuple(sorted({symbol for row in self.rows for symbol in row.unresolved}))
+
+    def at(
+        self,
+        *,
+        batch: int | None = None,
+        sequence: int | None = None,
+        label_density: float | None = None,
+        **sizes: int,
+    ) -> MemoryPlan:
+        """Evaluate the savings for another batch, without building anything.
+
+        Parameters
+        ----------
+        batch
+            Samples: the first dimension of every input that has as many as the others.
+        sequence
+            Tokens: the second dimension of every input that has as many as the others.
+        label_density
+            Which part of the labels is not ignored, from 0 to 1. Where the savings count such labels and it is not
+            given, the density of the first batch is kept.
+        **sizes
+            Symbols by name, as in `plan.at(input_ids_dim0=16)`; also those that have no value yet.
+
+        Returns
+        -------
+        MemoryPlan
+            The same plans, sorted by what they would save there. What a step has shown - peak, cost, anything
+            measured - holds for its own batch, and is left out.
+
+        Raises
+        ------
+        OptionError
+            If there is no such symbol, a size is no whole number from 1, or `batch` could mean several.
+
+        Examples
+        --------
+        >>> lab.plan().at(batch=32, sequence=512).rows[0].saving_bytes
+        >>> lab.plan().at(label_density=0.15)
+        """
+        if self.of_parts:
+            return self._parts_at(batch, sequence, label_density, sizes)
+        known = (*self.symbols, *self.unresolved, *self.label_totals)
+        symbols, origins = other_symbols(
+            known,
+            self.symbols,
+            self.label_totals,
+            batch=batch,
+            sequence=sequence,
+            label_density=label_density,
+            sizes=sizes,
+        )
+        rows = tuple(sorted((_evaluated(row, symbols) for row in self.rows), key=by_saving))
+        return replace(
+            self, rows=rows, symbols=symbols, origins={**self.origins, **origins}, order_saving_bytes=None
+        )
+
+    def _parts_at(
+        self, batch: int | None, sequence: int | None, density: float | None, sizes: Mapping[str, int]
+    ) -> MemoryPlan:
+        from ortlab.memory.reading import merged
+
+        known = {name for plan in self.of_parts.values() for name in (*plan.symbols, *plan.unresolved)}
+        check_names(sizes, sorted(known))
+        again = {}
+        for path, plan in self.of_parts.items():
+            own = {name: size for name, size in sizes.items() if name in (*plan.symbols, *plan.unresolved)}
+            has_labels = bool(plan.label_totals)
+            again[path] = plan.at(
+                batch=batch,
+                sequence=sequence if plan.has_sequence else None,
+                label_density=density if has_labels else None,
+                **own,
+            )
+        return merged(again, self.missing)
+
+    @property
+    def has_sequence(self) -> bool:
+        """Whether an input has a second dimension that may change."""
+        return any(name.endswith("_dim1") for name in self.symbols)
+
+    def save(
+        self, path: str | os.PathLike[str], *, plans: Iterable[str] | None = None, dialect: str = "2024"
+    ) -> Path:
+        """Write plans to a file, by default those that the present options ask for.
+
+        Parameters
+        ----------
+        path
+            The file; one that exists is replaced.
+        plans
+            Configurations; None for `enabled`.
+        dialect
+            "2024", the JSON list that ORTMODULE_MEMORY_OPT_CONFIG of 1.19.2 names; "2023", what that variable held
+            itself; "2022", what ORTMODULE_ENABLE_MEMORY_ALLEVIATION held.
+
+        Returns
+        -------
+        pathlib.Path
+            The file.
+
+        Raises
+        ------
+        OptionError
+            If there is nothing to write, a plan cannot be written in the dialect, or the file cannot be written.
+
+        Examples
+        --------
+        >>> lab.plan().save("plans.json")
+        """
+        chosen = self.asked if plans is None else tuple(plans)
+        if not chosen:
+            raise OptionError(
+                "There is no plan to write.",
+                why="The present options ask for none of this model's plans.",
+                fix="Switch one on, lab.set(memory_plan=[...]), or name them: plan.save(path, plans=[...]).",
+            )
+        return dialects.save(path, chosen, dialect)
 
     def table(self) -> pd.DataFrame:
         """One row per plan; savings in bytes, predicted by ORT."""
@@ -92,6 +313,16 @@ class MemoryPlan:
                     "predicted saving [bytes]": row.saving_bytes,
                     "formula": row.saving_symbolic,
                     "what it does": row.sentence,
+                    "instead of": ", ".join(row.excludes),
+                    "requested": row.requested,
+                    "applied": row.applied,
+                    "predicted peak saving [bytes]": row.peak_saving_bytes,
+                    "predicted cost [ms]": row.cost_ms,
+                    "predicted bytes per ms": row.bytes_per_ms,
+                    "measured saving [bytes]": row.measured_saving_bytes,
+                    "measured cost [ms]": row.measured_cost_ms,
+                    "measured bytes per ms": row.measured_bytes_per_ms,
+                    **({"parts": ", ".join(row.parts)} if row.parts else {}),
                 }
                 for row in self.rows
             ]
@@ -102,75 +333,27 @@ class MemoryPlan:
         return asdict(self)
 
 
-def read_plan(
-    savings: Mapping[str, tuple[str, int]],
-    symbols: Mapping[str, int],
-    report: str,
-    *,
-    memory_level: int = 0,
-    enabled: tuple[str, ...] = (),
-) -> MemoryPlan:
-    """Make the record from what ORT reports.
-
-    Parameters
-    ----------
-    savings
-        Configuration to the raw symbolic sum (one term per occurrence) and the number of occurrences, as
-        `get_serialized_ortmodule_memory_stat` returns them (row F9).
-    symbols
-        Values of the symbolic dimensions.
-    report
-        ORT's MemoryInsight text; what it counts goes before `savings` (see `ortlab.memory.insight`).
-    memory_level, enabled
-        What the lab's options apply now.
-    """
-    rows = []
-    wanted = {_without_count(part) for config in enabled for part in config.split(",")}
-    counted = insight.savings(report)
-    for config, (raw, frequency) in savings.items():
-        every_output, places = counted.get(config, ("", 0))
-        symbolic, value = evaluate(every_output if places == frequency else raw, symbols)
-        strategy = max(int(part.split(":")[1]) for part in config.split(","))
-        applied = (memory_level > 0 and strategy <= memory_level) or all(
-            _without_count(part) in wanted for part in config.split(",")
-        )
-        cluster = ",".join(part.split(":")[0] for part in config.split(","))
-        sentence = _sentence(cluster, strategy, frequency)
-        rows.append(PlanRow(config, cluster, strategy, frequency, symbolic, value, applied, sentence))
-    rows.sort(key=lambda row: (-(row.saving_bytes or 0.0), row.config))
-    return MemoryPlan(tuple(rows), dict(symbols), memory_level, report)
+def by_saving(row: PlanRow) -> tuple[bool, float, str]:
+    """Sort the largest predicted saving first, equal ones by name, and those without a figure last, by themselves."""
+    return (row.saving_bytes is None, -(row.saving_bytes or 0.0), row.config)
 
 
-def evaluate(expression: str, symbols: Mapping[str, int]) -> tuple[str, float | None]:
-    """Simplify a symbolic size and evaluate it.
-
-    Parameters
-    ----------
-    expression
-        Arithmetic over symbols, such as "((input_ids_dim0)*(128)) * 4 * 1.000000".
-    symbols
-        Values by name.
-
-    Returns
-    -------
-    tuple of str and (float or None)
-        The simplified formula, and its value in bytes; None where a symbol has no value (row T16).
-    """
-    import sympy
-
-    names = {name: sympy.Symbol(name, positive=True, integer=True) for name in symbols}
-    parsed = sympy.sympify(expression, locals=names, rational=True)
-    simplified = sympy.simplify(parsed)
-    value = simplified.subs({names[name]: size for name, size in symbols.items()})
-    return str(simplified), float(value) if value.is_number else None
+def _evaluated(row: PlanRow, symbols: Mapping[str, int]) -> PlanRow:
+    formula = formulas.read(row.saving_symbolic)
+    return replace(
+        row,
+        saving_bytes=formula.value(symbols),
+        unresolved=tuple(name for name in formula.symbols if name not in symbols),
+        peak_saving_bytes=None,
+        cost_ms=None,
+        measured_saving_bytes=None,
+        measured_cost_ms=None,
+    )
 
 
-def _sentence(cluster: str, strategy: int, frequency: int) -> str:
-    operators = cluster.rstrip("+").replace("+", " -> ")
-    what = "1 place" if frequency == 1 else f"{frequency} places"
-    partly = ", where that saves a part of it" if strategy > 1 else ""
-    return f"Recompute {operators} in {what} during backward instead of keeping the result{partly}."
-
-
-def _without_count(part: str) -> str:
-    return part.rsplit(":", 1)[0]
+def _per_ms(saved: float | None, cost: float | None) -> float | None:
+    if saved is None or cost is None:
+        return None
+    if cost > 0:
+        return saved / cost
+    return math.inf if saved > 0 else 0.0

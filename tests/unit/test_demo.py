@@ -119,7 +119,7 @@ class TestMaskedText:
 
 
 def test_the_largest_savings_come_first_and_leave_compromises_out():
-    from ortlab.memory.plan import read_plan
+    from ortlab.memory.reading import read_plan
 
     savings = {
         "Gelu+:1:-1": ("8*(batch)", 2),

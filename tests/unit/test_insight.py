@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import ortlab
-from ortlab.memory.insight import savings
-from ortlab.memory.plan import evaluate, read_plan
+from ortlab.memory.formulas import evaluate
+from ortlab.memory.insight import read
+from ortlab.memory.reading import read_plan
 
 REPORT = """
 |Freq   | Memory Optimization Opportunities (Clustered by node-level activation patterns)   |
@@ -27,7 +28,7 @@ REPORT = """
 
 
 def test_every_output_of_every_place_is_counted():
-    found = savings(REPORT)
+    found = read(REPORT).savings()
     assert {config: places for config, (_, places) in found.items()} == {
         "LayerNormalization+:1:-1": 3,
         "Cast+:2:-1": 1,
@@ -38,7 +39,7 @@ def test_every_output_of_every_place_is_counted():
 
 @pytest.mark.parametrize("report", ["", "MemoryInsight Summary", REPORT.replace("subgraph", "nodes")])
 def test_a_text_of_another_form_leaves_the_plain_sums(report):
-    assert savings(report) == {}
+    assert read(report).savings() == {}
     assert read_plan({"Gelu+:1:-1": ("batch*4", 1)}, {"batch": 5}, report).rows[0].saving_bytes == 20
 
 

@@ -1,0 +1,232 @@
+"""Three ways in which recompute plans have been written down since 2022, and the logs that go with them.
+
+- 2022: `Dropout:0,Gelu:1`, operator and strategy; logged as a MemoryAlleviation summary.
+- 2023: `BiasGelu+:1:-1,Cast+:2:-1`, cluster, strategy and count; logged as a feature matrix and a MemoryInsight table.
+- 2024: a JSON file with a list of the same plans, which 1.19.2 wants; logged as the same two.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from ortlab.errors import OptionError
+from ortlab.memory import alleviation, feature_matrix, insight
+from ortlab.switches import PLAN, shown
+
+if TYPE_CHECKING:
+    from ortlab.memory.alleviation import Alleviation
+    from ortlab.memory.feature_matrix import FeatureMatrix
+    from ortlab.memory.insight import MemoryInsight
+
+_OLD_PLAN: Final = re.compile(r"(?P<operators>[\w.]+(?:\+[\w.]+)*)\+?:(?P<strategy>[012])")
+_ONE_OPERATOR: Final = re.compile(r"(?P<operator>\w+)\+:(?P<strategy>[01]):-1")
+
+
+def read_plans(text: str) -> tuple[str, ...]:
+    """Read a configuration in any of the three dialects.
+
+    Parameters
+    ----------
+    text
+        What stood in the environment variable, or in the JSON file.
+
+    Returns
+    -------
+    tuple of str
+        Plans as `Options.memory_plan` takes them; operators that the first dialect switches off (`Dropout:0`) are
+        left out.
+
+    Raises
+    ------
+    OptionError
+        If an entry is none of the three; the message names it.
+    """
+    text = text.strip()
+    plans: list[str] = []
+    for entry in _json_entries(text) if text.startswith("[") else text.split(","):
+        entry = entry.strip()  # noqa: PLW2901 - the same entry
+        old = _OLD_PLAN.fullmatch(entry)
+        if re.fullmatch(PLAN.pattern, entry):
+            plans.append(entry)
+        elif old and old["strategy"] != "0":
+            plans.append(f"{old['operators']}+:{old['strategy']}:-1")
+        elif entry and not old:
+            raise OptionError(
+                f"{shown(entry)} is no recompute plan.",
+                why="Plans are written as Gelu:1, as Gelu+:1:-1, or as a JSON list of the latter.",
+                fix=f"Write for example {PLAN.example}.",
+            )
+    return tuple(dict.fromkeys(plans))
+
+
+def dialect_of(text: str) -> str:
+    """Return the dialect of a configuration that `read_plans` can read: "2022", "2023" or "2024"."""
+    text = text.strip()
+    if text.startswith("["):
+        return "2024"
+    entries = [entry.strip() for entry in text.split(",") if entry.strip()]
+    return "2023" if all(re.fullmatch(PLAN.pattern, entry) for entry in entries) else "2022"
+
+
+def _json_entries(text: str) -> list[str]:
+    try:
+        entries = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise OptionError(
+            "The list of plans is no JSON.", why=f"{error}.", fix=f'Write for example ["{PLAN.example}"].'
+        ) from None
+    if not all(isinstance(entry, str) for entry in entries):
+        raise OptionError(
+            "The list of plans holds something that is no text.", fix=f'Write for example ["{PLAN.example}"].'
+        )
+    # One entry may hold several plans with commas, for one cluster that is recomputed as several.
+    return [part for entry in entries for part in entry.split(",")]
+
+
+def write_json(plans: Iterable[str]) -> str:
+    """Write plans as 1.19.2 wants them in the file that ORTMODULE_MEMORY_OPT_CONFIG names."""
+    return json.dumps(list(plans))
+
+
+def write_inline(plans: Iterable[str]) -> str:
+    """Write plans as releases of 2023 wanted them in ORTMODULE_MEMORY_OPT_CONFIG itself."""
+    return ",".join(plans)
+
+
+def write_alleviation(plans: Iterable[str]) -> str:
+    """Write plans as ORTMODULE_ENABLE_MEMORY_ALLEVIATION wanted them in 2022.
+
+    Raises
+    ------
+    OptionError
+        If a plan is more than one operator, recomputed wherever it occurs: that dialect could say no more.
+    """
+    entries = []
+    for plan in plans:
+        one = _ONE_OPERATOR.fullmatch(plan)
+        if one is None:
+            raise OptionError(
+                f"{plan} cannot be written as in 2022.",
+                why="That dialect has one operator, strategies 0 and 1, and no count.",
+                fix="Write it inline or as JSON.",
+            )
+        entries.append(f"{one['operator']}:{one['strategy']}")
+    return ",".join(entries)
+
+
+_WRITERS: Final = {"2022": write_alleviation, "2023": write_inline, "2024": write_json}
+
+
+def write(plans: Iterable[str], dialect: str = "2024") -> str:
+    """Write plans in one of the dialects.
+
+    Parameters
+    ----------
+    plans
+        Configurations.
+    dialect
+        "2022", "2023" or "2024".
+
+    Raises
+    ------
+    OptionError
+        If there is no such dialect, or it cannot say what a plan says.
+    """
+    if dialect not in _WRITERS:
+        raise OptionError(
+            f"There is no dialect {dialect!r}.",
+            why="They are named after the year: 2022 (Gelu:1), 2023 (Gelu+:1:-1) and 2024 (a JSON list).",
+            fix="1.19.2 reads 2024.",
+        )
+    return _WRITERS[dialect](plans)
+
+
+def save(path: str | os.PathLike[str], plans: Iterable[str], dialect: str = "2024") -> Path:
+    """Write plans to a file.
+
+    Raises
+    ------
+    OptionError
+        As `write`, or if the file cannot be written.
+    """
+    text, file = write(plans, dialect), Path(path)
+    try:
+        file.write_text(text + "\n", encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise OptionError(
+            f"{file!s} cannot be written.", why=f"{error}.", fix="Choose another path."
+        ) from error
+    return file
+
+
+@dataclass(frozen=True)
+class Log:
+    """What a log says about recomputation.
+
+    Attributes
+    ----------
+    alleviations
+        The summaries of 2022.
+    matrix
+        The feature matrix, without features if there is none.
+    insight
+        The MemoryInsight table, without rows if there is none.
+    """
+
+    alleviations: tuple[Alleviation, ...]
+    matrix: FeatureMatrix
+    insight: MemoryInsight
+
+    @property
+    def complete(self) -> bool:
+        """Whether no table was cut off before its end."""
+        return (
+            self.matrix.complete and self.insight.complete and all(one.complete for one in self.alleviations)
+        )
+
+
+def has_tables(text: str) -> bool:
+    """Tell whether a text is a log with a table of plans, whole or cut off, rather than a configuration."""
+    log = _tables(text)
+    return bool(log.alleviations or log.matrix.features or log.insight.rows)
+
+
+def read_log(text: str) -> Log:
+    """Read an old log, whichever release wrote it.
+
+    Raises
+    ------
+    OptionError
+        If it holds none of the tables.
+    """
+    log = _tables(text)
+    if not (log.alleviations or log.matrix.features or log.insight.rows):
+        raise OptionError(
+            "This text holds no table of recompute plans.",
+            why="Looked for were a MemoryAlleviation summary, ORTModule's feature matrix and a MemoryInsight table.",
+            fix="Paste the log from the line with their title on, written with log level INFO.",
+        )
+    return log
+
+
+def _tables(text: str) -> Log:
+    log = Log(alleviation.read(text), feature_matrix.read(text), insight.read(text))
+    if log.complete or text.endswith("\n") or "\n" not in text:
+        return log
+    return _tables(text[: text.rindex("\n") + 1])  # the line in which it was cut may hold half a number
+
+
+def write_log(log: Log) -> str:
+    """Write the tables of a log again, as their release printed them, without its other lines."""
+    tables = [alleviation.write(summary) for summary in log.alleviations]
+    if log.matrix.features:
+        tables.append(feature_matrix.write(log.matrix))
+    if log.insight.rows:
+        tables.append(insight.write(log.insight))
+    return "\n\n".join(tables)

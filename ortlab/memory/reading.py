@@ -1,0 +1,211 @@
+"""Makes the record of a memory plan from what ORT reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import reduce
+from operator import add
+from typing import TYPE_CHECKING
+
+from ortlab.data.density import LABEL
+from ortlab.memory import formulas, insight
+from ortlab.memory.plan import MemoryPlan, PlanRow, by_saving
+from ortlab.memory.sentences import sentence
+
+if TYPE_CHECKING:
+    from ortlab.memory.recompute_places import LevelSet
+    from ortlab.runs import Run
+
+
+def read_plan(  # noqa: PLR0913 - each is one fact of the report, given by name
+    savings: Mapping[str, tuple[str, int]],
+    symbols: Mapping[str, int],
+    report: str,
+    *,
+    memory_level: int = 0,
+    enabled: tuple[str, ...] = (),
+    applied: Mapping[str, int] | None = None,
+    label_totals: Mapping[str, str] | None = None,
+    layers: Mapping[str, int] | None = None,
+    level_set: LevelSet | None = None,
+    probe: str = "1:0",
+) -> MemoryPlan:
+    """Make the record from what ORT reports.
+
+    Parameters
+    ----------
+    savings
+        Configuration to the raw symbolic sum (one term per occurrence) and the number of occurrences, as
+        `get_serialized_ortmodule_memory_stat` returns them (row F9).
+    symbols
+        Values of the symbolic dimensions.
+    report
+        ORT's MemoryInsight text; what it counts goes before `savings` (see `ortlab.memory.insight`).
+    memory_level
+        The lab's memory level.
+    enabled
+        What the lab's options ask for now; at a memory level without this, every plan of its strategies.
+    applied
+        By plan without its count, "Gelu+:1": in how many places the session that runs applies it; None where nobody has
+        looked.
+    label_totals
+        See `MemoryPlan`.
+    layers
+        By plan without its count: in how many layers of the model its occurrences are.
+    level_set
+        What the memory level stands for.
+    probe
+        ORT's probe level.
+    """
+    asked = {
+        _without_count(part): _count(part)
+        for config in enabled
+        for part in config.split(",")
+        if part.split(":")[1] != "0"  # strategy 0 switches a plan off
+    }
+    table = insight.read(report)
+    counted, exclusive = table.savings(), table.exclusive()
+    rows = []
+    for config, (raw, frequency) in savings.items():
+        every_output, places = counted.get(config, ("", 0))
+        formula = formulas.read(every_output if places == frequency else raw)
+        symbolic = formulas.read(formula.simplified)
+        parts = config.split(",")
+        strategy = max(int(part.split(":")[1]) for part in parts)
+        by_level = not enabled and 0 < strategy <= memory_level
+        wanted = by_level or all(asked.get(_without_count(part), 0) for part in parts)
+        in_layers = (layers or {}).get(_without_count(parts[0])) if len(parts) == 1 else None
+        cluster = ",".join(part.split(":")[0] for part in parts)
+        requested = -1 if by_level else min(asked.get(_without_count(part), -1) for part in parts)
+        rows.append(
+            PlanRow(
+                config,
+                cluster,
+                strategy,
+                frequency,
+                symbolic.text,
+                symbolic.value(symbols),
+                wanted,
+                sentence(cluster, strategy, frequency, in_layers),
+                excludes=exclusive.get(config, ()),
+                requested=requested if wanted else None,
+                applied=_applied(parts, applied) if wanted and applied is not None else None,
+                unresolved=tuple(name for name in symbolic.symbols if name not in symbols),
+                layers=in_layers,
+            )
+        )
+    rows.sort(key=by_saving)
+    there = {_without_count(part) for config in savings for part in config.split(",")}
+    there |= {name for name, count in (applied or {}).items() if count}
+    absent = tuple(f"{name}:{count}" for name, count in asked.items() if count and name not in there)
+    return MemoryPlan(
+        tuple(rows),
+        dict(symbols),
+        memory_level,
+        report,
+        probe=probe,
+        absent=() if memory_level else absent,
+        label_totals=dict(label_totals or {}),
+        level_set=level_set,
+    )
+
+
+def merged(plans: Mapping[str, MemoryPlan], missing: tuple[str, ...] = ()) -> MemoryPlan:
+    """Put the plans of several parts of a model together: a configuration acts on all parts that have it.
+
+    Parameters
+    ----------
+    plans
+        Plans by path of the part.
+    missing
+        Parts that have no plan yet.
+    """
+    rows: dict[str, list[tuple[str, PlanRow]]] = {}
+    for path, plan in plans.items():
+        for row in plan.rows:
+            rows.setdefault(row.config, []).append((path, row))
+    together = sorted((_together(places) for places in rows.values()), key=by_saving)
+    symbols: dict[str, int] = {}
+    origins: dict[str, str] = {}
+    for path, plan in plans.items():
+        for name, size in plan.symbols.items():
+            alike = all(other.symbols.get(name, size) == size for other in plans.values())
+            shown = name if alike else f"{path}: {name}"
+            symbols[shown] = size
+            if name in plan.origins:
+                origins[shown] = plan.origins[name]
+    report = "\n\n".join(f"{path}\n{plan.report}" for path, plan in plans.items() if plan.report)
+    several = list(plans.values())
+    absent = [one for one in several[0].absent if all(one in other.absent for other in several)]
+    return MemoryPlan(
+        tuple(together),
+        symbols,
+        max(plan.memory_level for plan in several),
+        report,
+        missing,
+        probe=several[0].probe,
+        absent=tuple(absent),
+        origins=origins,
+        of_parts=dict(plans),
+        level_set=reduce(add, sets)
+        if (sets := [one.level_set for one in several if one.level_set])
+        else None,
+    )
+
+
+def with_measured_density(plan: MemoryPlan, runs: Iterable[Run]) -> MemoryPlan:
+    """Evaluate what depends on a count of labels that the first batch does not tell, with the density of the last run.
+
+    Parameters
+    ----------
+    plan
+        The plan.
+    runs
+        Runs of the model, in order; those with `print_input_density` know how many labels are not ignored.
+    """
+    counts = [name for name in plan.label_totals if name not in plan.symbols]
+    measured = [(run.number, mean) for run in runs for row, mean in run.density.means() if row.kind == LABEL]
+    if not counts or not measured:
+        return plan
+    number, density = measured[-1]
+    found = plan.at(label_density=density)
+    words = f"label density {density:.1%}, measured in run {number}"
+    return replace(found, origins={**found.origins, **dict.fromkeys(counts, words)})
+
+
+def _together(places: list[tuple[str, PlanRow]]) -> PlanRow:
+    rows = [row for _, row in places]
+    savings = [row.saving_bytes for row in rows if row.saving_bytes is not None]
+    frequency = sum(row.frequency for row in rows)
+    layers = _sum(row.layers for row in rows)
+    return replace(
+        rows[0],
+        frequency=frequency,
+        saving_symbolic="; ".join(f"{path}: {row.saving_symbolic}" for path, row in places),
+        saving_bytes=sum(savings) if len(savings) == len(rows) else None,
+        enabled=any(row.enabled for row in rows),
+        sentence=sentence(rows[0].cluster, rows[0].strategy, frequency, layers),
+        parts=tuple(path for path, _ in places),
+        excludes=tuple(dict.fromkeys(other for row in rows for other in row.excludes)),
+        applied=_sum(row.applied for row in rows),
+        unresolved=tuple(dict.fromkeys(name for row in rows for name in row.unresolved)),
+        layers=layers,
+    )
+
+
+def _sum(numbers: Iterable[int | None]) -> int | None:
+    known = list(numbers)
+    return None if None in known else sum(number for number in known if number is not None)
+
+
+def _applied(parts: list[str], applied: Mapping[str, int]) -> int:
+    return min(applied.get(_without_count(part), 0) for part in parts)
+
+
+def _count(part: str) -> int:
+    return int(part.rsplit(":", 1)[1])
+
+
+def _without_count(part: str) -> str:
+    return part.rsplit(":", 1)[0]

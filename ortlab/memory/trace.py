@@ -1,0 +1,122 @@
+"""What one training step did: every node that ran, in its order, how long it took and how large its results were."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class TracedNode:
+    """One node of the execution graph, as it ran.
+
+    Attributes
+    ----------
+    name
+        Its name in the execution graph.
+    operator
+        Operator, with its domain if that is not ONNX's; an ATen node has the name of PyTorch's operator.
+    inputs, outputs
+        Names of values; an input or output that is left out is empty.
+    backward
+        Whether it ran after the forward had returned its outputs.
+    ms
+        Time of its kernel, in ms, measured with ORT's profiler; the shortest of the profiled steps.
+    recomputes
+        Name of the node that it repeats for backward; empty for all others.
+    """
+
+    name: str
+    operator: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    backward: bool
+    ms: float
+    recomputes: str = ""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One training step on ONNX Runtime, as its profiler saw it.
+
+    Attributes
+    ----------
+    nodes
+        In the order in which they ran.
+    sizes
+        Bytes of each node's results, measured.
+    returned
+        Results of the forward that were handed to PyTorch.
+    held
+        Those of them that PyTorch still had when the backward started; ORT gives the memory of the others back then.
+    gradients
+        Results of the backward that were handed to PyTorch; they live until the step ends.
+    given
+        Bytes of what PyTorch gave to the backward: the gradients of the forward's results.
+    plans
+        Recompute plans that were applied.
+    engine_order
+        How ORT ordered the nodes: "default", or "memory efficient" as it does where plans are applied.
+    steps
+        How many steps were profiled; times are the shortest of them.
+    """
+
+    nodes: tuple[TracedNode, ...]
+    sizes: Mapping[str, int]
+    returned: frozenset[str] = frozenset()
+    held: frozenset[str] = frozenset()
+    gradients: frozenset[str] = frozenset()
+    given: Mapping[str, int] = field(default_factory=dict)
+    plans: tuple[str, ...] = ()
+    engine_order: str = "default"
+    steps: int = 1
+
+    @property
+    def forward_ms(self) -> float:
+        """Time of the forward's kernels, in ms."""
+        return sum(node.ms for node in self.nodes if not node.backward)
+
+    @property
+    def backward_ms(self) -> float:
+        """Time of the backward's kernels, recomputed ones included, in ms."""
+        return sum(node.ms for node in self.nodes if node.backward)
+
+    @property
+    def recomputed_ms(self) -> float:
+        """Time of the kernels that ran a second time, in ms."""
+        return sum(node.ms for node in self.nodes if node.recomputes)
+
+    @cached_property
+    def first_backward(self) -> int:
+        """Position of the first node of the backward; the number of nodes if there is none."""
+        return next((i for i, node in enumerate(self.nodes) if node.backward), len(self.nodes))
+
+    def table(self) -> pd.DataFrame:
+        """One row per operator and pass: how many nodes, their time in ms, the bytes of their results."""
+        import pandas as pd
+
+        rows = [
+            {
+                "operator": node.operator,
+                "pass": "recomputed" if node.recomputes else "backward" if node.backward else "forward",
+                "nodes": 1,
+                "time [ms]": node.ms,
+                "results [bytes]": sum(self.sizes.get(name, 0) for name in node.outputs),
+            }
+            for node in self.nodes
+        ]
+        frame = pd.DataFrame(rows, columns=["operator", "pass", "nodes", "time [ms]", "results [bytes]"])
+        together = frame.groupby(["operator", "pass"], as_index=False).sum()
+        return together.sort_values(["time [ms]", "operator"], ascending=[False, True], ignore_index=True)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        record = asdict(self)
+        return {
+            key: sorted(value) if isinstance(value, frozenset) else value for key, value in record.items()
+        }

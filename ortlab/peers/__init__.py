@@ -1,0 +1,1 @@
+"""Peers: PyTorch by itself, with checkpointed layers and compiled, beside ONNX Runtime."""

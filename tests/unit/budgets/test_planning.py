@@ -1,0 +1,113 @@
+"""What is done where a process needs more than was predicted: less is asked for, three times at most."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ortlab.budgets.budget import Compared, Obstacle
+from ortlab.budgets.planning import Ground, answer
+from ortlab.budgets.problem import Choice, Problem
+from ortlab.budgets.request import read_request
+
+MIB = 1 << 20
+
+
+class Step:
+    """Twelve activations of 10 MiB at the peak, each of which can be recomputed for 1 ms."""
+
+    def __init__(self) -> None:
+        live = np.array([20.0, 200.0, 100.0]) * MIB
+        savings = np.tile(np.array([0.0, 10.0, 2.0]) * MIB, (12, 1))
+        self.problem = Problem(live, (Choice("Gelu+:1", savings, np.ones(12)),))
+
+    def peak(self, counts) -> float:
+        return self.problem.peak(counts)
+
+    def obstacle(self, counts) -> Obstacle:
+        return Obstacle("the backward, where Gemm runs", self.peak(counts), (("logits", 60 * MIB),))
+
+
+def ground(optimizer: int = 100) -> Ground:
+    """A process with 300 MiB beside its buffers."""
+    return Ground(
+        model="net",
+        step=Step(),
+        without=Compared("without plans", 500 * MIB),
+        within_bytes=500 * MIB,
+        beyond_bytes=optimizer * MIB,
+        kind="resident set",
+        device="cpu",
+    )
+
+
+def places(plans: tuple[str, ...]) -> int:
+    if not plans:
+        return 0
+    count = int(plans[0].rsplit(":", 1)[1])
+    return 12 if count < 0 else count
+
+
+def asked(limit: int, saved_mib: float, *, optimizer: int = 100):
+    """Ask for a limit in MiB of a process in which each place saves so much."""
+    told: list[str] = []
+
+    def run(plans):
+        return Compared("plans", int(max(500 - saved_mib * places(plans), optimizer) * MIB))
+
+    request = read_request(limit * MIB, None)
+    return answer(ground(optimizer), request, run, told.append), told
+
+
+def test_plans_that_save_as_predicted_are_run_once():
+    budget, told = asked(451, 10)
+    assert (budget.outcome, budget.plans, len(budget.trials)) == ("met", ("Gelu+:1:5",), 1)
+    assert budget.best.error == 0
+    assert told[0] == "Choosing plans"
+    assert budget.solver.cost_ms == 5
+
+
+def test_plans_that_save_less_than_predicted_are_more_the_next_time():
+    budget, _ = asked(451, 8)
+    assert [trial.prediction.plans for trial in budget.trials] == [
+        ("Gelu+:1:5",),
+        ("Gelu+:1:6",),
+        ("Gelu+:1:7",),
+    ]
+    assert budget.outcome == "met"
+    assert budget.plans == ("Gelu+:1:7",)
+
+
+def test_after_three_trials_a_budget_is_missed():
+    budget, _ = asked(451, 2)
+    assert (budget.outcome, len(budget.trials)) == ("missed", 3)
+    assert budget.best.peak_bytes == min(trial.peak_bytes for trial in budget.trials)
+
+
+def test_what_is_below_the_floor_is_run_once_and_explained():
+    budget, _ = asked(100, 10)
+    assert (budget.outcome, budget.plans, len(budget.trials)) == ("too small", ("Gelu+:1:-1",), 1)
+    assert budget.floor.peak_bytes == 380 * MIB
+    assert (budget.obstacle.where, budget.obstacle.live) == (
+        "the backward, where Gemm runs",
+        (("logits", 60 * MIB),),
+    )
+
+
+def test_the_optimizer_is_a_floor_that_no_plan_lowers():
+    budget, _ = asked(420, 10, optimizer=450)
+    assert budget.outcome == "too small"
+    assert budget.floor.peak_bytes == 450 * MIB
+    assert "optimizer" in budget.obstacle.where
+
+
+@pytest.mark.parametrize("limit", [500, 600])
+def test_nothing_is_run_where_all_fits(limit):
+    budget, _ = asked(limit, 10)
+    assert (budget.outcome, budget.trials, budget.plans) == ("no plans needed", (), ())
+
+
+def test_the_curve_goes_from_nothing_to_the_floor():
+    budget, _ = asked(451, 10)
+    assert [one.cost_ms for one in budget.curve] == list(range(13))
+    assert budget.curve[-1].peak_bytes == budget.floor.peak_bytes

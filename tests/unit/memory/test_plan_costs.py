@@ -1,0 +1,110 @@
+"""What plans cost: predicted for the last step, measured where asked for, and shown for that step only."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import ortlab
+from ortlab.errors import OptionError
+from ortlab.memory.plan_costs import PlanCost, best_costs
+from ortlab.render import text
+
+
+class _Wide(nn.Module):
+    """Two wide GELUs, each result of several MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = nn.functional.gelu(layer(x))
+        return x.mean()
+
+
+@pytest.fixture(scope="module")
+def wide():
+    torch.manual_seed(3)
+    model = _Wide()
+    x = torch.randn(16384, 64)
+
+    def step():
+        loss = model(x)
+        loss.backward()
+        model.zero_grad()
+        return loss
+
+    lab = ortlab.wrap(model)
+    lab.step(step, progress=False)
+    yield lab
+    lab.unwrap(forget=True)
+
+
+@pytest.mark.row("F7", "F8")
+def test_plans_are_priced_and_the_lab_is_as_it_was(wide):
+    runs, configuration = len(wide.runs), wide.configuration
+    plan = wide.plan_costs(progress=False)
+    assert (len(wide.runs), wide.configuration) == (runs, configuration)
+    gelu = next(row for row in plan.rows if row.config == "Gelu+:1:-1")
+    assert gelu.peak_saving_bytes > 16384 * 64 * 4  # two or three results of 4 MiB
+    assert gelu.cost_ms > 0
+    assert gelu.measured_cost_ms is None
+    page = text.render(plan)
+    assert "off the peak" in page
+    assert "predicted from a profiled step" in page
+
+
+def test_the_lab_shows_the_costs_for_this_step_only(wide):
+    priced = wide.plan_costs(progress=False)
+    assert wide.plan() == priced
+    wide.step(wide._experiment.step, progress=False)
+    assert all(row.cost_ms == known.cost_ms for row, known in zip(wide.plan().rows, priced.rows, strict=True))
+    x = torch.randn(64, 64)
+    wide.step(lambda: wide.module(x).backward(), progress=False)
+    assert all(row.cost_ms is None for row in wide.plan().rows)
+
+
+def test_plans_are_measured_where_asked_for(wide):
+    x = torch.randn(16384, 64)
+
+    def step():
+        loss = wide.module(x)
+        loss.backward()
+        wide.module.zero_grad()
+        return loss
+
+    wide.step(step, progress=False)
+    before = [tensor.clone() for tensor in wide.module.state_dict().values()]
+    plan = wide.plan_costs(measure=1, rounds=1, progress=False)
+    measured = [row for row in plan.rows if row.measured_saving_bytes is not None]
+    assert len(measured) == 1
+    assert measured[0].measured_saving_bytes == pytest.approx(measured[0].peak_saving_bytes, abs=2 * 2**20)
+    assert measured[0].measured_cost_ms is not None
+    assert len(wide.sweeps) == 1  # the runs behind the figure
+    assert all(
+        torch.equal(one, other) for one, other in zip(before, wide.module.state_dict().values(), strict=True)
+    )
+
+
+def test_only_ort_has_plans(wide):
+    configuration = wide.configuration
+    try:
+        wide.set(engine="eager")
+        with pytest.raises(OptionError, match="'eager' has no recompute plans"):
+            wide.plan_costs()
+    finally:
+        wide.configure(configuration)
+
+
+def test_the_order_of_nodes_is_no_merit_of_a_plan():
+    costs = {
+        "a": PlanCost(10.0, 0.001),
+        "b": PlanCost(110.0, 10.0),
+        "c": PlanCost(60.0, 1.0),
+        "d": PlanCost(-5.0, 0.1),
+    }
+    assert list(best_costs(costs, 2, beyond=10.0)) == ["c", "b"]
+    assert list(best_costs(costs, 2)) == ["a", "c"]

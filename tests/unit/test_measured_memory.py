@@ -1,0 +1,457 @@
+"""Memory measured in the running process: it re-adds, shows what is there, and leaves everything as it was."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ortlab
+from ortlab.errors import OptionError, StepError
+from ortlab.memory import heap
+from ortlab.memory.measured import Known, MemoryMeasurement, PhasePeak, StepMemory
+from ortlab.memory.measuring import CudaGauge, gauge_of, known_bytes
+from ortlab.memory.phases import MemoryPhases, is_read
+from ortlab.render import html, text
+
+MIB = 2**20
+CPU = torch.device("cpu")
+
+only_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the peak of a process")
+
+
+@pytest.fixture
+def lab(noisy_experiment):
+    """Wrap a model with dropout, and run two steps."""
+    lab = ortlab.wrap(noisy_experiment.model)
+    lab.step(noisy_experiment.step, n=2, progress=False)
+    yield lab
+    lab.unwrap(forget=True)
+
+
+@pytest.fixture
+def experiment(noisy_experiment):
+    """Return what `lab` is of."""
+    return noisy_experiment
+
+
+def equal(before, after):
+    return len(before) == len(after) and all(map(torch.equal, before, after))
+
+
+class Keeping(nn.Module):
+    """Keeps `kept` MiB for backward, and takes `temporary` MiB in forward for a moment."""
+
+    def __init__(self, kept: int, temporary: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.kept = kept
+        self.temporary = temporary
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.temporary:
+            torch.ones(self.temporary * MIB, dtype=torch.uint8)
+        many = x.expand(self.kept * MIB // 4) * self.weight
+        return many.square().sum()  # square keeps its input
+
+
+# ---- what is measured ----------------------------------------------------------------------------------------------
+
+
+@only_linux
+def test_what_a_step_keeps_and_takes_shows_up():
+    model = Keeping(64, 0)
+    x = torch.ones(1)
+
+    def step():
+        model(x).backward()
+
+    lab = ortlab.wrap(model, engine="eager")
+    kept = lab.measure_memory(step, steps=2)
+    model.temporary = 512
+    taken = lab.measure_memory(step, steps=2)
+    lab.unwrap()
+
+    # The product is kept; its gradient and that of the square are two more, and the square itself is gone by then.
+    assert kept.stashed_bytes == pytest.approx(64 * MIB, rel=0.1)
+    assert kept.step.highest.phase == "backward"
+    assert kept.rise_bytes > 120 * MIB
+    assert taken.stashed_bytes == pytest.approx(64 * MIB, rel=0.1)
+    assert taken.step.highest.phase == "forward"
+    assert taken.rise_bytes == pytest.approx(512 * MIB, rel=0.1)
+    temporaries = {piece.name: piece.number_of_bytes for piece in taken.breakdown()}[
+        "temporaries of the forward"
+    ]
+    assert temporaries == pytest.approx((512 - 64) * MIB, rel=0.1)
+    assert kept.spread_bytes < 6 * MIB
+
+
+@only_linux
+def test_freed_memory_of_an_earlier_step_hides_nothing():
+    """glibc serves large buffers from gaps in its heap, whatever its thresholds are, so the gaps are filled."""
+    model = Keeping(64, 0)
+    x = torch.ones(1)
+    libc = ctypes.CDLL(None)
+    libc.mallopt(-3, 32 * MIB)
+    blocks = [torch.ones(8 * MIB, dtype=torch.uint8) for _ in range(16)]
+    del blocks[::2]  # gaps of 8 MiB
+
+    lab = ortlab.wrap(model, engine="eager")
+    measured = lab.measure_memory(lambda: model(x).backward(), steps=1)
+    lab.unwrap()
+
+    assert measured.stashed_bytes == pytest.approx(64 * MIB, rel=0.1)
+
+
+@only_linux
+def test_an_ort_step_is_measured_as_it_is_set_up(lab, experiment):
+    measured = lab.measure_memory(steps=2)
+
+    assert (measured.engine, measured.device, measured.scope) == ("ort", "cpu", "this process")
+    assert measured.kind == "resident set, large buffers mapped"
+    assert measured.options == lab.options.to_dict()
+    assert [phase.phase for phase in measured.step.phases] == ["forward", "backward", "optimizer", "the rest"]
+    assert all(
+        phase.peak_bytes >= max(phase.before_bytes, phase.after_bytes) for phase in measured.step.phases
+    )
+    assert len(measured.steps) == 2
+    pieces = {piece.name: piece for piece in measured.breakdown()}
+    numbers = sum(parameter.numel() for parameter in experiment.model.parameters())
+    assert pieces["parameters"].number_of_bytes == 4 * numbers
+    assert measured.step.gradient_bytes == 4 * numbers
+    # AdamW keeps two moments of each number, and the step of each parameter.
+    count = len(list(experiment.model.parameters()))
+    assert pieces["optimizer state"].number_of_bytes == 8 * numbers + 4 * count
+    assert {piece.source for piece in pieces.values()} == {"computed", "measured"}
+    assert sum(piece.number_of_bytes for piece in pieces.values()) == measured.peak_bytes
+
+
+@only_linux
+def test_changes_are_for_the_measurement_only(lab):
+    measured = lab.measure_memory(steps=1, engine="eager", memory_level=1)
+
+    assert (measured.engine, measured.options["memory_level"]) == ("eager", 1)
+    assert (lab.engine, lab.options.memory_level, lab.options.cpu_memory_arena) == ("ort", 0, True)
+
+
+# ---- nothing is left behind ----------------------------------------------------------------------------------------
+
+
+@only_linux
+def test_everything_is_put_back(lab, experiment):
+    before, configuration = experiment.state(), lab.configuration
+    gradients = [parameter.grad for parameter in experiment.model.parameters()]
+
+    lab.measure_memory(steps=1)
+
+    assert equal(before, experiment.state())
+    assert [parameter.grad for parameter in experiment.model.parameters()] == gradients
+    assert lab.configuration == configuration
+    assert len(lab.runs) == 1
+    assert lab.step(experiment.step, progress=False).executed_by == "ort"
+
+
+@only_linux
+@pytest.mark.parametrize("failure", [KeyboardInterrupt(), ValueError("no more data")])
+def test_everything_is_put_back_after_a_failure(lab, experiment, failure):
+    before, configuration = experiment.state(), lab.configuration
+    calls = []
+
+    def step():
+        calls.append(1)
+        loss = experiment.step()
+        if len(calls) == 3:
+            raise failure
+        return loss
+
+    with pytest.raises(type(failure)):
+        lab.measure_memory(step)
+
+    assert equal(before, experiment.state())
+    assert lab.configuration == configuration
+    lab.rerun(1, progress=False)
+
+
+@only_linux
+def test_an_optimizer_that_only_the_step_knows_is_put_back_and_counted(experiment):
+    class Hidden:
+        optimizer = torch.optim.SGD(experiment.model.parameters(), lr=0.1, momentum=0.9)
+
+    def step():
+        nn.functional.cross_entropy(experiment.model(experiment.x), experiment.y).backward()
+        Hidden.optimizer.step()
+        Hidden.optimizer.zero_grad()
+
+    lab = ortlab.wrap(experiment.model, engine="eager")
+    measured = lab.measure_memory(step, steps=1)
+    lab.unwrap()
+
+    assert Hidden.optimizer.state_dict()["state"] == {}
+    moments = {piece.name: piece.number_of_bytes for piece in measured.breakdown()}["optimizer state"]
+    assert moments == 4 * sum(parameter.numel() for parameter in experiment.model.parameters())
+
+
+# ---- what cannot be measured ---------------------------------------------------------------------------------------
+
+
+def test_a_lab_without_a_step_says_what_to_do(experiment):
+    lab = ortlab.wrap(experiment.model)
+    with pytest.raises(StepError, match="no step to go back to"):
+        lab.measure_memory()
+    lab.unwrap()
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5, True])
+def test_a_number_of_steps_that_is_none_is_refused(lab, steps):
+    with pytest.raises(StepError, match="whole number"):
+        lab.measure_memory(steps=steps)
+
+
+def test_a_wrong_option_is_refused(lab):
+    with pytest.raises(OptionError):
+        lab.measure_memory(memory_levle=1)
+    assert lab.engine == "ort"
+
+
+@only_linux
+def test_a_step_that_falls_back_is_not_called_one_of_ort():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return checkpoint(torch.tanh, self.linear(x), use_reentrant=True).sum()
+
+    torch.manual_seed(1)
+    model = Checkpointed()
+    x = torch.randn(2, 4)
+    lab = ortlab.wrap(model, fallback=True)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with (
+        pytest.warns(ortlab.errors.FallbackWarning),
+        pytest.raises(StepError, match="not ONNX Runtime") as refusal,
+    ):
+        lab.measure_memory(lambda: model(x).backward())
+    assert refusal.value.why
+    assert equal(before, list(model.parameters()))
+    assert lab.measure_memory(lambda: model(x).backward(), engine="eager").engine == "eager"
+    lab.unwrap()
+
+
+@only_linux
+def test_a_step_that_builds_something_each_time_is_refused(lab, experiment):
+    sizes = iter(range(1, 100))
+
+    lab.set(static_shape=True)
+    with pytest.raises(StepError, match=r"builds something|was built"):
+        lab.measure_memory(lambda: experiment.model(torch.randn(2 + next(sizes), 4)).sum().backward())
+
+
+def test_systems_that_cannot_tell_say_why(lab, monkeypatch):
+    monkeypatch.setattr(heap.sys, "platform", "darwin")
+    before = lab.configuration
+    with pytest.raises(StepError, match="cannot be measured here") as refusal:
+        lab.measure_memory()
+    assert "/proc" in refusal.value.why
+    assert lab.configuration == before
+
+
+def test_another_c_library_is_named(monkeypatch):
+    monkeypatch.setattr(heap, "_libc", lambda: object().mallinfo2)
+    if sys.platform == "linux":
+        assert "glibc" in heap.reason_unknown()
+
+
+def test_on_cuda_the_allocator_is_asked(monkeypatch):
+    calls = []
+    for name, answer in (
+        ("synchronize", None),
+        ("memory_allocated", 3),
+        ("max_memory_allocated", 7),
+        ("reset_peak_memory_stats", None),
+    ):
+        monkeypatch.setattr(
+            torch.cuda, name, lambda _, name=name, answer=answer: calls.append(name) or answer
+        )
+    monkeypatch.setattr(
+        torch.cuda,
+        "memory_stats",
+        lambda _: {"allocated_bytes.all.current": 5, "reserved_bytes.all.peak": 9},
+    )
+    gauge = gauge_of(torch.device("cuda:0"))
+    assert isinstance(gauge, CudaGauge)
+    with gauge.ready() as gaps:
+        assert gaps is None
+        assert gauge.read() == (3, 7)
+    # The peak is read before it starts anew, once the device has done what it was asked.
+    assert calls == ["synchronize", "memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"]
+    assert gauge.details() == {
+        "allocated": 5,
+        "max allocated": 0,
+        "cached": 0,
+        "max cached": 9,
+        "inactive": 0,
+        "max inactive": 0,
+    }
+
+
+# ---- tensors and records -------------------------------------------------------------------------------------------
+
+
+def test_a_storage_counts_once():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(10, 4)
+            self.head = nn.Linear(4, 10, bias=False)
+            self.head.weight = self.embedding.weight
+            self.register_buffer("view", self.embedding.weight.detach()[:2])
+            self.register_buffer("mask", torch.zeros(5, dtype=torch.bool))
+
+    model = Tied()
+    optimizer = torch.optim.SparseAdam(model.parameters())
+    indices, values = torch.tensor([[1, 2]]), torch.ones(2, 4)
+    model.head.weight.grad = torch.sparse_coo_tensor(indices, values, (10, 4), check_invariants=True)
+    known = known_bytes(model, [optimizer], CPU)
+    assert known == Known(parameters=160, buffers=5, gradients=2 * 8 + 8 * 4, optimizer=0)
+    assert known_bytes(model, [], torch.device("meta")).total == 0
+
+
+def measurement():
+    """Two steps of a model whose peak is in backward."""
+    known = Known(100, 10, 0, 200)
+    phases = (
+        PhasePeak("forward", 1000, 1500, 1400),
+        PhasePeak("backward", 1400, 1700, 1100),
+        PhasePeak("optimizer", 1100, 1150, 1100),
+    )
+    step = StepMemory(1000, 1700, phases, known, (known,) * 3, 100, {})
+    other = StepMemory(1010, 1690, phases, known, (known,) * 3, 100, {})
+    return MemoryMeasurement((step, other), "ort", {"memory_level": 0}, "resident set", "cpu", 3)
+
+
+def test_figures_are_of_the_step_with_the_highest_rise():
+    record = measurement()
+    assert (record.start_bytes, record.peak_bytes, record.rise_bytes, record.spread_bytes) == (
+        1000,
+        1700,
+        700,
+        20,
+    )
+    assert record.typical_rise_bytes == 690
+    assert (record.after_forward_bytes, record.after_backward_bytes, record.stashed_bytes) == (
+        1400,
+        1100,
+        400,
+    )
+    assert {piece.name: piece.number_of_bytes for piece in record.breakdown()} == {
+        "parameters": 100,
+        "buffers": 10,
+        "gradients": 0,
+        "optimizer state": 200,
+        "stashed activations and outputs": 400,
+        "temporaries of the backward": 300,
+        "libraries and the rest": 690,
+    }
+    assert record.table()["bytes"].sum() == record.peak_bytes
+    assert len(record.phase_table()) == 6
+
+
+def test_a_measurement_is_json_and_back():
+    import json
+
+    record = measurement()
+    assert MemoryMeasurement.from_dict(json.loads(json.dumps(record.to_dict()))) == record
+
+
+def test_what_lies_between_phases_has_the_peak_only_above_them():
+    known = Known(0, 0, 0, 0)
+    forward = PhasePeak("forward", 0, 100 * MIB, 100 * MIB)
+    between = PhasePeak("the rest", 100 * MIB, 100 * MIB + 4096, 100 * MIB)
+    step = StepMemory(0, 100 * MIB + 4096, (forward, between), known, (known, known), 0, {})
+    assert step.highest is forward
+    above = PhasePeak("the rest", 100 * MIB, 164 * MIB, 100 * MIB)
+    assert StepMemory(0, 164 * MIB, (forward, above), known, (known, known), 0, {}).highest is above
+
+
+# ---- phases of a run, and ORTModule's log --------------------------------------------------------------------------
+
+LOG = """\
+[0/8] step 0 memory (MiB) | phase: pre_forward | allocated: 1866 | max allocated: 1866 | cached: 1874 \
+| max cached: 1874 | inactive: 8 | max inactive: 8
+[0/8] step 0 memory (MiB) | phase: post_forward | allocated: 23277 | max allocated: 26215 | cached: 26406 \
+| max cached: 26406 | inactive: 193 | max inactive: 405
+[0/8] step 0 memory (MiB) | phase: pre_backward | allocated: 23277 | max allocated: 26215 | cached: 26406 \
+| max cached: 26406 | inactive: 193 | max inactive: 405
+[0/8] step 0 memory (MiB) | phase: post_backward | allocated: 2932 | max allocated: 26215 | cached: 26406 \
+| max cached: 26406 | inactive: 6158 | max inactive: 6158
+[0/8] step 1 memory (MiB) | phase: pre_forward | allocated: 2356 | max allocated: 26215 | cached: 26406 \
+| max cached: 26406 | inactive: 2454 | max inactive: 6165
+[0/8] step 1 memory (MiB) | phase: post_forward | allocated: 23767 | max allocated: 26705 | cached: 29342 \
+| max cached: 29342 | inactive: 2639 | max inactive: 6165
+[0/8] step 1 memory (MiB) | phase: pre_backward | allocated: 23767 | max allocated: 26705 | cached: 29342 \
+| max cached: 29342 | inactive: 2639 | max inactive: 6165
+[0/8] step 1 memory (MiB) | phase: post_backward | allocated: 3422 | max allocated: 26705 | cached: 29342 \
+| max cached: 29342 | inactive: 5284 | max inactive: 6165"""
+"""What upstream's guidelines show of a run on eight GPUs (the observer that was added there with #16213)."""
+
+
+@pytest.mark.row("E6")
+def test_the_golden_log_is_read_and_written_back():
+    phases = MemoryPhases.read(f"some line before\n{LOG}\n  0%|    | 1/200 [00:26<1:26:18, 26.02s/it]")
+    assert phases.log("[0/8] ") == LOG
+    assert phases.steps == (1, 2)
+    assert [one.sizes["allocated"] // MIB for one in phases.readings] == [
+        1866, 23277, 23277, 2932, 2356, 23767, 23767, 3422,
+    ]  # fmt: skip
+    assert phases.readings[-1].sizes["max allocated"] == 26705 * MIB
+    assert phases.readings[-1].sizes["max cached"] == 29342 * MIB
+    assert phases.names == ("allocated", "max allocated", "cached", "max cached", "inactive", "max inactive")
+    assert phases.table().shape == (8, 8)
+
+
+def test_the_log_of_one_line_and_of_1_17_are_read():
+    whole = MemoryPhases.read(" ".join(LOG.splitlines()))
+    assert whole.log("[0/8] ") == LOG
+    later = "rank-0 step 3 memory (MiB) | phase: pre_forward | allocated: 5 | param: 7 | grad: 0 | buffer: 2"
+    assert MemoryPhases.read(later).log("rank-0 ") == later
+
+
+def test_a_text_without_statistics_is_refused():
+    with pytest.raises(OptionError, match="no line") as refusal:
+        MemoryPhases.read("step 0: <b>loss</b> 3.1")
+    assert refusal.value.fix
+
+
+def test_steps_are_read_as_upstream_reads_them():
+    assert [step - 1 for step in range(1, 70) if is_read(step)] == [*range(10), 16, 32, 64]
+
+
+# ---- pages and figures ---------------------------------------------------------------------------------------------
+
+
+def test_pages_say_what_was_measured():
+    page = text.render(measurement())
+    assert "700 B above its start" in page
+    assert "in the backward" in page
+    assert "stashed activations and outputs" in page
+    assert "computed" in page
+    assert "resident set, this process" in page
+    phases = text.render(MemoryPhases.read(LOG))
+    assert "22.7 GiB" in phases
+    assert "max cached" in phases
+    assert "print_memory_stats" in text.render(MemoryPhases((), "run 3"))
+    drawn = html.render(MemoryPhases.read(LOG)) + html.render(measurement())
+    assert drawn.count("<svg") == 2
+
+
+@pytest.mark.parametrize("record", [measurement(), MemoryPhases.read(LOG), MemoryPhases(())])
+def test_figures_can_be_saved(record, tmp_path):
+    target = tmp_path / "memory.svg"
+    ortlab.plot(record).savefig(target)
+    assert "<svg" in target.read_text(encoding="utf-8")
