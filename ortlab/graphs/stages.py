@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ortlab.errors import BuildError
+from ortlab.errors import BuildError, OptionError
+from ortlab.graphs.origins import Origin, origins
+from ortlab.graphs.scopes import operator_of
+from ortlab.graphs.traced_model import TracedModel
 
 if TYPE_CHECKING:
     import pandas as pd
     from onnx import ModelProto, ValueInfoProto
+
+    from ortlab.graphs.summary import GraphSummary
+    from ortlab.memory.stash import Stash
+    from ortlab.memory.trace import Trace
 
 STAGES: Final = {
     "exported": "as torch exported it",
@@ -23,6 +30,9 @@ STAGES: Final = {
     "execution": "as the session executes it, memory plans applied",
 }
 """The five stages of a build, in order."""
+
+VIEWED_BYTES: Final = 1024
+"""Constants up to this size keep their values in a graph that is shown."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +66,26 @@ class Graph:
         "training" or "inference".
     serialized
         The model as ONNX stores it. It holds constants, and no weights: ORTModule feeds those as inputs.
+    part
+        Path of the part of the model that it is of; empty where the whole model is wrapped.
+    traced
+        What is known of the module that it was traced from; nothing for a graph that was read from a file.
+    stash
+        What its forward keeps for its backward, where somebody has read it; see `with_stash`.
+    trace
+        A profiled step of it, where there is one; see `with_profile`.
+    stripped_bytes
+        Bytes of constants that were left out for viewing; 0 in a graph that can run.
     """
 
     stage: str
     mode: str
     serialized: bytes = field(repr=False)
+    part: str = ""
+    traced: TracedModel = field(default=TracedModel(), repr=False, compare=False)
+    stash: Stash | None = field(default=None, repr=False, compare=False)
+    trace: Trace | None = field(default=None, repr=False, compare=False)
+    stripped_bytes: int = 0
 
     @cached_property
     def model(self) -> ModelProto:
@@ -72,10 +97,75 @@ class Graph:
     @cached_property
     def operators(self) -> dict[str, int]:
         """Count of nodes by operator, most frequent first; operators outside ONNX carry their domain."""
-        counts = Counter(
-            f"{node.domain}.{node.op_type}" if node.domain else node.op_type for node in self.model.graph.node
-        )
+        counts = Counter(operator_of(node) for node in self.model.graph.node)
         return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
+    @cached_property
+    def origins(self) -> dict[str, Origin]:
+        """Where each node comes from in the model, by its name; see `ortlab.graphs.origins`."""
+        return origins(self)
+
+    @cached_property
+    def summary(self) -> GraphSummary:
+        """Operators by count and time, inputs, outputs, parameters, and where the nodes come from."""
+        from ortlab.graphs.summary import summarize
+
+        return summarize(self)
+
+    @property
+    def what(self) -> str:
+        """What the graph is, in words."""
+        if self.stage == "gradient" and self.mode == "inference":
+            return "as handed to the session; inference has no gradient"
+        if self.stage == "execution" and self.mode == "inference":
+            return "as the session executes it"
+        return STAGES.get(self.stage, "read from a file")
+
+    def with_stash(self, stash: Stash) -> Graph:
+        """Return the graph with what its forward keeps for its backward, which its summary then shows."""
+        return replace(self, stash=stash)
+
+    def with_profile(self, trace: Trace) -> Graph:
+        """Return the graph with the times of a profiled step, which its summary then shows.
+
+        Parameters
+        ----------
+        trace
+            What `lab.profile()` returned.
+
+        Raises
+        ------
+        OptionError
+            If the step ran another graph than this.
+        """
+        made = {name for node in self.model.graph.node for name in node.output}
+        strange = [node.operator for node in trace.nodes if not made.issuperset(filter(None, node.outputs))]
+        if strange:
+            raise OptionError(
+                f"The profile is of another graph: {len(strange)} of its {len(trace.nodes)} nodes are not in this one.",
+                why=f"This is the {self.stage} graph for {self.mode}; the first such node is a {strange[0]}.",
+                fix='Take both of the same build: lab.graph("execution", profile=True).',
+            )
+        return replace(self, trace=trace)
+
+    def for_viewing(self, limit_bytes: int = VIEWED_BYTES) -> Graph:
+        """Return the graph without the values of large constants, to be shown and not to be run.
+
+        Type and shape of each constant stay. The graph itself stays as it is, and only that can be saved.
+
+        Parameters
+        ----------
+        limit_bytes
+            The largest constant that keeps its values, in bytes.
+        """
+        from ortlab.graphs.stripping import stripped
+
+        model, left_out = stripped(self.model, limit_bytes)
+        if not left_out:
+            return self
+        return replace(
+            self, serialized=model.SerializeToString(), stripped_bytes=self.stripped_bytes + left_out
+        )
 
     @property
     def node_count(self) -> int:
@@ -95,12 +185,12 @@ class Graph:
     @property
     def inputs(self) -> tuple[Value, ...]:
         """Inputs: the batch, then parameters and buffers."""
-        return tuple(_value(info) for info in self.model.graph.input)
+        return tuple(value_of(info) for info in self.model.graph.input)
 
     @property
     def outputs(self) -> tuple[Value, ...]:
         """Outputs: the model's, and in a training graph the gradients."""
-        return tuple(_value(info) for info in self.model.graph.output)
+        return tuple(value_of(info) for info in self.model.graph.output)
 
     @property
     def digest(self) -> str:
@@ -113,8 +203,14 @@ class Graph:
         Raises
         ------
         BuildError
-            If the file cannot be written.
+            If the file cannot be written, or the graph was stripped for viewing.
         """
+        if self.stripped_bytes:
+            raise BuildError(
+                "This graph cannot be saved: it was stripped for viewing.",
+                why=f"{self.stripped_bytes:,} bytes of its constants were left out, so that it could not run.",
+                fix="Save the graph that for_viewing() was called on.",
+            )
         target = Path(path)
         try:
             target.write_bytes(self.serialized)
@@ -127,13 +223,15 @@ class Graph:
         return target
 
     def table(self) -> pd.DataFrame:
-        """One row per operator with its count, most frequent first."""
-        import pandas as pd
+        """One row per operator: its nodes by pass, and their measured times where there is a profile.
 
-        return pd.DataFrame(list(self.operators.items()), columns=["operator", "count"])
+        `summary` has more tables: `node_table`, `value_table`, `edge_table`.
+        """
+        return self.summary.table()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the summary as plain JSON types, without the graph itself."""
+        summary = self.summary
         return {
             "stage": self.stage,
             "mode": self.mode,
@@ -144,10 +242,14 @@ class Graph:
             "inputs": [vars(value) for value in self.inputs],
             "outputs": [vars(value) for value in self.outputs],
             "digest": self.digest,
+            "parameters": {"count": summary.parameter_count, "bytes": summary.parameter_bytes},
+            "passes": summary.counts,
+            "forward_origins": {**summary.origins, "lines_recorded": summary.lines_recorded},
         }
 
 
-def _value(info: ValueInfoProto) -> Value:
+def value_of(info: ValueInfoProto) -> Value:
+    """Return name, type and shape of a value as ONNX states them."""
     import onnx
 
     tensor = info.type.tensor_type

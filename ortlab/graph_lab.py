@@ -1,0 +1,153 @@
+"""What a lab shows of the ONNX graphs of its builds."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Final, Literal
+
+from ortlab.errors import BuildError, OptionError
+from ortlab.graphs.graph_set import GraphSet
+from ortlab.graphs.stages import STAGES, Graph
+
+if TYPE_CHECKING:
+    import torch
+
+    from ortlab.engine.execution import Execution
+    from ortlab.engine.ort import OrtEngine
+    from ortlab.memory.stash import Stash
+    from ortlab.memory.trace import Trace
+
+Mode = Literal["training", "inference"]
+
+_MODES: Final[tuple[Mode, ...]] = ("training", "inference")
+
+
+class GraphLab(ABC):
+    """The base of `Lab` that takes graphs out of its builds; the abstract parts are the lab's."""
+
+    module: torch.nn.Module
+
+    def graph(
+        self,
+        stage: str = "execution",
+        part: str | None = None,
+        *,
+        mode: Mode | None = None,
+        stash: bool = False,
+        profile: bool = False,
+    ) -> Graph:
+        """Return one of the ONNX graphs of the present build.
+
+        Parameters
+        ----------
+        stage
+            "exported", "processed", "optimized" (before the gradient), "gradient" or "execution".
+        part
+            Path of a wrapped part of the model; it has to be given where several parts are wrapped.
+        mode
+            "training" or "inference"; by default training, or inference where no training step has run.
+        stash
+            Whether to read what the forward keeps for the backward as well; the execution graph of training has that.
+        profile
+            Whether to profile the last step (see `profile`), so that each node has its time. Execution graph only.
+
+        Raises
+        ------
+        OptionError
+            If there is no such stage, part or mode, or the stage has no times or no stash.
+        BuildError
+            If nothing has been built yet for the present options, or PyTorch executes the model.
+
+        Examples
+        --------
+        >>> lab.graph("optimized").operators
+        {'Gemm': 4, 'Gelu': 2}
+        >>> lab.graph("execution").save("step.onnx")
+        """
+        _check_stage(stage)
+        path, execution = self._graph_source(part, mode)
+        found = self._graph(execution, stage, path)
+        wanted = [what for what, asked in (("stash", stash), ("times", profile)) if asked]
+        if wanted and (stage != "execution" or not execution.training):
+            raise OptionError(
+                f"The {stage} graph for {found.mode} has no {' and no '.join(wanted)}.",
+                why="ONNX Runtime runs the execution graph, and keeps something for backward in training only.",
+                fix='Ask for lab.graph("execution", stash=True, profile=True) after a training step.',
+            )
+        if stash:
+            found = found.with_stash(self.stash(part, progress=False))
+        if profile:
+            found = found.with_profile(self.profile(part=part))
+        return found
+
+    def graphs(self, part: str | None = None, *, mode: Mode | None = None) -> GraphSet:
+        """Return the graphs of all five stages of the present build.
+
+        Parameters
+        ----------
+        part, mode
+            As for `graph`.
+
+        Raises
+        ------
+        OptionError, BuildError
+            As for `graph`.
+        """
+        path, execution = self._graph_source(part, mode)
+        return GraphSet(tuple(self._graph(execution, stage, path) for stage in STAGES))
+
+    def _graph_source(self, part: str | None, mode: str | None) -> tuple[str, Execution]:
+        """Return the path of the part that graphs are asked of, and what runs it."""
+        if mode is not None and mode not in _MODES:
+            raise OptionError(f"There are no graphs for {mode!r}.", fix=f"Modes: {', '.join(_MODES)}.")
+        if self.engine != "ort":
+            raise BuildError(
+                f"There is no graph: engine {self.engine!r} runs the model in PyTorch.",
+                why="Only ONNX Runtime runs ONNX graphs.",
+                fix='lab.set(engine="ort"), then run a step; what was built before is kept.',
+            )
+        engine = self._engine_of(part, "a graph")
+        ((path, _),) = ((path, one) for path, one in self._engines(part).items() if one is engine)
+        return path, engine.execution if mode is None else engine.execution_for(training=mode == "training")
+
+    def _graph(self, execution: Execution, stage: str, path: str) -> Graph:
+        mode = "training" if execution.training else "inference"
+        traced = execution.traced_model(self.module)
+        return Graph(stage, mode, execution.serialized_graph(stage), path, traced)
+
+    @property
+    @abstractmethod
+    def engine(self) -> str:
+        """The engine of the next step."""
+
+    @abstractmethod
+    def stash(self, part: str | None = None, *, progress: bool = True) -> Stash:
+        """Read what the forward keeps."""
+
+    @abstractmethod
+    def profile(self, *, part: str | None = None) -> Trace:
+        """Profile the last step."""
+
+    @abstractmethod
+    def _engines(self, part: str | None) -> dict[str, OrtEngine]: ...
+
+    @abstractmethod
+    def _engine_of(self, part: str | None, has: str) -> OrtEngine: ...
+
+
+_UPSTREAM: Final = {
+    "torch_exported": "exported",
+    "post_processed": "processed",
+    "optimized_pre_grad": "optimized",
+    "execution_model": "execution",
+}
+"""What the names of the files that `save_onnx` writes call the stages."""
+
+
+def _check_stage(stage: str) -> None:
+    if stage in STAGES:
+        return
+    near = get_close_matches(str(stage), (*STAGES, *_UPSTREAM), n=1)
+    hint = f"Did you mean {_UPSTREAM.get(near[0], near[0])!r}? " if near else ""
+    raise OptionError(f"There is no graph stage {stage!r}.", fix=f"{hint}Stages: {', '.join(STAGES)}.")

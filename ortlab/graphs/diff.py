@@ -1,0 +1,265 @@
+"""What is different between two graphs: two stages of a build, or one stage built with other switches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from ortlab.errors import LedgerError
+from ortlab.graphs.diff_parts import Change, DiffNode, Kind, Move, Rewrite, Side, nodes_of
+from ortlab.record_files import read, without_layout, write
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pandas as pd
+
+    from ortlab.graphs.alignment import Alignment
+    from ortlab.graphs.stages import Graph
+    from ortlab.graphs.wiring import Wiring
+
+LAYOUT: Final = 1
+"""Of the JSON that `GraphDiff.save` writes."""
+
+_BETWEEN: Final = "com.microsoft.YieldOp"
+"""The node that hands the forward's results to PyTorch; what depends on it is backward."""
+
+
+@dataclass(frozen=True)
+class GraphDiff:
+    """The differences of two graphs.
+
+    Attributes
+    ----------
+    before, after
+        The graphs.
+    matched
+        Names of the nodes that are in both, in `before` and in `after`, in the order of the first.
+    added, removed
+        Nodes that are in one graph only, and for which nothing stands in the other.
+    recomputed, recomputed_before
+        Copies of nodes that run again in the backward, in `after` only and in `before` only.
+    rewritten
+        Nodes whose results others make; see `fused`.
+    moved
+        Nodes that do the same elsewhere.
+    changed
+        What is different about nodes that are in both.
+    graphs
+        The two graphs themselves, so that they can be drawn; none in a difference that was read from JSON.
+    """
+
+    before: Side
+    after: Side
+    matched: tuple[tuple[str, str], ...] = ()
+    added: tuple[DiffNode, ...] = ()
+    removed: tuple[DiffNode, ...] = ()
+    recomputed: tuple[DiffNode, ...] = ()
+    recomputed_before: tuple[DiffNode, ...] = ()
+    rewritten: tuple[Rewrite, ...] = ()
+    moved: tuple[Move, ...] = ()
+    changed: tuple[Change, ...] = ()
+    graphs: tuple[Graph, ...] = field(default=(), repr=False, compare=False)
+
+    @property
+    def fused(self) -> tuple[Rewrite, ...]:
+        """Those of `rewritten` in which one node does what several did."""
+        return tuple(one for one in self.rewritten if one.is_fusion)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the graphs compute the same in the same way; names may differ."""
+        return not self.sentences
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """The differences in words, those that say most first; none if there are none."""
+        from ortlab.graphs.diff_words import sentences
+
+        return sentences(self)
+
+    def colours(self) -> tuple[dict[str, Kind], dict[str, Kind]]:
+        """Return what the nodes of `before` and of `after` are shown as, by name; those that are the same are left out.
+
+        A copy that runs again in backward is "added"; what other nodes do now, and those nodes, are "fused".
+        """
+        before: dict[str, Kind] = {one.before.name: "changed" for one in self.changed}
+        after: dict[str, Kind] = {one.after.name: "changed" for one in self.changed}
+        for move in self.moved:
+            before.update({node.name: "moved" for node in move.before})
+            after.update({node.name: "moved" for node in move.after})
+        for rewrite in self.rewritten:
+            before.update({node.name: "fused" for node in rewrite.before})
+            after.update({node.name: "fused" for node in rewrite.after})
+        before.update({node.name: "removed" for node in (*self.removed, *self.recomputed_before)})
+        after.update({node.name: "added" for node in (*self.added, *self.recomputed)})
+        return before, after
+
+    def table(self) -> pd.DataFrame:
+        """One row for each difference: what was done, the nodes before and after, operators, module, and more."""
+        import pandas as pd
+
+        from ortlab.graphs.diff_words import rows
+
+        columns = ["difference", "before", "after", "operators", "module", "backward", "more"]
+        return pd.DataFrame([tuple(row) for row in rows(self)], columns=columns)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types, with the sentences and the colours."""
+        before, after = self.colours()
+        found = asdict(replace(self, graphs=()))
+        found.pop("graphs")
+        colours = {"before": before, "after": after}
+        return {"schema": LAYOUT, **found, "sentences": list(self.sentences), "colours": colours}
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> GraphDiff:
+        """Rebuild a difference from what `to_dict` returned.
+
+        Raises
+        ------
+        LedgerError
+            If it has another layout, or is not one of these.
+        """
+        fields = without_layout(record, LAYOUT, "This difference of graphs")
+        try:
+            return cls(
+                before=Side.from_dict(fields["before"]),
+                after=Side.from_dict(fields["after"]),
+                matched=tuple((one, other) for one, other in fields["matched"]),
+                rewritten=tuple(Rewrite.from_dict(one) for one in fields["rewritten"]),
+                moved=tuple(Move.from_dict(one) for one in fields["moved"]),
+                changed=tuple(Change.from_dict(one) for one in fields["changed"]),
+                added=nodes_of(fields["added"]),
+                removed=nodes_of(fields["removed"]),
+                recomputed=nodes_of(fields["recomputed"]),
+                recomputed_before=nodes_of(fields["recomputed_before"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise LedgerError(
+                "This is no difference of graphs.", why=f"It has no usable {error}.", fix=_WRITTEN_BY
+            ) from error
+
+    def save(self, path: str | Path) -> Path:
+        """Write it as JSON, and return the path of the file."""
+        return write(path, self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | Path) -> GraphDiff:
+        """Read what `save` wrote.
+
+        Raises
+        ------
+        LedgerError
+            If the file cannot be read, or holds something else.
+        """
+        file = f"The file {path}"
+        return cls.from_dict(
+            read(path, dict, file=file, other=f"{file} holds no difference of graphs.", fix=_WRITTEN_BY)
+        )
+
+
+_WRITTEN_BY: Final = "Give a file that GraphDiff.save has written."
+
+
+def diff(before: Graph, after: Graph, *, names: tuple[str, str] | None = None) -> GraphDiff:
+    """Find what is different between two graphs.
+
+    Nodes are matched by what they compute, by name, and by what is around them, in time in proportion to the size of
+    the graphs. Names of values and nodes may differ, and so may the names of sizes; the order of the nodes in the file
+    does not count, nor do names and addresses that belong to a process.
+
+    Parameters
+    ----------
+    before, after
+        The graphs.
+    names
+        What to call them; by default their stages and modes.
+
+    Returns
+    -------
+    GraphDiff
+        The record; its `is_empty` tells whether they are the same.
+    """
+    from ortlab.graphs.alignment import Alignment
+    from ortlab.graphs.changes import Changes
+    from ortlab.graphs.wiring import Wiring
+
+    one, other = Wiring(before.model), Wiring(after.model)
+    aligned = Alignment(one, other)
+    found = Changes(aligned)
+    old, new = _nodes_of(before, one), _nodes_of(after, other)
+    sides = _sides(before, after, aligned, names or _names(before, after))
+    return GraphDiff(
+        *sides,
+        matched=tuple((old[left].name, new[aligned.forth[left]].name) for left in sorted(aligned.forth)),
+        added=_chosen(new, found.added),
+        removed=_chosen(old, found.removed),
+        recomputed=_chosen(new, found.repeated),
+        recomputed_before=_chosen(old, found.repeated_before),
+        rewritten=tuple(
+            Rewrite(_chosen(old, ours), _chosen(new, theirs)) for ours, theirs in found.rewritten
+        ),
+        moved=tuple(
+            Move(_chosen(old, move.before), _chosen(new, move.after), _chosen(old, move.past), move.up)
+            for move in found.moved
+        ),
+        changed=tuple(
+            Change(old[one.before], new[one.after], one.what, one.old, one.new) for one in found.changed
+        ),
+        graphs=(before, after),
+    )
+
+
+def _names(before: Graph, after: Graph) -> tuple[str, str]:
+    if before.stage != after.stage:
+        return before.stage, after.stage
+    if before.mode != after.mode:
+        return f"{before.stage} for {before.mode}", f"{after.stage} for {after.mode}"
+    return "one", "the other"
+
+
+def _chosen(nodes: list[DiffNode], numbers: Iterable[int]) -> tuple[DiffNode, ...]:
+    return tuple(nodes[number] for number in numbers)
+
+
+def _nodes_of(graph: Graph, wiring: Wiring) -> list[DiffNode]:
+    origins = graph.origins
+    nodes = [
+        DiffNode(node.name, node.operator, origins[node.name].module, origins[node.name].layer)
+        for node in wiring.nodes
+    ]
+    behind = [node.number for node in wiring.nodes if node.operator == _BETWEEN]
+    backward = set(behind)
+    for number in behind:  # it grows meanwhile
+        for reader in wiring.behind(number):
+            if reader not in backward:
+                backward.add(reader)
+                behind.append(reader)
+    return [
+        replace(node, backward=True) if number in backward and node.operator != _BETWEEN else node
+        for number, node in enumerate(nodes)
+    ]
+
+
+def _sides(before: Graph, after: Graph, aligned: Alignment, names: tuple[str, str]) -> tuple[Side, Side]:
+    sides = []
+    gone, come = aligned.matched_values.other_outputs()
+    for graph, wiring, other, name, outputs in (
+        (before, aligned.before, aligned.value, names[0], gone),
+        (after, aligned.after, aligned.earlier, names[1], come),
+    ):
+        inputs = tuple(value for value in wiring.inputs if other(value) is None)
+        sides.append(
+            Side(
+                name,
+                graph.digest,
+                graph.node_count,
+                wiring.constant_nodes,
+                graph.initializer_count,
+                inputs,
+                outputs,
+            )
+        )
+    return sides[0], sides[1]

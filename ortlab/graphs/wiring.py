@@ -1,0 +1,247 @@
+"""An ONNX graph as nodes and the values between them: who makes a value, who reads it, what a constant holds."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from ortlab.graphs.scopes import node_names
+from ortlab.graphs.stages import Value
+
+if TYPE_CHECKING:
+    from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+
+Place: TypeAlias = tuple[int, int]
+"""A node by its number, and one of its inputs or outputs."""
+
+_CONSTANT: Final = "Constant"
+_ATEN: Final = "org.pytorch.aten"
+_PROCESS_BOUND: Final = "pointer"
+"""In names of attributes that hold addresses of Python objects (``input_pointer_scalars`` of a PythonOp)."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class WiredNode:
+    """One node.
+
+    Attributes
+    ----------
+    number
+        Its place among the nodes.
+    name
+        As `ortlab.graphs.node_names` gives it.
+    operator
+        What it computes, as in tables: "Gelu", "com.microsoft.BiasGelu", "aten::gelu".
+    inputs
+        Names of the values that it reads; those that graphs inside it read come last.
+    outputs
+        Names of its results; "" for one that it does not make.
+    attributes
+        Its attributes: name and what it holds.
+    """
+
+    number: int
+    name: str
+    operator: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    attributes: tuple[tuple[str, str], ...]
+
+
+class Wiring:
+    """The nodes of a model, and what lies between them.
+
+    Constants are values, whether they are stored in the graph or made by a ``Constant`` node.
+
+    Parameters
+    ----------
+    model
+        The model; it is read and not kept.
+
+    Attributes
+    ----------
+    nodes
+        All but the ``Constant`` ones, in the order of the file.
+    made
+        By name of a value: the node that makes it, and which of its results it is.
+    readers
+        By name of a value: the nodes that read it, and as which of their inputs.
+    constants
+        By name of a value that is constant: a digest of what it holds.
+    inputs, outputs
+        Those of the graph.
+    types
+        Type and shape of values, as far as the graph tells them.
+    constant_nodes
+        How many ``Constant`` nodes there are.
+    """
+
+    def __init__(self, model: ModelProto) -> None:
+        graph = model.graph
+        self.constants = {tensor.name: _digest(tensor) for tensor in graph.initializer}
+        self._values = {tensor.name: tensor for tensor in graph.initializer}
+        self.nodes: list[WiredNode] = []
+        self.constant_nodes = 0
+        for name, node in zip(node_names(graph), graph.node, strict=True):
+            if node.op_type == _CONSTANT and not node.domain:
+                self.constant_nodes += 1
+                self.constants[node.output[0]] = _constant(node)
+                for one in node.attribute:
+                    if one.name == "value" and one.HasField("t"):
+                        self._values[node.output[0]] = one.t
+            else:
+                self.nodes.append(_wired(len(self.nodes), name, node))
+        self.made: dict[str, Place] = {}
+        self.readers: dict[str, list[Place]] = {}
+        for one in self.nodes:
+            for slot, name in enumerate(one.outputs):
+                if name:
+                    self.made[name] = one.number, slot
+            for slot, name in enumerate(one.inputs):
+                if name:
+                    self.readers.setdefault(name, []).append((one.number, slot))
+        stored = self.constants.keys()
+        self.inputs = {info.name: value_of(info) for info in graph.input if info.name not in stored}
+        self.outputs = {info.name: value_of(info) for info in graph.output}
+        self.types = {info.name: value_of(info) for info in graph.value_info} | self.inputs | self.outputs
+
+    @cached_property
+    def order(self) -> list[int]:
+        """Numbers of the nodes, each behind those that make what it reads; nodes in a circle come last."""
+        missing = [0] * len(self.nodes)
+        behind: list[list[int]] = [[] for _ in self.nodes]
+        for node in self.nodes:
+            for number in self.before(node.number):
+                missing[node.number] += 1
+                behind[number].append(node.number)
+        ready = [node.number for node in self.nodes if not missing[node.number]]
+        for number in ready:  # it grows meanwhile
+            for later in behind[number]:
+                missing[later] -= 1
+                if not missing[later]:
+                    ready.append(later)
+        return ready + [number for number, left in enumerate(missing) if left]
+
+    def before(self, number: int) -> Iterator[int]:
+        """Yield the numbers of the nodes that make what a node reads."""
+        for name in self.nodes[number].inputs:
+            place = self.made.get(name)
+            if place is not None:
+                yield place[0]
+
+    def behind(self, number: int) -> Iterator[int]:
+        """Yield the numbers of the nodes that read what a node makes."""
+        for name in self.nodes[number].outputs:
+            for reader, _ in self.readers.get(name, ()):
+                yield reader
+
+    def words(self, value: str) -> str:
+        """Say what a value is: what a small constant holds, or else its name."""
+        tensor = self._values.get(value)
+        if tensor is None:
+            return value
+        from math import prod
+
+        from onnx import numpy_helper
+
+        if prod(tensor.dims) > _SMALL or tensor.external_data:
+            return f"{value} ({'x'.join(map(str, tensor.dims))})"
+        return str(numpy_helper.to_array(tensor).tolist())
+
+    def constant_type(self, value: str) -> str:
+        """Return the type of what a constant holds; "" for one that is no tensor."""
+        from onnx import TensorProto
+
+        tensor = self._values.get(value)
+        return "" if tensor is None else TensorProto.DataType.Name(tensor.data_type).lower()
+
+
+_SMALL: Final = 8
+"""Numbers of a constant that are written out."""
+
+
+def value_of(info: ValueInfoProto) -> Value:
+    """Read name, type and shape of a value; the shape of a size that is not told is "?"."""
+    from onnx import TensorProto
+
+    tensor = info.type.tensor_type
+    shape = tuple(
+        size.dim_param or (size.dim_value if size.HasField("dim_value") else "?") for size in tensor.shape.dim
+    )
+    dtype = TensorProto.DataType.Name(tensor.elem_type).lower() if tensor.elem_type else ""
+    return Value(info.name, dtype, shape if tensor.HasField("shape") else ("...",))
+
+
+def _wired(number: int, name: str, node: NodeProto) -> WiredNode:
+    inside = tuple(
+        dict.fromkeys(
+            name for one in node.attribute for graph in _graphs(one) for name in _read_outside(graph)
+        )
+    )
+    return WiredNode(
+        number,
+        name,
+        _operator(node),
+        (*node.input, *inside),
+        tuple(node.output),
+        tuple(sorted((one.name, _words(one)) for one in node.attribute if _PROCESS_BOUND not in one.name)),
+    )
+
+
+def _operator(node: NodeProto) -> str:
+    if node.domain == _ATEN:
+        called = next((one.s.decode() for one in node.attribute if one.name == "operator"), node.op_type)
+        return called if "::" in called else f"aten::{called}"
+    return node.op_type if node.domain in {"", "ai.onnx"} else f"{node.domain}.{node.op_type}"
+
+
+def _graphs(attribute: AttributeProto) -> Iterator[GraphProto]:
+    if attribute.HasField("g"):
+        yield attribute.g
+    yield from attribute.graphs
+
+
+def _read_outside(graph: GraphProto) -> Iterator[str]:
+    """Yield the values that a graph inside a node reads from around it."""
+    own = {one.name for one in (*graph.input, *graph.initializer)}
+    own |= {name for node in graph.node for name in node.output}
+    for node in graph.node:
+        inner = (name for one in node.attribute for within in _graphs(one) for name in _read_outside(within))
+        for name in (*node.input, *inner):
+            if name and name not in own:
+                yield name
+
+
+def _words(attribute: AttributeProto) -> str:
+    """Say what an attribute holds, without names that mean nothing."""
+    from onnx import helper
+
+    if attribute.HasField("t"):
+        return _digest(attribute.t)
+    graphs = list(_graphs(attribute))
+    if graphs:
+        return "; ".join(" ".join(node.op_type for node in graph.node) for graph in graphs)
+    held = helper.get_attribute_value(attribute)
+    if isinstance(held, bytes):
+        return held.decode(errors="replace")
+    if isinstance(held, float):
+        return f"{held:.7g}"
+    return str(list(held)) if isinstance(held, Mapping) is False and hasattr(held, "__iter__") else str(held)
+
+
+def _constant(node: NodeProto) -> str:
+    tensor = next((one.t for one in node.attribute if one.name == "value" and one.HasField("t")), None)
+    return _digest(tensor) if tensor is not None else str([(one.name, _words(one)) for one in node.attribute])
+
+
+def _digest(tensor: TensorProto) -> str:
+    """Return a digest of type, shape and numbers of a tensor; where the numbers lie in a file, of its name."""
+    from onnx import numpy_helper
+
+    stored = tensor.name.encode() if tensor.external_data else tensor.raw_data
+    held = stored or numpy_helper.to_array(tensor).tobytes()
+    head = f"{tensor.data_type} {list(tensor.dims)} ".encode()
+    return hashlib.blake2b(head + held, digest_size=12).hexdigest()

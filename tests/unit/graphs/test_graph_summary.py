@@ -1,0 +1,357 @@
+"""The five stages of a build, what is in each, and where its nodes come from in the model."""
+
+from __future__ import annotations
+
+import linecache
+from dataclasses import replace
+
+import onnx
+import pytest
+import torch
+import transformers
+
+import ortlab
+from ortlab.errors import BuildError, OptionError
+from ortlab.graphs import STAGES, Graph, node_names
+from ortlab.render import html, text
+
+VOCABULARY = 64
+ENDS = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
+MODES = ("training", "inference")
+
+
+def bert():
+    config = transformers.BertConfig(
+        num_hidden_layers=2,
+        hidden_size=32,
+        num_attention_heads=2,
+        intermediate_size=64,
+        vocab_size=VOCABULARY,
+    )
+    return transformers.BertForMaskedLM(config)
+
+
+def gpt2():
+    config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=64, use_cache=False, **ENDS)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama():
+    config = transformers.LlamaConfig(
+        num_hidden_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        use_cache=False,
+        **ENDS,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def step_of(model, ids):
+    def step():
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return loss
+
+    return step
+
+
+@pytest.fixture(scope="module", params=[bert, gpt2, llama], ids=lambda make: make.__name__)
+def lab(request):
+    """A lab that has run a training step and one forward for inference."""
+    torch.manual_seed(0)
+    model = request.param()
+    ids = torch.randint(0, VOCABULARY, (2, 8))
+    lab = ortlab.wrap(model)
+    lab.step(step_of(model, ids), progress=False)
+    model.eval()
+    with torch.no_grad():
+        model(input_ids=ids)
+    model.train()
+    yield lab
+    lab.unwrap(forget=True)
+
+
+@pytest.fixture(scope="module")
+def bert_lab():
+    """A lab that recomputes, so that its backward repeats nodes of the forward."""
+    torch.manual_seed(0)
+    model = bert()
+    ids = torch.randint(0, VOCABULARY, (2, 8))
+    lab = ortlab.wrap(model, memory_level=1)
+    lab.step(step_of(model, ids), progress=False)
+    yield lab
+    lab.unwrap(forget=True)
+
+
+# ---- stages -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_all_stages_of_a_mode_are_there_and_are_valid_graphs(lab, mode):
+    graphs = lab.graphs(mode=mode)
+    assert [graph.stage for graph in graphs] == list(STAGES)
+    assert {graph.mode for graph in graphs} == {mode} == {graphs.mode}
+    for graph in graphs:
+        assert graph.serialized == lab.graph(graph.stage, mode=mode).serialized
+        assert graph.node_count == len(graph.summary.nodes) == sum(graph.operators.values())
+    table = graphs.table()
+    assert list(table["stage"]) == list(STAGES)
+    # Only training has a gradient: the same stage of inference is the graph before it, and says so.
+    assert (table["backward"].iloc[-2:] > 0).all() == (mode == "training")
+    assert graphs.same_as(graphs["gradient"]) == ("" if mode == "training" else "optimized")
+    assert ("inference has no gradient" in text.render(graphs)) == (mode == "inference")
+    assert "<table" in html.render(graphs)
+
+
+def test_a_mode_that_has_not_run_says_why_and_what_to_do():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+    lab = ortlab.wrap(model)
+    with pytest.raises(BuildError, match="builds it in the first step"):
+        lab.graph(mode="inference")
+    lab.step(lambda: model(torch.ones(2, 4)).sum().backward(), progress=False)
+    with pytest.raises(BuildError, match=r"no inference graph(?s:.*)model\.eval\(\)"):
+        lab.graphs(mode="inference")
+    lab.unwrap(forget=True)
+    lab = ortlab.wrap(model.eval())
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    assert lab.graph().mode == "inference"
+    with pytest.raises(BuildError, match=r"no training graph(?s:.*)model\.train\(\)"):
+        lab.graph(mode="training")
+    with pytest.raises(OptionError, match="for inference has no stash and no times"):
+        lab.graph(stash=True, profile=True)
+    lab.unwrap(forget=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["execution_model", "Execution", "exectuion", "optimized_pre_grad", "shadow", 3]
+)
+def test_an_unknown_stage_names_the_near_one(bert_lab, name):
+    near = {"optimized_pre_grad": "'optimized'", "shadow": "", 3: ""}.get(name, "'execution'")
+    with pytest.raises(OptionError, match="Stages: exported, processed, optimized") as caught:
+        bert_lab.graph(name)
+    assert (f"Did you mean {near}?" in str(caught.value)) == bool(near)
+
+
+def test_what_no_graph_can_have_is_refused(bert_lab):
+    with pytest.raises(OptionError, match="optimized graph for training has no stash"):
+        bert_lab.graph("optimized", stash=True)
+    with pytest.raises(OptionError, match="Modes: training, inference"):
+        bert_lab.graph(mode="eval")
+    bert_lab.set(engine="eager")
+    try:
+        with pytest.raises(
+            BuildError, match=r"engine 'eager' runs the model in PyTorch(?s:.*)engine=\"ort\""
+        ):
+            bert_lab.graph()
+    finally:
+        bert_lab.set(engine="ort")
+    assert bert_lab.graph().stage == "execution"
+
+
+# ---- viewing and saving -------------------------------------------------------------------------------------------
+
+
+def test_large_constants_are_left_out_for_viewing_and_never_for_saving(tmp_path):
+    class Shifted(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.linear(x) + torch.linspace(0, 1, 64 * 64).view(64, 64).tolist()[0][0] + constant
+
+    constant = torch.arange(4096.0).view(64, 64)
+    model = Shifted()
+    lab = ortlab.wrap(model)
+    lab.step(lambda: model(torch.ones(64, 64)).sum().backward(), progress=False)
+    graph = lab.graph("exported")
+    lab.unwrap(forget=True)
+    viewed = graph.for_viewing()
+    assert 16_384 <= viewed.stripped_bytes < 17_000
+    assert len(viewed.serialized) < len(graph.serialized) - 16_000
+    assert viewed.operators == graph.operators
+    assert viewed.origins == graph.origins
+    with pytest.raises(BuildError, match="stripped for viewing"):
+        viewed.save(tmp_path / "viewed.onnx")
+    assert "left out, for viewing" in text.render(viewed)
+    assert graph.for_viewing(limit_bytes=10**6) is graph
+    assert not (tmp_path / "viewed.onnx").exists()
+    saved = onnx.load(graph.save(tmp_path / "saved.onnx"))
+    values = [
+        onnx.numpy_helper.to_array(a.t)
+        for node in saved.graph.node
+        for a in node.attribute
+        if a.HasField("t")
+    ]
+    assert any(value.size == 4096 and value.sum() == constant.sum().item() for value in values)
+
+
+# ---- where nodes come from ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("stage", STAGES)
+def test_nearly_every_forward_node_has_its_module(lab, mode, stage):
+    graph = lab.graph(stage, mode=mode)
+    summary = graph.summary
+    forward = [node for node in summary.nodes if node.phase == "forward"]
+    found = summary.origins
+    # Every node counts, constants and what ORT put in, too.
+    assert sum(found.values()) == len(forward) > 100
+    assert summary.mapped_fraction == 1 - found["not known"] / len(forward) >= 0.95
+    paths = dict(lab.module.named_modules())
+    assert all(node.origin.module in paths for node in forward)
+    # "recorded" means that the name of the node itself has the path, or at least where it begins.
+    for node in forward:
+        if node.origin.how == "recorded":
+            assert node.name.startswith("/_original_module/")
+            assert node.origin.module.split(".")[0] in node.name
+    assert found["recorded"] / len(forward) >= 0.85
+    assert summary.lines_recorded / len(forward) >= 0.6
+
+
+def test_a_recorded_line_is_the_line_that_the_operator_was_called_in(lab):
+    calls = {
+        "q_proj": "q_proj(",
+        "query": "query(",
+        "c_attn": "c_attn(",
+        "lm_head": "lm_head(",
+        "dense": "dense(",
+    }
+    found = set()
+    for node in lab.graph("execution").summary.forward_nodes:
+        if node.origin.line_recorded and node.operator.endswith(("MatMul", "ReduceSum")):
+            name = node.origin.module.rpartition(".")[2]
+            file, _, line = node.origin.source.rpartition(":")
+            if name in calls:
+                assert calls[name] in linecache.getline(file, int(line))
+                found.add(name)
+    model = type(lab.module).__name__
+    if model != "GPT2LMHeadModel":  # its Conv1D calls torch.addmm itself
+        assert (
+            found >= {"BertForMaskedLM": {"query", "dense"}, "LlamaForCausalLM": {"q_proj", "lm_head"}}[model]
+        )
+
+
+def test_fused_nodes_keep_their_module(lab):
+    activations = {
+        "BertForMaskedLM": ("com.microsoft.Gelu", "intermediate_act_fn"),
+        "GPT2LMHeadModel": ("com.microsoft.FastGelu", "act"),
+        "LlamaForCausalLM": ("com.microsoft.QuickGelu", "act_fn"),
+    }
+    operator, ends = activations[type(lab.module).__name__]
+    fused = [node for node in lab.graph().summary.forward_nodes if node.operator == operator]
+    assert len(fused) >= 2
+    layers = {node.origin.layer for node in fused if node.origin.module.endswith(ends)}
+    assert len(layers) >= 2
+
+
+def test_what_is_inferred_is_right_where_it_can_be_checked(bert_lab):
+    """Take a recorded name away, with those of the results: what is concluded then is the same, or nothing."""
+    graph = bert_lab.graph("execution")
+    truth = graph.origins
+    names = node_names(graph.model.graph)
+    checked = known = 0
+    for place in range(0, len(names), 4):
+        if truth[names[place]].how != "recorded":
+            continue
+        anonymous = onnx.ModelProto()
+        anonymous.CopyFrom(graph.model)
+        node = anonymous.graph.node[place]
+        renamed = {name: f"value_{number}" for number, name in enumerate(node.output) if name}
+        node.name = ""
+        node.output[:] = [renamed.get(name, name) for name in node.output]
+        for other in anonymous.graph.node:
+            other.input[:] = [renamed.get(name, name) for name in other.input]
+        again = replace(graph, serialized=anonymous.SerializeToString())
+        concluded = again.origins[node_names(anonymous.graph)[place]]
+        assert concluded.how != "recorded"
+        if concluded.is_known:
+            assert concluded.module == truth[names[place]].module, names[place]
+            known += 1
+        checked += 1
+    assert checked > 40
+    assert known > checked // 4
+
+
+def test_an_export_from_the_disk_has_no_lines_and_says_so(tmp_path):
+    def built():
+        torch.manual_seed(0)
+        model = gpt2()
+        ids = torch.randint(0, VOCABULARY, (2, 8))
+        lab = ortlab.wrap(model, export_cache_dir=str(tmp_path))
+        lab.step(step_of(model, ids), progress=False)
+        summary = lab.graph("exported").summary
+        lab.unwrap(forget=True)
+        return summary
+
+    fresh, from_disk = built(), built()
+    assert list(tmp_path.iterdir())
+    assert fresh.lines_recorded > 0
+    assert from_disk.lines_recorded == 0
+    assert from_disk.origins == fresh.origins
+    inside = next(node for node in from_disk.nodes if node.origin.module.endswith("h.0.attn"))
+    assert inside.origin.source.rpartition("/")[2].startswith("modeling_gpt2.py:")
+
+
+def test_a_graph_without_its_lab_goes_by_names_alone(bert_lab):
+    graph = bert_lab.graph("exported")
+    alone = Graph("exported", "training", graph.serialized)
+    same = sum(one.module == graph.origins[name].module for name, one in alone.origins.items())
+    assert same / len(alone.origins) > 0.95
+    assert not any(one.source for one in alone.origins.values())
+
+
+# ---- the summary --------------------------------------------------------------------------------------------------
+
+
+def test_inputs_outputs_and_parameters(lab):
+    summary = lab.graph().summary
+    kinds = [kind for _, kind in summary.inputs]
+    assert kinds[:2] == ["input", "input"]
+    ids, _ = summary.inputs[0]
+    assert (ids.name, ids.shape) == ("input_ids", ("input_ids_dim0", "input_ids_dim1"))
+    named = dict(lab.module.named_parameters())
+    assert summary.parameter_count == kinds.count("parameter") == len(named)
+    assert summary.parameter_bytes == sum(one.nbytes for one in named.values())
+    outputs = [kind for _, kind in summary.outputs]
+    assert outputs.count("output") == 2  # loss and logits
+    assert outputs.count("gradient") == len(named)
+    assert summary.opsets["ai.onnx"] == lab.graph().opset
+    assert len(summary.value_table()) == len(summary.inputs) + len(summary.outputs)
+
+
+def test_times_are_those_of_the_profile_by_pass(bert_lab):
+    trace = bert_lab.profile(steps=1, progress=False)
+    graph = bert_lab.graph().with_profile(trace)
+    summary = graph.summary
+    table = summary.table()
+    assert summary.unmeasured == 0
+    assert summary.counts["recomputed"] == sum(bool(node.recomputes) for node in trace.nodes) > 0
+    assert table["recomputed [ms]"].sum() == pytest.approx(trace.recomputed_ms)
+    assert table["forward [ms]"].sum() == pytest.approx(trace.forward_ms)
+    assert table["backward [ms]"].sum() == pytest.approx(trace.backward_ms - trace.recomputed_ms)
+    assert table["time [ms]"].is_monotonic_decreasing
+    assert table["count"].sum() == graph.node_count - 1  # the border runs in neither pass
+    for written in (text.render(graph), html.render(graph)):
+        assert "Operators by time, measured" in written
+        assert "recomputed time" in written
+    with pytest.raises(OptionError, match="profile is of another graph"):
+        bert_lab.graph("exported").with_profile(trace)
+
+
+def test_stash_edges_lead_from_forward_to_backward(bert_lab):
+    graph = bert_lab.graph(stash=True)
+    phase = {node.name: node.phase for node in graph.summary.nodes}
+    edges = graph.summary.edge_table()
+    assert len(edges) > 10
+    assert {phase[name] for name in edges["from"]} == {"forward"}
+    assert {phase[name] for name in edges["to"]} <= {"backward", "recomputed"}
+    buffers = edges.drop_duplicates("value")
+    returned = sum(row.bytes for row in graph.stash.rows if not row.kept_by)
+    assert buffers["bytes"].sum() + returned == graph.stash.total_bytes
+    assert "Kept from forward to backward" in text.render(graph)
