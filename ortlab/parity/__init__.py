@@ -1,0 +1,1 @@
+"""PyTorch against ONNX Runtime, tensor by tensor."""

@@ -1,0 +1,159 @@
+"""Runs held against a first one, tensor by tensor, while they run."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from ortlab.parity.pairs import Distance, Site, TensorPair
+from ortlab.parity.statistics import TensorStatistics
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from ortlab.parity.tensor_store import TensorStore
+
+FACTOR: Final = 10.0
+"""A distance counts as a difference from this multiple of the measured floor on."""
+
+LEAST: Final = 2.0**8
+"""And never below this many units of rounding of the type (float32: 3e-5): two orders of summation differ so."""
+
+
+class Reference:
+    """Receives the tensors that the others are held against: their facts stay, themselves go to a store."""
+
+    def __init__(self, store: TensorStore) -> None:
+        self.facts: dict[Site, TensorStatistics] = {}
+        self.epsilon: dict[Site, float] = {}
+        self._store = store
+        self._recent = _Recent()
+
+    def take(self, site: Site, tensor: torch.Tensor) -> None:
+        """Take a tensor; what one module returns and the next one takes is looked at once."""
+        before = self._recent.site_of(tensor)
+        self.epsilon[site] = torch.finfo(tensor.dtype).eps
+        if before is None:
+            self.facts[site] = TensorStatistics.of(tensor)
+            self._store.put(site, tensor)
+        else:
+            self.facts[site] = self.facts[before]
+            self._store.share(site, before)
+        self._recent.note(site, tensor)
+
+
+class Compared:
+    """Receives the tensors of another run, and notes how far they are from the stored ones.
+
+    Parameters
+    ----------
+    store
+        Of the run that it is held against.
+    own
+        Where its tensors go; None for nowhere.
+    facts
+        Whether their facts are wanted, too.
+    """
+
+    def __init__(self, store: TensorStore, own: TensorStore | None = None, *, facts: bool = False) -> None:
+        self.distances: dict[Site, Distance] = {}
+        self.facts: dict[Site, TensorStatistics] = {}
+        self.notes: dict[Site, str] = {}
+        self._store = store
+        self._own = own
+        self._wants_facts = facts
+        self._recent = _Recent()
+
+    def take(self, site: Site, tensor: torch.Tensor) -> None:
+        """Take a tensor."""
+        before = self._recent.site_of(tensor)
+        if self._wants_facts:
+            self.facts[site] = TensorStatistics.of(tensor) if before is None else self.facts[before]
+        if self._own is not None and before is None:
+            self._own.put(site, tensor)
+        elif self._own is not None and before is not None:
+            self._own.share(site, before)
+        self._recent.note(site, tensor)
+        if before in self.distances and self._store.are_one(before, site):
+            self.distances[site] = self.distances[before]
+            return
+        reference = self._store.get(site)
+        if reference is None:
+            return
+        if reference.shape != tensor.shape:
+            self.notes[site] = f"shapes differ: {list(reference.shape)} and {list(tensor.shape)}"
+        else:
+            self.distances[site] = Distance.between(reference, tensor)
+            if reference.dtype != tensor.dtype:
+                self.notes[site] = f"types differ: {reference.dtype} and {tensor.dtype}"
+
+
+class _Recent:
+    """The last tensors that were taken, kept alive so that none of another time has their memory."""
+
+    def __init__(self) -> None:
+        self._sites: deque[tuple[Site, torch.Tensor, int]] = deque(maxlen=8)
+
+    def site_of(self, tensor: torch.Tensor) -> Site | None:
+        """Return where the same tensor was seen, if nothing has been written into it since."""
+        for site, known, version in self._sites:
+            if (
+                known.data_ptr() == tensor.data_ptr()
+                and known.shape == tensor.shape
+                and known.stride() == tensor.stride()
+                and known.dtype == tensor.dtype
+                and version == tensor._version  # noqa: SLF001 - torch has no public name for it
+                and known._version == version  # noqa: SLF001
+            ):
+                return site
+        return None
+
+    def note(self, site: Site, tensor: torch.Tensor) -> None:
+        """Take note of a tensor."""
+        self._sites.append((site, tensor, tensor._version))  # noqa: SLF001
+
+
+def limits(reference: Reference, floors: Iterable[Compared]) -> dict[Site, tuple[float, float]]:
+    """Return the floor and the limit of each site: what repetition and rounding explain, and what they do not.
+
+    Parameters
+    ----------
+    reference
+        The first run.
+    floors
+        Runs of which it is known that nothing is wrong with them; their distances are rounding, or chance.
+    """
+    measured = [one.distances for one in floors]
+    found = {}
+    for site, epsilon in reference.epsilon.items():
+        floor = max((one[site].relative for one in measured if site in one), default=0.0)
+        found[site] = (floor, max(FACTOR * floor, LEAST * epsilon))
+    return found
+
+
+def pairs(
+    reference: Reference,
+    other: Compared,
+    limits_of: Mapping[Site, tuple[float, float]],
+    missing: Mapping[Site, str],
+) -> tuple[TensorPair, ...]:
+    """Put both runs together, in the order of the first."""
+    found = []
+    for site, facts in reference.facts.items():
+        floor, limit = limits_of[site]
+        distance = other.distances.get(site)
+        note = other.notes.get(site, "")
+        if distance is None and not note:
+            note = missing.get(site, _ABSENT)
+        found.append(TensorPair(site, facts, other.facts.get(site), distance, floor, limit, note))
+    found += [
+        TensorPair(site, None, facts, note="only here: the reference has no such tensor")
+        for site, facts in other.facts.items()
+        if site not in reference.facts
+    ]
+    return tuple(found)
+
+
+_ABSENT: Final = "ONNX Runtime's graph has no such value"

@@ -1,0 +1,307 @@
+"""What the modules of a model take and return in a step, and the gradients of it, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from operator import is_
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from ortlab.engine.tracing.taps import Mark, is_tracing
+from ortlab.parity.pairs import (
+    INPUT,
+    INPUT_GRADIENT,
+    OUTPUT,
+    OUTPUT_GRADIENT,
+    PARAMETER_GRADIENT,
+    UPDATED_PARAMETER,
+    Site,
+)
+
+if TYPE_CHECKING:
+    from ortlab.engine.capture import Capture
+
+Receive = Callable[[Site, torch.Tensor], None]
+"""Called with each tensor, when it is there; the tensor may be changed afterwards."""
+
+Call = tuple[str, int]
+"""Path of a module, and which of its calls in the step."""
+
+_MADE_BY: Final = "_ortlab_made_by"
+
+
+@dataclass
+class Structure:
+    """How the calls of a run hang together; what a divergence is traced back with.
+
+    Attributes
+    ----------
+    callers
+        By step and call: the call whose forward made it; None for one of the training step itself.
+    sources
+        By site of an input: the site of the output that it is.
+    returned_by
+        By site of an output: that of the outer module that returned the same tensor.
+    """
+
+    callers: dict[tuple[int, Call], Call | None] = field(default_factory=dict)
+    sources: dict[Site, Site] = field(default_factory=dict)
+    returned_by: dict[Site, Site] = field(default_factory=dict)
+
+
+class Observation:
+    """Watches one run of a model.
+
+    Parameters
+    ----------
+    module
+        The model.
+    receive
+        Gets the tensors.
+    capture
+        What ONNX Runtime hands over; None where PyTorch runs the model.
+    change
+        Changes each tensor that a module of the model returns; None for no change.
+
+    Attributes
+    ----------
+    structure
+        How its calls hang together.
+    step
+        The present step, from 1 on.
+    drew
+        Whether a step has drawn random numbers from torch.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        receive: Receive,
+        capture: Capture | None = None,
+        change: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        self.structure = Structure()
+        self.step = 0
+        self.drew = False
+        self._module = module
+        self._receive = receive
+        self._capture = capture
+        self._change = change
+        self._calls: Counter[str] = Counter()
+        self._stack: list[Call] = []
+
+    def __deepcopy__(self, memo: Any) -> Observation:
+        """Return itself: ORTModule copies the module, hooks included, before it exports it."""
+        return self
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch in the block; afterwards there are no hooks of ours."""
+        with ExitStack() as stack:
+            for path, part in self._module.named_modules():
+                before = part.register_forward_pre_hook(
+                    _Entering(self, path, part), with_kwargs=True, prepend=False
+                )
+                after = part.register_forward_hook(_Leaving(self, path, part), with_kwargs=True)
+                stack.callback(before.remove)
+                stack.callback(after.remove)
+            leaves: list[tuple[str, Any]] = list(self._module.named_parameters())
+            for name, parameter in leaves:
+                if parameter.requires_grad and parameter.is_leaf:
+                    hook = parameter.register_post_accumulate_grad_hook(self._gradient_of(name))
+                    stack.callback(hook.remove)
+            yield
+
+    def stepping(self, step: Callable[[], object]) -> Callable[[], object]:
+        """Return the training step with its beginning and its end noted."""
+
+        def run() -> object:
+            self.step += 1
+            self._calls.clear()
+            self._stack.clear()
+            if self._capture is not None:
+                self._capture.start_step()
+            before = torch.get_rng_state()
+            result = step()
+            self.drew |= not torch.equal(before, torch.get_rng_state())
+            for name, parameter in self._module.named_parameters():
+                if parameter.requires_grad:
+                    self._receive(self._site_of(name, UPDATED_PARAMETER), parameter.detach())
+            return result
+
+        return run
+
+    def captured(self, mark: Mark, tensor: torch.Tensor) -> None:
+        """Take what ONNX Runtime hands over."""
+        self._receive(Site(self.step, mark.module, mark.call, mark.kind, mark.name), tensor)
+
+    # ---- parts ------------------------------------------------------------------------------------------------
+
+    def enter(self, path: str, args: Any, kwargs: Any) -> Any:
+        """Take what a module is called with, and return what it is to be called with; None for the same."""
+        if is_tracing():
+            self._mark(path, INPUT, (args, kwargs))
+            return None
+        if self._looks_away:
+            return None
+        self._calls[path] += 1
+        call = (path, self._calls[path])
+        self.structure.callers[self.step, call] = self._stack[-1] if self._stack else None
+        self._stack.append(call)
+        known: dict[int, torch.Tensor] = {}  # a module may ask whether two inputs are one
+
+        def take(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            site = Site(self.step, *call, INPUT, name)
+            source = getattr(tensor, _MADE_BY, None)
+            if source is not None and source.step == self.step:
+                self.structure.sources[site] = source
+            self._receive(site, tensor.detach())
+            if not tensor.requires_grad or not torch.is_grad_enabled():
+                return tensor
+            if id(tensor) not in known:
+                known[id(tensor)] = alias = tensor.view_as(tensor)
+                if source is not None:
+                    setattr(alias, _MADE_BY, source)
+                self._on_gradient(alias, Site(self.step, *call, INPUT_GRADIENT, name))
+            return known[id(tensor)]
+
+        return _replaced(args, take), _replaced(kwargs, take)
+
+    def leave(self, path: str, outputs: Any) -> Any:
+        """Take what a module returns, and return what it is to return; None for the same."""
+        if is_tracing():
+            self._mark(path, OUTPUT, outputs)
+            return None
+        if self._looks_away or not self._stack:
+            return None
+        while self._stack and self._stack[-1][0] != path:  # of calls that have failed
+            self._stack.pop()
+        call = self._stack.pop()
+
+        def take(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            site = Site(self.step, *call, OUTPUT, name)
+            changed = tensor if self._change is None else self._change(tensor)
+            inner = getattr(changed, _MADE_BY, None)
+            if inner is not None and inner.step == self.step:
+                self.structure.returned_by[inner] = site
+            self._receive(site, changed.detach())
+            if not changed.is_leaf:
+                self._on_gradient(changed, Site(self.step, *call, OUTPUT_GRADIENT, name))
+                setattr(changed, _MADE_BY, site)
+            return changed
+
+        replaced = _replaced(outputs, take)
+        return replaced if self._change is not None else None
+
+    def _mark(self, path: str, kind: str, value: Any) -> None:
+        if self._capture is None:
+            return
+        taps = self._capture.taps
+        taps.calls[path] += kind == INPUT
+        call = taps.calls[path]
+        if kind == INPUT:
+            args, kwargs = value
+            found = [*_tensors(args), *_tensors(kwargs)]
+        else:
+            found = list(_tensors(value))
+        for name, tensor in found:
+            taps.mark(Mark(path, call, kind, name), tensor)
+
+    @property
+    def _looks_away(self) -> bool:
+        """Whether a call is no part of the step: ORTModule's own, or one that torch.utils.checkpoint repeats."""
+        return (self._capture is not None and self._capture.taps.silent) or _in_backward()
+
+    def _on_gradient(self, tensor: Any, site: Site) -> None:
+        def take(gradient: torch.Tensor | None) -> None:
+            if gradient is not None:  # which it is where an autograd.Function returns none
+                self._receive(site, gradient.detach())
+
+        tensor.register_hook(take)
+
+    def _gradient_of(self, name: str) -> Callable[[torch.Tensor], None]:
+        def take(parameter: torch.Tensor) -> None:
+            if parameter.grad is not None:
+                self._receive(self._site_of(name, PARAMETER_GRADIENT), parameter.grad.detach())
+
+        return take
+
+    def _site_of(self, name: str, kind: str) -> Site:
+        path, _, own = name.rpartition(".")
+        return Site(self.step, path, 0, kind, own)
+
+
+class _Entering:
+    """A forward pre-hook; it ignores copies of its module."""
+
+    def __init__(self, observation: Observation, path: str, module: torch.nn.Module) -> None:
+        self._observation, self._path, self._module = observation, path, id(module)
+
+    def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        if id(module) != self._module:
+            return None
+        return self._observation.enter(self._path, args, kwargs)
+
+
+class _Leaving:
+    """A forward hook; it ignores copies of its module."""
+
+    def __init__(self, observation: Observation, path: str, module: torch.nn.Module) -> None:
+        self._observation, self._path, self._module = observation, path, id(module)
+
+    def __call__(self, module: torch.nn.Module, _args: Any, _kwargs: Any, outputs: Any) -> Any:
+        if id(module) != self._module:
+            return None
+        return self._observation.leave(self._path, outputs)
+
+
+def _in_backward() -> bool:
+    internals: Any = torch._C  # noqa: SLF001 - torch has no public way to ask
+    return bool(internals._current_graph_task_id() != -1)  # noqa: SLF001
+
+
+def _is_observed(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and not value.is_sparse
+
+
+def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of floating-point numbers in nested sequences and mappings, with their places."""
+    found: list[tuple[str, torch.Tensor]] = []
+
+    def note(place: str, tensor: torch.Tensor) -> torch.Tensor:
+        found.append((place, tensor))
+        return tensor
+
+    _replaced(value, note, name)
+    yield from found
+
+
+def _replaced(value: Any, take: Callable[[str, torch.Tensor], torch.Tensor], name: str = "") -> Any:
+    """Return a nested value with other tensors in it; the same object where nothing has been changed."""
+    if _is_observed(value):
+        return take(name or "0", value)
+    if isinstance(value, Mapping):
+        new = {key: _replaced(item, take, _inside(name, key)) for key, item in value.items()}
+        return value if all(new[key] is item for key, item in value.items()) else _with_items(value, new)
+    if isinstance(value, (tuple, list)):
+        items = [_replaced(item, take, _inside(name, number)) for number, item in enumerate(value)]
+        make: Any = getattr(type(value), "_make", type(value))
+        return value if all(map(is_, items, value)) else make(items)
+    return value
+
+
+def _with_items(value: Any, items: dict[Any, Any]) -> Any:
+    """Return a mapping with other values; the outputs of transformers can be changed, and know their keys."""
+    if type(value) is dict:
+        return items
+    for key, item in items.items():
+        value[key] = item
+    return value
+
+
+def _inside(name: str, key: object) -> str:
+    return f"{name}.{key}" if name else str(key)

@@ -1,0 +1,155 @@
+"""One tensor of a training step, seen in two runs: its facts on each side, how far apart they are, what is allowed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from ortlab.parity.statistics import TensorStatistics
+
+if TYPE_CHECKING:
+    import torch
+
+INPUT: Final = "input"
+OUTPUT: Final = "output"
+OUTPUT_GRADIENT: Final = "output gradient"
+INPUT_GRADIENT: Final = "input gradient"
+PARAMETER_GRADIENT: Final = "parameter gradient"
+UPDATED_PARAMETER: Final = "updated parameter"
+INSPECTED: Final = "inspected"
+"""A tensor that the model itself handed over; see `inspect_activation`."""
+
+FORWARD: Final = (INPUT, OUTPUT, INSPECTED)
+BACKWARD: Final = (OUTPUT_GRADIENT, INPUT_GRADIENT, PARAMETER_GRADIENT)
+KINDS: Final = (*FORWARD, *BACKWARD, UPDATED_PARAMETER)
+
+EQUAL: Final = "equal"
+WITHIN: Final = "within the floor"
+DIFFERS: Final = "differs"
+NOT_COMPARED: Final = "not compared"
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where in a run a tensor was seen; two runs are aligned by it.
+
+    Attributes
+    ----------
+    step
+        Number of the step, from 1 on.
+    module
+        Path of the module, as in `named_modules`; empty for the model itself.
+    call
+        Which call of the module in that step, from 1 on; 0 for what belongs to no call: parameters.
+    kind
+        One of `KINDS`.
+    name
+        Which tensor: its place in what the module takes or returns, such as "0" or "hidden_states.1"; for a
+        parameter, its name in the module.
+    """
+
+    step: int
+    module: str
+    call: int
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far two tensors of the same shape are apart.
+
+    Attributes
+    ----------
+    relative
+        Norm of the difference over the norm of the reference (L2); 0 if both are zero or equal, inf if only the
+        reference is zero, or if nan and inf stand at different places.
+    largest
+        Largest absolute difference of two entries.
+    """
+
+    relative: float
+    largest: float
+
+    @classmethod
+    def between(cls, reference: torch.Tensor, other: torch.Tensor) -> Distance:
+        """Compare two tensors entry by entry, in float64.
+
+        Parameters
+        ----------
+        reference, other
+            Of the same shape; any type and device. Entries that are nan, or the same infinity, on both sides count as
+            equal.
+        """
+        import torch
+
+        block = 2**24  # bounds the memory of the float64 copies
+        squares = of_reference = largest = 0.0
+        flat, peer = reference.detach().reshape(-1), other.detach().reshape(-1)
+        for start in range(0, flat.numel(), block):
+            left = flat[start : start + block].to(torch.float64)
+            right = peer[start : start + block].to(device=left.device, dtype=torch.float64)
+            same = (left == right) | (left.isnan() & right.isnan())
+            apart = torch.where(same, 0.0, left - right)
+            if not bool(apart.isfinite().all()):
+                return cls(math.inf, math.inf)
+            squares += float(apart.square().sum())
+            of_reference += float(torch.where(left.isfinite(), left, 0.0).square().sum())
+            largest = max(largest, float(apart.abs().max()))
+        if squares == 0:
+            return cls(0.0, 0.0)
+        return cls(math.sqrt(squares / of_reference) if of_reference else math.inf, largest)
+
+
+@dataclass(frozen=True)
+class TensorPair:
+    """A tensor of two runs.
+
+    Attributes
+    ----------
+    site
+        Where it was seen.
+    reference, candidate
+        Its facts on each side; None where that side has no such tensor.
+    distance
+        How far they are apart; None where that cannot be told.
+    floor
+        Relative distance that rounding and repetition alone explain, as measured at this place.
+    limit
+        Relative distance above which it counts as different.
+    note
+        Why there is no distance, or what to know about it.
+    """
+
+    site: Site
+    reference: TensorStatistics | None
+    candidate: TensorStatistics | None
+    distance: Distance | None = None
+    floor: float = 0.0
+    limit: float = 0.0
+    note: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """What the distance says: "equal", "within the floor", "differs" or "not compared"."""
+        if self.distance is None:
+            return NOT_COMPARED
+        if self.distance.relative == 0:
+            return EQUAL
+        return DIFFERS if self.distance.relative > self.limit else WITHIN
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> TensorPair:
+        """Rebuild a pair from plain JSON types."""
+        fields = dict(record)
+        fields["site"] = Site(**fields["site"])
+        for side in ("reference", "candidate"):
+            fields[side] = _statistics(fields[side]) if fields[side] else None
+        fields["distance"] = Distance(**fields["distance"]) if fields["distance"] else None
+        return cls(**fields)
+
+
+def _statistics(record: Mapping[str, Any]) -> TensorStatistics:
+    return TensorStatistics(**{**record, "shape": tuple(record["shape"]), "sample": tuple(record["sample"])})

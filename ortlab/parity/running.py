@@ -1,0 +1,283 @@
+"""The runs of a comparison: PyTorch three times, ONNX Runtime three times, all from one start."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from ortlab.engine.capture import Capture
+from ortlab.engine.inspection.places import forward_line
+from ortlab.errors import StepError
+from ortlab.parity.checklist import checklist
+from ortlab.parity.comparing import Compared, Reference, limits, pairs
+from ortlab.parity.divergence import find
+from ortlab.parity.observation import Observation
+from ortlab.parity.pairs import OUTPUT, Site, TensorPair
+from ortlab.parity.record import Parity
+from ortlab.parity.steady import Jitter, WithoutDropout, deterministic
+from ortlab.parity.tensor_store import stored
+
+if TYPE_CHECKING:
+    import torch
+
+    from ortlab.engine.capture import Edit
+    from ortlab.engine.tracing.taps import Mark
+    from ortlab.runs import Run
+
+
+class Trial(Protocol):
+    """Goes back to the start and runs the steps."""
+
+    def __call__(
+        self, engine: str, observation: Observation | None = None, *, seed: int | None = None
+    ) -> Run:
+        """Run them on "eager" or "ort", watched or not, with another seed or that of the start."""
+
+
+@dataclass
+class Runs:
+    """What the runs of a comparison gave.
+
+    Attributes
+    ----------
+    eager, ort
+        The losses of the runs that were compared.
+    drops
+        How many calls of a dropout were kept from dropping.
+    draws
+        Whether the model draws random numbers although no dropout does.
+    again, ort_again
+        The repetitions.
+    plain
+        The run without capture, held against the captured one.
+    plain_losses
+        Its losses.
+    limits
+        The limit of each site.
+    seeds
+        Losses of PyTorch with dropout as it is, with the start's seed and with another one; empty if not asked for.
+    """
+
+    eager: Run
+    ort: Run
+    drops: int
+    draws: bool
+    again: Compared
+    ort_again: Compared
+    plain: Compared
+    plain_losses: tuple[float | None, ...]
+    limits: dict[Site, float]
+    seeds: tuple[tuple[float | None, ...], ...] = ()
+
+
+def compare_engines(  # noqa: PLR0913 - what a lab knows of itself, name by name
+    module: torch.nn.Module,
+    trial: Trial,
+    apart: Callable[[], AbstractContextManager[None]],
+    *,
+    name: str,
+    steps: int,
+    dropout: bool = False,
+    ask_seeds: bool = True,
+    edit: Edit | None = None,
+    progress: Callable[[str, float], None] = lambda _text, _fraction: None,
+) -> Parity:
+    """Run a step on PyTorch and on ONNX Runtime, and hold every tensor of both against each other.
+
+    Parameters
+    ----------
+    module
+        The model.
+    trial
+        Makes a run from the start.
+    apart
+        Makes a block in which ONNX Runtime builds anew, and forgets at its end.
+    name
+        What the model is called.
+    steps
+        Steps of each run.
+    dropout
+        Whether dropout stays on; the engines draw different masks.
+    ask_seeds
+        Whether to run PyTorch twice more, with another seed.
+    edit
+        Changes ONNX Runtime's gradient graph; see `Capture`.
+    progress
+        Told before each run.
+    """
+    count = 8 if ask_seeds else 6
+
+    def tell(number: int, text: str) -> None:
+        progress(f"{text} (run {number} of {count})", (number - 1) / count)
+
+    with ExitStack() as stack:
+        stack.enter_context(deterministic())
+        without = WithoutDropout()
+        eager_store = stack.enter_context(stored())
+        ort_store = stack.enter_context(stored())
+        quiet = nullcontext() if dropout else without
+        with quiet:
+            reference = Reference(eager_store)
+            watched = Observation(module, reference.take)
+            tell(1, "PyTorch")
+            eager = _watched_run(trial, "eager", watched)
+            again, rounded = Compared(eager_store), Compared(eager_store)
+            tell(2, "PyTorch again")
+            _same_data(eager, _watched_run(trial, "eager", Observation(module, again.take)))
+            tell(3, "PyTorch with other rounding")
+            _same_data(
+                eager, _watched_run(trial, "eager", Observation(module, rounded.take, change=Jitter()))
+            )
+            ort, ort_again = Compared(eager_store, ort_store, facts=True), Compared(ort_store)
+            missing: dict[Mark, str] = {}
+            with apart():
+                tell(4, "ONNX Runtime")
+                found, capture = _captured_run(trial, module, ort, edit)
+                missing |= capture.missing
+                _same_data(eager, found)
+                tell(5, "ONNX Runtime again")
+                with _receiving(capture, module, ort_again) as observation:
+                    trial("ort", observation)
+            plain = Compared(ort_store)
+            tell(6, "ONNX Runtime without capture")
+            with apart(), _editing(edit) if edit else nullcontext():
+                unseen = trial("ort", _Ends(module, plain.take))
+        seeds = _seeds(trial, tell) if ask_seeds else ()
+        _check_lengths(eager, found)
+        known = {
+            Site(step, mark.module, mark.call, kind, mark.name): words
+            for mark, words in missing.items()
+            for step in range(1, steps + 1)
+            for kind in (mark.kind, f"{mark.kind} gradient")
+        }
+        bounds = limits(reference, (again, rounded, ort_again))
+        runs = Runs(
+            eager=eager,
+            ort=found,
+            drops=without.found,
+            draws=watched.drew,
+            again=again,
+            ort_again=ort_again,
+            plain=plain,
+            plain_losses=tuple(unseen.losses),
+            limits={site: limit for site, (_, limit) in bounds.items()},
+            seeds=seeds,
+        )
+        compared = pairs(reference, ort, bounds, known)
+        forward, backward, update = find(compared, watched.structure, _describe(module))
+        return Parity(
+            model=name,
+            reference="eager",
+            candidate="ort",
+            steps=steps,
+            pairs=compared,
+            losses=tuple(zip(eager.losses, found.losses, strict=True)),
+            forward=forward,
+            backward=backward,
+            update=update,
+            checks=checklist(runs, bounds, dropout=dropout, steps=steps),
+            notes=_notes(compared, eager),
+            written_bytes=eager_store.number_of_bytes // steps,
+        )
+
+
+class _Ends(Observation):
+    """Watches only what the steps leave behind: the parameters."""
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Put no hooks anywhere."""
+        yield
+
+
+def _watched_run(trial: Trial, engine: str, observation: Observation) -> Run:
+    with observation.watching():
+        return trial(engine, observation)
+
+
+def _captured_run(
+    trial: Trial, module: torch.nn.Module, compared: Compared, edit: Edit | None
+) -> tuple[Run, Capture]:
+    capture = Capture(lambda _mark, _tensor: None, edit)
+    with _receiving(capture, module, compared) as observation:
+        return trial("ort", observation), capture
+
+
+@contextmanager
+def _receiving(capture: Capture, module: torch.nn.Module, compared: Compared) -> Iterator[Observation]:
+    observation = Observation(module, compared.take, capture)
+    capture.receive = observation.captured
+    with observation.watching(), capture.active():
+        yield observation
+
+
+@contextmanager
+def _editing(edit: Edit) -> Iterator[None]:
+    """Let sessions be made of graphs that are changed, and hand nothing over."""
+    with Capture(lambda _mark, _tensor: None, edit, hands_over=False).active():
+        yield
+
+
+def _seeds(trial: Trial, tell: Callable[[int, str], None]) -> tuple[tuple[float | None, ...], ...]:
+    tell(7, "PyTorch with its dropout")
+    first = trial("eager")
+    tell(8, "PyTorch with another seed")
+    return tuple(first.losses), tuple(trial("eager", seed=_OTHER_SEED).losses)
+
+
+_OTHER_SEED = 20011
+
+
+def _same_data(first: Run, other: Run) -> None:
+    if first.data_digest != other.data_digest:
+        raise StepError(
+            "The runs did not get the same data.",
+            why="Each call of the step draws its batch from an iterator, or makes a new one, and a run cannot go back.",
+            fix="Compare with a step that uses batches made before: batch = next(iterator), then lab.step(fn) on it.",
+        )
+
+
+def _check_lengths(eager: Run, ort: Run) -> None:
+    if len(eager.losses) != len(ort.losses):
+        raise StepError(
+            f"PyTorch made {len(eager.losses)} steps, ONNX Runtime {len(ort.losses)}.",
+            fix="Compare runs of the same number of steps.",
+        )
+
+
+def _describe(module: torch.nn.Module) -> Callable[[str], tuple[str, str]]:
+    parts = dict(module.named_modules())
+
+    def describe(path: str) -> tuple[str, str]:
+        part = parts.get(path)
+        return ("", "") if part is None else (type(part).__name__, forward_line(part))
+
+    return describe
+
+
+def _notes(compared: Sequence[TensorPair], eager: Run) -> tuple[str, ...]:
+    notes = []
+    for pair in compared:
+        if pair.site.kind == OUTPUT and pair.reference and pair.reference.nan:
+            where = pair.site.module or "the model"
+            notes.append(
+                f"Step {pair.site.step}: PyTorch itself makes nan first in {where} "
+                f"({pair.reference.nan} of {pair.reference.size} numbers); nan at the same places counts as equal."
+            )
+            break
+    bad = [
+        number
+        for number, loss in enumerate(eager.losses, start=1)
+        if loss is not None and not math.isfinite(loss)
+    ]
+    if bad:
+        notes.append(f"PyTorch's own loss is not finite in step {bad[0]}.")
+    unseen = len([one for one in compared if one.distance is None])
+    if unseen:
+        notes.append(
+            f"{unseen} of {len(compared)} tensors are not compared; each says why in lab.parity().table()."
+        )
+    return tuple(notes)

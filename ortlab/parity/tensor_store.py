@@ -1,0 +1,78 @@
+"""The tensors of a run in a file, to hold another run against them entry by entry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from ortlab.parity.pairs import Site
+
+
+class _Place(NamedTuple):
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class TensorStore:
+    """Tensors by site, one file for all; `stored` makes it and removes the file.
+
+    Attributes
+    ----------
+    number_of_bytes
+        What has been written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.number_of_bytes = 0
+        self._path = path
+        self._places: dict[Site, _Place] = {}
+        self._file = path.open("wb", buffering=1 << 20)
+
+    def put(self, key: Site, tensor: torch.Tensor) -> None:
+        """Write a tensor; one that was written under the same key counts no longer."""
+        plain = tensor.detach().to("cpu").contiguous()
+        data = plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else np.empty(0, np.uint8)
+        self._places[key] = _Place(self.number_of_bytes, tuple(plain.shape), plain.dtype)
+        self._file.write(data.data)
+        self.number_of_bytes += data.size
+
+    def share(self, key: Site, other: Site) -> None:
+        """Let a key stand for what was written under another one."""
+        self._places[key] = self._places[other]
+
+    def are_one(self, key: Site, other: Site) -> bool:
+        """Tell whether two keys stand for the same tensor."""
+        return key in self._places and self._places[key] == self._places.get(other)
+
+    def get(self, key: Site) -> torch.Tensor | None:
+        """Return a tensor on the CPU, or None where nothing was written under the key."""
+        place = self._places.get(key)
+        if place is None:
+            return None
+        self._file.flush()
+        size = torch.empty((), dtype=place.dtype).element_size() * torch.Size(place.shape).numel()
+        data = np.fromfile(self._path, np.uint8, count=size, offset=place.offset)
+        return torch.from_numpy(data).view(place.dtype).reshape(place.shape)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+@contextmanager
+def stored() -> Iterator[TensorStore]:
+    """Make a store in a temporary folder, which is removed at the end of the block."""
+    with TemporaryDirectory(prefix="ortlab-parity-") as folder:
+        store = TensorStore(Path(folder) / "tensors")
+        try:
+            yield store
+        finally:
+            store.close()

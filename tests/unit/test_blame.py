@@ -1,0 +1,295 @@
+"""Blame on a real model and real ONNX Runtime sessions: numbers, failures, the user's own metric, interrupts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import ortlab
+from ortlab.blame.blame import BLAMED, NO_CHANGE, TOO_NOISY, UNFINISHED, Blame
+from ortlab.blame.metrics import Metric, ratio_of_pairs
+from ortlab.blame.trials import Trial
+from ortlab.errors import LedgerError, OptionError, StepError
+
+# What changes nothing in the numbers of these models. 1.19.2 reads the last when it is imported.
+INNOCENT = {
+    "intra_op_spinning": True,
+    "cpu_memory_arena": False,
+    "compute_optimizer": False,
+    "deepcopy_before_export": False,
+    "sdpa_fallback": True,
+}
+
+
+class Doubling(torch.autograd.Function):
+    """Multiplies by two; with its backward, by three, which only custom_autograd keeps."""
+
+    @staticmethod
+    def forward(_ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(_ctx, gradient):
+        return gradient * 3
+
+
+class Doubled(nn.Module):
+    """A model whose gradients depend on a switch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.outer(Doubling.apply(self.inner(x))).square().mean()
+
+
+class Training:
+    """A model, an optimizer and a step; the n-th call may raise."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        self.model = Doubled()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.x = torch.randn(8, 4)
+        self.raises, self.calls = {}, 0
+
+    def step(self):
+        self.calls += 1
+        if self.calls in self.raises:
+            raise self.raises.pop(self.calls)
+        self.optimizer.zero_grad()
+        loss = self.model(self.x)
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+
+@pytest.fixture(scope="module")
+def trained():
+    training = Training()
+    lab = ortlab.wrap(training.model)
+    lab.step(training.step, n=2)
+    yield lab, training
+    lab.unwrap()
+
+
+@pytest.fixture
+def ready(trained):
+    lab, training = trained
+    training.raises.clear()
+    before = ([one.detach().clone() for one in training.model.parameters()], lab.configuration, len(lab.runs))
+    generator = torch.get_rng_state()
+    yield lab, training
+    assert all(torch.equal(a, b) for a, b in zip(before[0], training.model.parameters(), strict=True))
+    assert (lab.configuration, len(lab.runs)) == before[1:]
+    assert torch.equal(generator, torch.get_rng_state())
+
+
+def level(run):
+    """Tell a memory level."""
+    return run.options.memory_level
+
+
+def test_the_switch_that_changes_the_loss_is_found_among_others(ready):
+    lab, _ = ready
+    blame = lab.blame("loss", changes={**INNOCENT, "custom_autograd": False}, progress=False)
+    assert blame.outcome == BLAMED
+    assert [one.names for one in blame.culprits] == [("custom_autograd",)]
+    assert blame.runs <= 2 * math.log2(6) + 4
+    alone = blame.of(blame.culprits[0])
+    assert alone.value == pytest.approx(blame.whole.value, rel=1e-3)
+    assert blame.rest.value <= blame.tolerance
+    assert lab.blames[-1] is blame
+
+
+def test_parity_names_the_same_switch_by_its_distance_to_pytorch(ready):
+    lab, _ = ready
+    changes = {"custom_autograd": False, "compute_optimizer": False, "intra_op_spinning": True}
+    blame = lab.blame("parity", changes=changes, progress=False)
+    assert [one.names for one in blame.culprits] == [("custom_autograd",)]
+    assert blame.baseline.value < 1e-5 < blame.whole.value
+
+
+def test_the_defaults_are_the_baseline_if_none_is_given(ready):
+    lab, _ = ready
+    lab.set(custom_autograd=False, cpu_memory_arena=False)
+    try:
+        blame = lab.blame(progress=False)
+        assert set(blame.changes) == {"custom_autograd", "cpu_memory_arena"}
+        against = lab.blame("loss", against={"custom_autograd": True}, progress=False)
+    finally:
+        lab.set(custom_autograd=True, cpu_memory_arena=True)
+    assert [one.names for one in blame.culprits] == [("custom_autograd",)]
+    assert list(against.changes) == ["custom_autograd"]
+    assert against.against.cpu_memory_arena is False
+
+
+def test_where_nothing_changes_nobody_is_blamed(ready):
+    lab, _ = ready
+    blame = lab.blame("loss", changes=INNOCENT, progress=False)
+    assert (blame.outcome, blame.culprits) == (NO_CHANGE, ())
+    assert blame.runs == 3
+
+
+def test_a_function_of_a_run_is_a_metric_and_two_that_act_together_are_found(ready):
+    lab, _ = ready
+
+    def both(run):
+        return run.options.memory_level == 1 and not run.options.compute_optimizer
+
+    changes = {**INNOCENT, "memory_level": 1}
+    blame = lab.blame(both, changes=changes, progress=False)
+    assert [set(one.names) for one in blame.culprits] == [{"memory_level", "compute_optimizer"}]
+    assert blame.metric == "both"
+
+
+def test_a_switch_that_fails_is_found(ready):
+    lab, training = ready
+
+    def step():
+        if not lab.options.cpu_memory_arena and lab.options.intra_op_spinning:
+            raise MemoryError("no room")
+        return training.step()
+
+    lab.step(step, n=1)
+    try:
+        blame = lab.blame("loss", changes=INNOCENT, progress=False)
+        mended = None
+        lab.set(cpu_memory_arena=False, intra_op_spinning=True)
+        mended = lab.blame("loss", changes={"cpu_memory_arena": True, "aten_backward": False}, progress=False)
+    finally:
+        lab.set(cpu_memory_arena=True, intra_op_spinning=False)
+        lab.restore()
+        lab.runs._runs.pop()
+        lab.step(training.step, n=2)
+        lab.restore()
+        lab.runs._runs.pop()
+    assert [set(one.names) for one in blame.culprits] == [{"cpu_memory_arena", "intra_op_spinning"}]
+    assert blame.whole.failure == "MemoryError: no room"
+    assert mended.baseline.failure
+    assert [one.names for one in mended.culprits] == [("cpu_memory_arena",)]
+
+
+def test_an_interrupt_leaves_the_lab_and_is_resumed(ready):
+    lab, training = ready
+    training.raises[training.calls + 9] = KeyboardInterrupt()
+    changes = {**INNOCENT, "custom_autograd": False}
+    with pytest.raises(KeyboardInterrupt, match=r"resume=lab.blames"):
+        lab.blame("loss", changes=changes, progress=False)
+    stopped = lab.blames[-1]
+    assert stopped.outcome == UNFINISHED
+    done = [trial.names for trial in stopped.trials]
+    assert done
+    again = lab.blame(resume=Blame.from_dict(stopped.to_dict()), progress=False)
+    assert [one.names for one in again.culprits] == [("custom_autograd",)]
+    assert [trial.names for trial in again.trials[: len(done)]] == done
+    whole = lab.blame("loss", changes=changes, progress=False)
+    assert again.runs == whole.runs + 1  # the one that was interrupted
+    with pytest.raises(LedgerError, match="nothing to resume"):
+        lab.blame(resume=again)
+
+
+def test_time_is_measured_in_pairs_and_the_answer_is_honest(ready):
+    lab, _ = ready
+    blame = lab.blame("step_ms", changes={"intra_op_spinning": True}, rounds=2, n=3, progress=False)
+    assert blame.outcome in {BLAMED, NO_CHANGE, TOO_NOISY}
+    assert blame.count == 3
+    assert len(blame.whole.runs) in {2, 4, 6}
+    assert blame.runs == 1 + 2 * len(blame.whole.runs)
+    assert blame.whole.low < blame.whole.value < blame.whole.high
+
+
+def test_memory_is_measured(ready):
+    lab, _ = ready
+    blame = lab.blame("peak_bytes", changes={"cpu_memory_arena": False}, progress=False)
+    assert blame.whole.amount > 0
+    # The arena is off whenever memory is measured, so this switch can change nothing.
+    assert blame.outcome == NO_CHANGE
+
+
+def test_a_record_comes_back_from_its_file(ready, tmp_path):
+    lab, _ = ready
+    blame = lab.blame(level, changes={"memory_level": 1, "intra_op_spinning": True}, progress=False)
+    again = Blame.load(blame.save(tmp_path / "blame.json"))
+    assert again.to_dict() == blame.to_dict()
+    assert again.table().equals(blame.table())
+    assert repr(again) == repr(blame)
+    (tmp_path / "other.json").write_text("[]", encoding="utf-8")
+    with pytest.raises(LedgerError, match="is not a blame"):
+        Blame.load(tmp_path / "other.json")
+    with pytest.raises(LedgerError, match="layout"):
+        Blame.from_dict({**blame.to_dict(), "schema": 0})
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"metric": "speed"}, "There is no metric 'speed'"),
+        ({"metric": "loss", "changes": {}}, "Nothing differs"),
+        ({"metric": "loss"}, "Nothing differs"),
+        ({"metric": "loss", "changes": {"memory_levle": 1}}, "no option 'memory_levle'"),
+        ({"metric": "loss", "changes": {"memory_level": 1}, "against": {"memory_level": 1}}, "go together"),
+        ({"metric": "loss", "changes": {"engine": "eager"}}, "engine is no switch"),
+        ({"metric": "loss", "changes": ["memory_level"]}, "a dict of values"),
+        ({"metric": "loss", "changes": {"memory_level": 1}, "tolerance": -1}, "tolerance must be"),
+        ({"metric": lambda _: "x", "changes": {"memory_level": 1}}, "returned 'x'"),
+        ({"metric": lambda run: run.speed, "changes": {"memory_level": 1}}, "AttributeError"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_and_nothing_kept(ready, call, message):
+    lab, _ = ready
+    known = list(lab.blames)
+    with pytest.raises(OptionError, match=message):
+        lab.blame(**call, progress=False)
+    assert lab.blames == known
+
+
+def test_a_step_that_fails_in_any_case_blames_no_switch(ready):
+    lab, training = ready
+    training.raises = {training.calls + more: ValueError("bad batch") for more in range(1, 5)}
+    with pytest.raises(StepError, match="with these switches and without them"):
+        lab.blame("loss", changes={"memory_level": 1}, progress=False)
+
+
+# --- judging -----------------------------------------------------------------------------------------------------
+
+
+def test_a_ratio_of_pairs_has_a_t_interval():
+    from scipy.stats import ttest_1samp
+
+    values, base = [1.1, 1.3, 1.2, 1.25], [1.0, 1.1, 1.05, 1.0]
+    ratio, low, high = ratio_of_pairs(values, base)
+    logs = [math.log(a / b) for a, b in zip(values, base, strict=True)]
+    expected = ttest_1samp(logs, 0).confidence_interval(0.95)
+    assert (math.log(low), math.log(high)) == pytest.approx((expected.low, expected.high))
+    assert ratio == pytest.approx(math.exp(sum(logs) / 4))
+    assert math.isnan(ratio_of_pairs([1.0], [1.0])[1])
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high", "answer"),
+    [(1.21, 1.2, 1.22, True), (1.0, 0.98, 1.02, False), (1.1, 1.0, 1.2, None), (1.3, 1.15, 1.5, True)],
+)
+def test_a_time_shows_the_change_only_if_its_interval_says_so(value, low, high, answer):
+    metric = Metric.read("step_ms", None)
+    whole = Trial(("a", "b"), 1.21, 1.19, 1.23)
+    assert metric.shows(Trial(("a",), value, low, high), whole, 1.0, 0.0) is answer
+    faster = Trial(("a", "b"), 1 / 1.21, 1 / 1.23, 1 / 1.19)
+    assert metric.shows(Trial(("a",), 1 / value, 1 / high, 1 / low), faster, 1.0, 0.0) is answer
+
+
+def test_noise_of_equal_runs_raises_what_counts_as_a_change():
+    metric = Metric.read("loss", None)
+    assert metric.is_change(Trial(("a",), 1e-4), 0.0, 0.0)
+    assert not metric.is_change(Trial(("a",), 1e-4), 0.0, 5e-5)
+    assert not metric.is_change(Trial(("a",), 1e-6), 0.0, 0.0)
+    nan = Trial(("a",), math.inf)
+    assert metric.shows(nan, nan, 0.0, 0.0)
+    assert metric.is_change(Trial(("a",), 1.01, 0.9, 1.2), 0.0, 0.0)
+    timed = Metric.read("step_ms", None)
+    assert timed.is_change(Trial(("a",), 1.1, 0.9, 1.3), 1.0, 0.0) is None
+    assert timed.is_change(Trial(("a",), 1.01, 1.005, 1.015), 1.0, 0.0) is False

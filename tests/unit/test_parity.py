@@ -1,0 +1,354 @@
+"""PyTorch against ONNX Runtime, tensor by tensor: what differs is found where it is, and nothing else is disturbed."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import ortlab
+from ortlab.errors import LedgerError, StepError
+from ortlab.parity import statistics
+from ortlab.parity.pairs import DIFFERS, NOT_COMPARED, Distance
+from ortlab.parity.record import Parity
+from ortlab.parity.statistics import TensorStatistics
+from ortlab.render import html, text
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.inner = nn.Linear(8, 16)
+        self.outer = nn.Linear(16, 8)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x, *, scale=None):
+        hidden = torch.tanh(self.inner(self.norm(x)))
+        return {"out": [x + self.drop(self.outer(hidden))], "nothing": None, "name": "block"}
+
+
+class Net(nn.Module):
+    """A module that is called twice, one that is never called, and outputs that are nested or no tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+        self.never = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x, labels):
+        x = self.block(x)["out"][0]
+        x = self.block(x, scale=None)["out"][0] * 1.5
+        return nn.functional.cross_entropy(self.head(x), labels)
+
+
+def lab_of(model, *batch, lr=0.1):
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=lr)
+
+    def step():
+        loss = model(*batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    lab = ortlab.wrap(model, log_level="ERROR")
+    lab.step(step, progress=False)
+    return lab
+
+
+def net_and_lab():
+    torch.manual_seed(3)
+    model = Net()
+    return model, lab_of(model, torch.randn(5, 8), torch.tensor([0, 1, 2, 0, 1]))
+
+
+@pytest.fixture(scope="module")
+def compared():
+    model, lab = net_and_lab()
+    state = {name: one.clone() for name, one in model.state_dict().items()}
+    generator, runs, hooks = torch.get_rng_state(), len(lab.runs), hook_count(model)
+    found = lab.parity(2, progress=False)
+    left = {
+        "weights": all(torch.equal(one, state[name]) for name, one in model.state_dict().items()),
+        "generator": torch.equal(torch.get_rng_state(), generator),
+        "ledger": len(lab.runs) == runs,
+        "hooks": hook_count(model) == hooks,
+        "dropout": model.block.drop.p == 0.5,
+        "pending": lab.pending_stage if hasattr(lab, "pending_stage") else lab.status.state,
+    }
+    again = lab.rerun(progress=False)
+    yield model, lab, found, left, again
+    lab.unwrap(forget=True)
+
+
+def hook_count(model):
+    tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+    hooks = sum(len(getattr(part, table)) for part in model.modules() for table in tables)
+    return hooks + sum(len(one._post_accumulate_grad_hooks or ()) for one in model.parameters())
+
+
+@pytest.mark.row("I8")
+def test_equal_engines_give_no_alarm(compared):
+    _, _, found, _, _ = compared
+    assert found.ok, found.first
+    assert found.outcome == "agrees"
+    kinds = {pair.site.kind for pair in found.pairs if pair.distance}
+    assert kinds == {
+        "input",
+        "output",
+        "input gradient",
+        "output gradient",
+        "parameter gradient",
+        "updated parameter",
+    }
+    assert found.loss_difference < 1e-5
+    assert found.written_bytes > 0
+
+
+def test_a_module_that_is_called_twice_is_compared_twice_and_one_that_is_not_called_is_not_there(compared):
+    _, _, found, _, _ = compared
+    calls = {
+        pair.site.call
+        for pair in found.pairs
+        if pair.site.module == "block.inner" and pair.site.kind == "output"
+    }
+    assert calls == {1, 2}
+    twice = [p for p in found.pairs if p.site.module == "block.inner" and p.site.kind == "output"]
+    assert all(pair.distance for pair in twice), [pair.note for pair in twice]
+    of_never = {pair.site.kind for pair in found.pairs if pair.site.module == "never"}
+    assert of_never <= {"updated parameter"}
+
+
+def test_nested_outputs_are_named_by_their_place(compared):
+    _, _, found, _, _ = compared
+    names = {p.site.name for p in found.pairs if p.site.module == "block" and p.site.kind == "output"}
+    assert names == {"out.0"}
+
+
+def test_the_lab_is_as_it_was(compared):
+    _, lab, _, left, again = compared
+    assert left == {**dict.fromkeys(left, True), "pending": "ready"}
+    assert again.losses == lab.runs.run(1).losses
+
+
+@pytest.mark.row("I2")
+def test_the_checklist_is_answered(compared):
+    _, _, found, _, _ = compared
+    answers = {check.question: check for check in found.checks}
+    assert answers["Is dropout off?"].state == "done"
+    assert "lets everything pass" in answers["Is dropout off?"].result
+    assert "another seed changes" in answers["What does another seed change?"].result
+    assert answers["Does PyTorch repeat itself?"].result.startswith("Bit for bit")
+    assert answers["Does ONNX Runtime repeat itself?"].result.startswith("Bit for bit")
+    assert answers["Does looking change the numbers?"].state == "done"
+
+
+def test_it_goes_to_json_and_back(compared, tmp_path):
+    _, _, found, _, _ = compared
+    read = Parity.load(found.save(tmp_path / "parity.json"))
+    assert json.dumps(read.to_dict()) == json.dumps(found.to_dict())  # nan is not equal to itself
+    assert (repr(read), read.checks, read.losses) == (repr(found), found.checks, found.losses)
+    (tmp_path / "other.json").write_text("[]")
+    with pytest.raises(LedgerError, match="no comparison of tensors"):
+        Parity.load(tmp_path / "other.json")
+
+
+def test_the_page_the_table_and_the_figure(compared):
+    _, _, found, _, _ = compared
+    assert "none is further apart" in text.render(found)
+    assert "<svg" in html.render(found)
+    table = found.table()
+    assert len(table) == len(found.pairs)
+    assert {"module", "verdict", "distance", "floor", "reference std", "candidate std"} <= {*table.columns}
+    assert len(ortlab.plot(found).axes) == 3
+
+
+class Fault(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, ahead, back):
+        ctx.back = back
+        return tensor * ahead
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.back, None, None
+
+
+def faulty(model, path, ahead, back):
+    """Change what a module computes where PyTorch runs it; traced, it is as it was."""
+    part = model.get_submodule(path)
+    original = part.forward
+
+    def forward(*args, **kwargs):
+        outputs = original(*args, **kwargs)
+        return outputs if torch._C._get_tracing_state() else Fault.apply(outputs, ahead, back)
+
+    part.forward = forward
+
+
+@pytest.mark.row("I8")
+@pytest.mark.parametrize(("ahead", "back", "phase"), [(1.001, 1.0, "forward"), (1.0, 1.001, "backward")])
+@pytest.mark.parametrize("path", ["block.outer", "head"])
+def test_a_fault_is_found_in_its_module(path, ahead, back, phase):
+    model, lab = net_and_lab()
+    faulty(model, path, ahead, back)
+    found = lab.parity(1, seeds=False, progress=False)
+    lab.unwrap(forget=True)
+    assert (found.first.module, found.first.phase) == (path, phase)
+    assert found.first.pair.verdict == DIFFERS
+    assert found.outcome == "diverges"
+    page = text.render(found)
+    assert f"in the {phase} of step 1, in {path} (Linear)" in page
+
+
+class Between(Net):
+    """Computes something between the calls, which the engines do not agree on."""
+
+    def forward(self, x, labels):
+        x = self.block(x)["out"][0]
+        x = self.block(x)["out"][0] * (1.5 if torch._C._get_tracing_state() else 1.502)
+        return nn.functional.cross_entropy(self.head(x), labels)
+
+
+@pytest.mark.row("I8")
+def test_a_fault_between_the_calls_is_the_callers():
+    torch.manual_seed(3)
+    lab = lab_of(Between(), torch.randn(5, 8), torch.tensor([0, 1, 2, 0, 1]))
+    found = lab.parity(1, seeds=False, progress=False)
+    lab.unwrap(forget=True)
+    assert (found.first.module, found.first.module_class) == ("", "Between")
+    assert "what it hands to head" in found.first.reason
+    assert found.first.source.startswith(__file__)
+
+
+class Random(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        return self.last(hidden + 0.1 * torch.randn_like(hidden)).sum()
+
+
+def test_a_model_that_is_random_by_design_is_said_to_be():
+    torch.manual_seed(3)
+    lab = lab_of(Random(), torch.randn(3, 4))
+    found = lab.parity(1, seeds=False, progress=False)
+    lab.unwrap(forget=True)
+    answers = {check.question: check for check in found.checks}
+    assert answers["Is dropout off?"].state == "found"
+    assert "random by design" in answers["Is dropout off?"].result
+
+
+class Roots(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.last(torch.log(self.first(x))).sum()
+
+
+def test_nan_in_both_engines_is_no_difference_and_is_said():
+    torch.manual_seed(3)
+    lab = lab_of(Roots(), torch.randn(3, 4), lr=0.0)
+    found = lab.parity(1, seeds=False, progress=False)
+    lab.unwrap(forget=True)
+    assert any("nan" in note for note in found.notes)
+    assert found.forward is None
+
+
+def test_runs_with_other_data_are_refused_and_leave_nothing_behind():
+    torch.manual_seed(3)
+    model = Net()
+    numbers = iter(range(1000))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        x = torch.full((5, 8), float(next(numbers)) / 7)
+        loss = model(x, torch.tensor([0, 1, 2, 0, 1]))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    lab = ortlab.wrap(model, engine="eager")
+    lab.step(step, progress=False)
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    with pytest.raises(StepError, match="did not get the same data"):
+        lab.parity(1, progress=False)
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    assert (lab.engine, len(lab.runs), hook_count(model)) == ("eager", 1, 0)
+    lab.unwrap(forget=True)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_a_failure_leaves_everything_as_it_was(error):
+    torch.manual_seed(3)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(3, 4)
+    calls = []
+
+    def step():
+        calls.append(1)
+        loss = model(x).sum()
+        loss.backward()
+        with torch.no_grad():
+            model[0].weight -= 0.1 * model[0].weight.grad
+        model.zero_grad()
+        if len(calls) == 6:  # in the second run of ONNX Runtime
+            raise error
+
+    lab = ortlab.wrap(model)
+    lab.step(step, progress=False)
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    with pytest.raises(error):
+        lab.parity(1, seeds=False, progress=False)
+    assert len(calls) == 6
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    assert (len(lab.runs), hook_count(model), lab.status.state) == (1, 0, "ready")
+    assert not torch.are_deterministic_algorithms_enabled()
+    lab.unwrap(forget=True)
+
+
+def test_without_a_step_there_is_nothing_to_compare():
+    lab = ortlab.wrap(nn.Linear(2, 2))
+    with pytest.raises(StepError, match="no step to go back to"):
+        lab.parity()
+    with pytest.raises(StepError, match="whole number"):
+        lab.parity(0)
+    lab.unwrap()
+
+
+def test_distances():
+    ours = torch.tensor([3.0, 4.0])
+    assert Distance.between(ours, ours) == Distance(0.0, 0.0)
+    assert Distance.between(ours, ours * 1.5) == Distance(pytest.approx(0.5), 2.0)
+    assert Distance.between(torch.zeros(2), ours).relative == math.inf
+    nan = torch.tensor([math.nan, math.inf, 1.0])
+    assert Distance.between(nan, nan.clone()) == Distance(0.0, 0.0)
+    assert Distance.between(nan, torch.tensor([0.0, math.inf, 1.0])).relative == math.inf
+
+
+@pytest.mark.row("T12")
+def test_the_deviation_of_ten_million_values_around_a_thousand(monkeypatch):
+    monkeypatch.setattr(statistics, "_BLOCK", 2**20)
+    generator = torch.Generator().manual_seed(2)
+    values = torch.randn(10**7, generator=generator, dtype=torch.float64) * 1e-3 + 1e3
+    exact = float(((values - values.mean()) ** 2).sum() / (values.numel() - 1)) ** 0.5
+    assert TensorStatistics.of(values).std == pytest.approx(exact, rel=1e-6)
+    single = values.float()
+    centred = single.double() - single.double().mean()
+    assert TensorStatistics.of(single).std == pytest.approx(
+        float((centred.square().sum() / (values.numel() - 1)).sqrt()), rel=1e-6
+    )
+
+
+def test_what_is_not_compared_says_why(compared):
+    _, _, found, _, _ = compared
+    assert all(pair.note for pair in found.pairs if pair.verdict == NOT_COMPARED)
