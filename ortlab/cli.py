@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import ortlab
 from ortlab.errors import OrtlabError
+from ortlab.interrupts import interrupts_kept
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     args.others = others
     try:
-        code: int = args.action(args)
+        with interrupts_kept():
+            code: int = args.action(args)
     except OrtlabError as error:
         print(f"ortlab {args.command}: {error}", file=sys.stderr)
         return FAILED

@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ortlab.cautions import FELL_BACK, cautions
+from ortlab.coverage import names
 from ortlab.errors import LedgerError
-from ortlab.runs import EXECUTED_BY_FALLBACK, Run
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from ortlab.runs import Run
 
 CONFIDENCE = 0.95
 RESAMPLES = 2000
@@ -38,6 +41,8 @@ class Contrast:
         Largest relative difference of the losses, step by step, or None where losses are missing.
     remarks
         What a reader must know before believing the numbers: other data, other start, fallback, ...
+    fell_back
+        Whether PyTorch executed any step of the run or of the baseline that ORT was asked for.
     """
 
     run: Run
@@ -47,17 +52,12 @@ class Contrast:
     memory_ratio: float | None
     loss_difference: float | None
     remarks: tuple[str, ...]
+    fell_back: bool = False
 
     @property
     def verdict(self) -> str:
-        """Say in words what the interval allows to say about time."""
-        if math.isnan(self.time_low):
-            return "too few steps to tell"
-        if self.time_high < 1.0:
-            return "faster"
-        if self.time_low > 1.0:
-            return "slower"
-        return "no difference shown"
+        """Say in words what the interval allows to say about time; nothing where a side fell back."""
+        return FELL_BACK if self.fell_back else verdict(self.time_low, self.time_high)
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,19 @@ def compare(runs: Sequence[Run], baseline: Run | None = None) -> Comparison:
     return Comparison(base, tuple(_contrast(base, run) for run in others))
 
 
+def verdict(low: float, high: float) -> str:
+    """Say in words what the confidence interval of a ratio of times allows to say; nan where there is none."""
+    if math.isnan(low):
+        return "too few steps to tell"
+    if high < 1.0:
+        return "faster"
+    if low > 1.0:
+        return "slower"
+    return "no difference shown"
+
+
 def _contrast(base: Run, run: Run) -> Contrast:
-    low, high = _interval([s.total_ms for s in run.warm_steps], [s.total_ms for s in base.warm_steps])
+    low, high = interval([s.total_ms for s in run.warm_steps], [s.total_ms for s in base.warm_steps])
     memory = None
     if (
         run.memory
@@ -115,12 +126,25 @@ def _contrast(base: Run, run: Run) -> Contrast:
         low,
         high,
         memory,
-        _loss_difference(base, run),
-        tuple(_remarks(base, run)),
+        loss_difference(base, run),
+        tuple(remarks(base, run)),
+        base.fell_back or run.fell_back,
     )
 
 
-def _interval(values: Sequence[float], base: Sequence[float]) -> tuple[float, float]:
+def interval(values: Sequence[float], base: Sequence[float]) -> tuple[float, float]:
+    """Return the ends of the 95 % bootstrap confidence interval of a ratio of medians.
+
+    Parameters
+    ----------
+    values, base
+        Times of warm steps, in any one unit.
+
+    Returns
+    -------
+    low, high : float
+        Both nan with fewer than 3 times on a side.
+    """
     if min(len(values), len(base)) < MINIMUM_STEPS:
         return math.nan, math.nan
     import numpy as np
@@ -142,28 +166,52 @@ def _interval(values: Sequence[float], base: Sequence[float]) -> tuple[float, fl
     return float(result.confidence_interval.low), float(result.confidence_interval.high)
 
 
-def _loss_difference(base: Run, run: Run) -> float | None:
+def loss_difference(base: Run, run: Run) -> float | None:
+    """Return the largest relative difference of the losses, step by step; None where no step has both.
+
+    Losses that are both nan, or both infinite with one sign, are equal; one of them alone is infinitely far.
+    """
     pairs = [(a, b) for a, b in zip(base.losses, run.losses, strict=False) if a is not None and b is not None]
     if not pairs:
         return None
-    return max(abs(a - b) / max(abs(a), abs(b), 1e-12) for a, b in pairs)
+    return max(_apart(a, b) for a, b in pairs)
 
 
-def _remarks(base: Run, run: Run) -> list[str]:
-    remarks = [
-        f"run {one.number} was executed by PyTorch, not ORT: {one.fallback_reason}"
+def same_losses(one: Run, other: Run) -> bool:
+    """Tell whether two runs have the same losses, step by step; a loss that is nan is the same as another."""
+    return len(one.losses) == len(other.losses) and all(
+        a == b or (a is not None and b is not None and _apart(a, b) == 0.0)
+        for a, b in zip(one.losses, other.losses, strict=True)
+    )
+
+
+def _apart(a: float, b: float) -> float:
+    if a == b or (math.isnan(a) and math.isnan(b)):
+        return 0.0
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return math.inf
+    return abs(a - b) / max(abs(a), abs(b), 1e-12)
+
+
+def remarks(base: Run, run: Run) -> list[str]:
+    """Say what a reader must know before believing a comparison of two runs; usually nothing."""
+    found = [f"run {one.number} {caution}" for one in (base, run) for caution in cautions(one)]
+    found += [
+        f"run {one.number} did not call the wrapped part {names(one.coverage.uncalled)}"
         for one in (base, run)
-        if one.executed_by == EXECUTED_BY_FALLBACK
+        if one.coverage.called and one.coverage.uncalled
     ]
     if run.start_digest != base.start_digest:
-        remarks.append("other start: weights, optimizer or random state differ")
+        found.append("other start: weights, optimizer or random state differ")
+    if run.mode != base.mode:
+        found.append(f"other mode: {run.mode} and {base.mode}")
     if run.data_digest != base.data_digest:
-        remarks.append("other data: the model did not see the same inputs")
+        found.append("other data: the model did not see the same inputs")
     if len(run.steps) != len(base.steps):
-        remarks.append(f"other number of steps: {len(run.steps)} and {len(base.steps)}")
+        found.append(f"other number of steps: {len(run.steps)} and {len(base.steps)}")
     if run.device != base.device:
-        remarks.append(f"other device: {run.device} and {base.device}")
-    return remarks
+        found.append(f"other device: {run.device} and {base.device}")
+    return found
 
 
 def _row(run: Run, contrast: Contrast | None) -> dict[str, object]:

@@ -6,10 +6,11 @@ import dataclasses
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -17,12 +18,15 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import psutil
 
-from ortlab.engine import function_library, installation
+from ortlab.engine import installation
+from ortlab.engine.functions import library as function_library
 from ortlab.errors import InstallError, OptionError
-from ortlab.options import Options
+from ortlab.options import Need, Options, declaration, switches
+from ortlab.switches import REASONS
 
 if TYPE_CHECKING:
     import pandas as pd
+    import torch
 
 Status: TypeAlias = Literal["ok", "warn", "fail"]
 
@@ -87,7 +91,7 @@ class Report:
         )
 
 
-def examine(environ: Mapping[str, str] | None = None) -> Report:
+def examine(environ: Mapping[str, str] | None = None, *, module: torch.nn.Module | None = None) -> Report:
     """Look at everything that training with ONNX Runtime needs; it takes some seconds.
 
     A few units are trained in a fresh process, so that an installation that ends the process is reported too.
@@ -96,6 +100,9 @@ def examine(environ: Mapping[str, str] | None = None) -> Report:
     ----------
     environ
         Environment variables to examine and to run that process with; those of this process if None.
+    module
+        What the training loop calls: a model with whatever is put around it. If given, the order of the wrappers is
+        looked at, too (row A5).
 
     Returns
     -------
@@ -105,9 +112,49 @@ def examine(environ: Mapping[str, str] | None = None) -> Report:
     environ = os.environ if environ is None else environ
     checks = [_python(), _packages(), _onnxruntime()]
     if all(check.status == "ok" for check in checks):
-        checks += _trained(*_selftest(environ))
-    checks += [_cache(), *_notebook(), _transformers(), _machine(), _variables(environ)]
+        trained = _trained(*_selftest(environ))
+        checks += trained
+        if all(
+            check.status != "fail" for check in trained
+        ):  # what follows imports torch and ONNX Runtime here
+            checks += _switches(installation.have())
+    if module is not None:
+        checks.append(examine_wrappers(module))
+    checks += [
+        _cache(),
+        *_notebook(),
+        _transformers(),
+        _compiler(environ),
+        _machine(),
+        _variables(environ),
+    ]
     return Report(tuple(checks))
+
+
+def examine_wrappers(module: torch.nn.Module) -> Check:
+    """Look at the order of the wrappers around a model, which takes no time.
+
+    Parameters
+    ----------
+    module
+        The outermost module: what the training loop calls.
+
+    Returns
+    -------
+    Check
+        "ok" where ORT is inside what belongs around it, "fail" where the order cannot work, and "warn" where nothing
+        runs on ORT; with the nest in one line, and what mends it.
+    """
+    from ortlab.wrapper_order import wrapper_order
+
+    name, order = "Wrappers", wrapper_order(module)
+    if order.fault is not None:
+        return Check(name, "fail", f"{order.fault.what} {order.fault.why}", order.fault.fix)
+    if not order.has_ort:
+        return Check(
+            name, "warn", f"{order.written}: nothing of it runs on ORT", "Wrap it: ortlab.wrap(model)."
+        )
+    return Check(name, "ok", order.written)
 
 
 def _python() -> Check:
@@ -222,6 +269,24 @@ def _step(name: str, findings: Mapping[str, Any]) -> Check:
     return Check(name, "ok", found)
 
 
+def _switches(have: Collection[Need]) -> list[Check]:
+    """Name the switches that cannot act here, by what they need; a machine without a GPU is no fault."""
+    lacking: dict[Need, list[str]] = {}
+    for one in switches():
+        needs = one.needs + (declaration(one.part_of).needs if one.part_of else ())
+        for need in dict.fromkeys(needs):
+            if need not in have:
+                lacking.setdefault(need, []).append(one.name)
+    checks = []
+    for need, names in lacking.items():
+        title = f"Switches ({need.value.replace('_', ' ')})"
+        checks.append(Check(title, "ok", f"{', '.join(names)}: cannot act here; each {REASONS[need]}"))
+    broken = [
+        Check(f"Switch {one.name}", "ok", f"{one.name} {one.broken}") for one in switches() if one.broken
+    ]
+    return checks + broken
+
+
 def _cache() -> Check:
     folder = function_library.cache_folder()
     try:
@@ -256,6 +321,14 @@ def _transformers() -> Check:
     return Check(
         "transformers", "ok", version or "not installed; only `ortlab demo` and the tutorials need it"
     )
+
+
+def _compiler(environ: Mapping[str, str]) -> Check:
+    """Look for the compiler that Inductor will ask for: that of CXX, or its default (`torch._inductor.config.cpp`)."""
+    wanted = environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    found = shutil.which(wanted, path=environ.get("PATH"))
+    lacking = f'{wanted} is not installed; on a CPU, engine="compile" needs it'
+    return Check("C++ compiler", "ok", found or lacking)
 
 
 def _version(name: str) -> str | None:

@@ -61,6 +61,14 @@ class ExecutionError(OrtlabError):
     """ONNX Runtime failed while it executed the model."""
 
 
+class FallbackWarning(UserWarning):
+    """PyTorch executes a model that ONNX Runtime was asked for; `fallback` is on."""
+
+
+class PlanWarning(UserWarning):
+    """A recompute plan that was asked for is not applied: the model has no such cluster."""
+
+
 class LedgerError(OrtlabError):
     """A run was asked for that the ledger does not hold, or a ledger file cannot be read."""
 

@@ -86,7 +86,7 @@ def check_count(count: object) -> None:
         raise StepError(f"The number of steps must be a whole number from 1 on, not {count!r}.")
 
 
-def mentioned(step: Callable[[], object]) -> list[object]:
+def mentioned(step: Callable[..., object]) -> list[object]:
     """Return the objects that a function names: in its closure, its globals, and what a method belongs to."""
     owner = getattr(step, "__self__", None)
     function = inspect.unwrap(getattr(step, "__func__", step))

@@ -3,51 +3,85 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+from ortlab.blame.blaming_lab import BlamingLab
+from ortlab.budgets.budgeting_lab import BudgetingLab
 from ortlab.comparison import Comparison, compare
-from ortlab.engine.baselines import CompileEngine, EagerEngine
+from ortlab.configuration import Configuration
+from ortlab.coverage import names
+from ortlab.density_lab import DensityLab
+from ortlab.engine.baselines import Baseline, baseline
 from ortlab.engine.installation import have as installed_needs
+from ortlab.engine.logs.runtime_log import crashed_processes
 from ortlab.engine.ort import OrtEngine
-from ortlab.errors import OptionError, StepError, WrapError
+from ortlab.engine_names import check_engine, engine_kind
+from ortlab.errors import StepError, WrapError
 from ortlab.experiment import Experiment
-from ortlab.graphs.stages import STAGES, Graph
-from ortlab.memory.plan import MemoryPlan, read_plan
-from ortlab.options import Effect, Options, check_needs, switches, unmet
+from ortlab.graph_diff_lab import GraphDiffLab
+from ortlab.graph_lab import GraphLab
+from ortlab.hunting.hunting_lab import HuntingLab
+from ortlab.interrupts import interrupts_kept
+from ortlab.lab_view import LabView, Observer
+from ortlab.loop_recording import LoopRecording
+from ortlab.memory.measuring_lab import MeasuringLab
+from ortlab.messages import MessageLog
+from ortlab.option_files import with_files, with_usable_export_folder
+from ortlab.options import Options, check_needs, switches
+from ortlab.parity.subscribing_lab import SubscribingLab
+from ortlab.parity_lab import ParityLab
+from ortlab.partial import PartsEngine
+from ortlab.parts import find_parts
+from ortlab.peers.comparing_lab import ComparingLab
+from ortlab.pricing_lab import PricingLab
+from ortlab.profiling_lab import ProfilingLab
 from ortlab.recording import Recording
 from ortlab.runs import Initialization, Ledger, Run
 from ortlab.snapshot import Snapshot
-from ortlab.status import Status
+from ortlab.stash_view import StashView
+from ortlab.sweeps.sweeping_lab import SweepingLab
+from ortlab.variables import sources
+from ortlab.weights import check_weights
 from ortlab.wrapping import Takeover, check_wrappable
 
 if TYPE_CHECKING:
     import torch
 
-    from ortlab.messages import Message
     from ortlab.options import Need
-
-ENGINES: Final = ("ort", "eager", "compile")
-"""ONNX Runtime, plain PyTorch, `torch.compile`."""
-
-Observer = Callable[[str], None]
-"""Called with "options", "status", "runs" or "progress:<text>:<fraction>" after each change."""
-
-_latest: weakref.ref[Lab] | None = None
+    from ortlab.parts import Wishes
 
 
-class Lab:
+class Lab(
+    LabView,
+    StashView,
+    ComparingLab,
+    DensityLab,
+    SweepingLab,
+    ProfilingLab,
+    MeasuringLab,
+    PricingLab,
+    BudgetingLab,
+    HuntingLab,
+    ParityLab,
+    GraphLab,
+    GraphDiffLab,
+    BlamingLab,
+    SubscribingLab,
+):
     """One model under experiment; `ortlab.wrap` makes it.
 
     Parameters
     ----------
     module
         The model. It keeps its identity: `lab.module is model`, and calling it runs the lab's engine.
+    only
+        The sub-modules that ONNX Runtime runs; None for the whole model. See `ortlab.wrap`.
     options
         The switches; by default those that the `ORTMODULE_*` environment variables set.
     engine
-        "ort", "eager" or "compile".
+        "ort", "eager", "checkpoint" or "compile"; see `set`.
     name
         What tables and errors call the model.
 
@@ -59,13 +93,20 @@ class Lab:
         Its name.
     runs
         The ledger.
+    sweeps
+        The sweeps, in order; one that was interrupted, too.
+    budgets
+        The budgets that were asked for, in order.
     notes
-        What the environment variables meant, one sentence each.
+        What the environment variables meant, one sentence each; and where the last lines of a process are that died
+        inside ONNX Runtime.
+    from_environment
+        By option: the environment variable that gave it its first value.
 
     Raises
     ------
     WrapError
-        If the object cannot be wrapped.
+        If the object or a part of it cannot be wrapped, or there is no such part.
     OptionError
         If an option is unknown, wrong, or needs something that is missing here.
 
@@ -81,20 +122,27 @@ class Lab:
         self,
         module: torch.nn.Module,
         *,
+        only: Wishes | None = None,
         options: Options | None = None,
         engine: str = "ort",
         name: str = "model",
         **changes: object,
     ) -> None:
+        super().__init__()
         check_wrappable(module)
+        parts = None if only is None else find_parts(module, only)
         self.notes: tuple[str, ...] = ()
+        self.from_environment: Mapping[str, str] = {}
         if options is None:
             options, self.notes = Options.from_environment(os.environ)
-            if options.export_cache_dir:  # set for other programs, and no reason not to train in this one
-                options = options.replace(export_cache_dir="")
-                self.notes += (f"ORTMODULE_CACHE_DIR is ignored: {unmet('export_cache_dir', ())}",)
-        options = options.replace(**changes)
-        _check_engine(engine)
+            found = sources(os.environ, switches())
+            self.from_environment = {name: found[name] for name in found if name not in changes}
+            if options.export_cache_dir and "export_cache_dir" not in changes:
+                options, note = with_usable_export_folder(options)
+                self.notes += (note,)
+        self.notes += crashed_processes()
+        options = with_files(options.replace(**changes), Options().changed(options) + tuple(changes))
+        engine = check_engine(engine)
         self.have: frozenset[Need] = installed_needs()
         check_needs(options, self.have)
         self.module = module
@@ -106,14 +154,26 @@ class Lab:
         self._recording: Recording | None = None
         self._takeover = Takeover(module, self._forward)
         self._wrapped = True
-        forward = self._takeover.original_forward
-        self._ort = OrtEngine(module, forward, options, self._report_progress, self._built)
-        self._eager = EagerEngine(forward)
-        self._compile = CompileEngine(forward, self._built)
-        self._engine: OrtEngine | EagerEngine | CompileEngine = self._choose(engine)
+        takeover = self._takeover
+        self._log = MessageLog()
+        told = (options, self._report_progress, self._built, self._log)
+        self._ort: OrtEngine | PartsEngine
+        if parts is None:
+            self._ort = OrtEngine(module, takeover.run_original, *told, takeover.instance_forward)
+        else:
+            try:
+                self._ort = PartsEngine(module, parts, takeover.run_original, *told)
+            except BaseException:
+                takeover.release()
+                raise
+        self._baselines: dict[str, Baseline] = {}
+        try:
+            self._engine = self._choose(engine)
+        except BaseException:
+            takeover.release()
+            self._ort.close()
+            raise
         self._executed_by = ""
-        global _latest  # noqa: PLW0603 - a notebook's magics act on the lab that was wrapped last
-        _latest = weakref.ref(self)
 
     # ---- switches ---------------------------------------------------------------------------------------------
 
@@ -124,8 +184,13 @@ class Lab:
 
     @property
     def engine(self) -> str:
-        """The engine of the next step: "ort", "eager" or "compile"."""
+        """The engine of the next step: "ort", "eager", "checkpoint" or "compile", with what it is told; see `set`."""
         return self._engine.name
+
+    @property
+    def configuration(self) -> Configuration:
+        """Engine and switches together; `configure` takes them over again."""
+        return Configuration(self.engine, self._options)
 
     def set(self, *, engine: str | None = None, **changes: object) -> Lab:
         """Change switches, or the engine; the next call rebuilds what they touch, and only that.
@@ -133,7 +198,9 @@ class Lab:
         Parameters
         ----------
         engine
-            "ort", "eager" or "compile"; None leaves it.
+            "ort"; "eager", plain PyTorch; "checkpoint", which runs each layer under `torch.utils.checkpoint`
+            ("checkpoint:encoder+decoder.block" names them); "compile", `torch.compile` ("compile:0.5" gives it an
+            activation memory budget). None leaves it.
         **changes
             Options by name, as in `lab.set(memory_level=1)`.
 
@@ -145,27 +212,35 @@ class Lab:
         Raises
         ------
         OptionError
-            If an option or the engine is unknown, has a wrong value, contradicts another, or cannot act here.
-            Nothing is changed then.
+            If an option or the engine is unknown, has a wrong value, contradicts another, or cannot act here, or the
+            model has no layers to checkpoint. Nothing is changed then.
         StepError
             If a step is running.
         """
         self._check_usable("change options")
-        options = self._options.replace(**changes)
-        if engine is not None:
-            _check_engine(engine)
-        check_needs(options, self.have)
-        _check_import_time(options, self._options)
-        self._options = options
-        self._ort.options = options
-        if engine is not None:
-            self._engine = self._choose(engine)
+        wished = changes if engine is None else {**changes, "engine": engine}
+        return self.configure(self.configuration.changed(wished, self.have))
+
+    def configure(self, configuration: Configuration) -> Lab:
+        """Take over an engine and switches as a whole, for example those that `configuration` gave before.
+
+        Raises
+        ------
+        OptionError
+            If the model has no layers to checkpoint. Nothing is changed then.
+        StepError
+            If a step is running.
+        """
+        self._check_usable("change options")
+        self._engine = self._choose(configuration.engine)
+        self._options = self._ort.options = configuration.options
         self._notify("options")
         self._notify("status")
         return self
 
     # ---- steps ------------------------------------------------------------------------------------------------
 
+    @interrupts_kept()
     def step(
         self,
         fn: Callable[[], object],
@@ -203,13 +278,70 @@ class Lab:
         Raises
         ------
         StepError
-            If the step does not call the model or, in training mode, calls no `backward()`.
+            If the step does not call the model or, in training mode, calls no `backward()`; if the weights are not
+            finite, or nothing can be trained.
         Exception
             Whatever `fn` raises. The lab is then as it was before the call, weights and optimizer included.
         """
         self._check_usable("run a step")
+        check_weights(self.module)
         return self._run(Experiment.begin(self.module, fn, n, watch, source), progress=progress)
 
+    def record(self, train: Callable[[], object]) -> Run:
+        """Let a loop of somebody else train the model, and write each step of its optimizer into the ledger as a run.
+
+        A step goes from its first forward in training mode to the end of the optimizer's step: accumulated batches are
+        one step, and evaluation, logging and saving are in none. Its loss is the sum of what `backward()` was called
+        on, with a gradient scaler the scaled one.
+
+        Parameters
+        ----------
+        train
+            What trains, such as a Trainer's `train`; it is called once, without arguments. What it has changed stays,
+            also after a failure.
+
+        Returns
+        -------
+        Run
+            The record, also in `lab.runs`. If the training fails or is interrupted after a step, the run with the steps
+            that were made is in the ledger, and the exception goes on.
+
+        Raises
+        ------
+        StepError
+            If the loop did not train this model.
+        Exception
+            Whatever `train` raises.
+
+        Examples
+        --------
+        >>> run = lab.record(trainer.train)
+        """
+        self._check_usable("record a training")
+        if not callable(train):
+            raise StepError(
+                f"A training must be something to call, not a {type(train).__name__}.",
+                fix="Pass the function, do not call it: lab.record(trainer.train).",
+            )
+        experiment = Experiment(train, 1, Snapshot(self.module))
+        recording = LoopRecording(
+            self.module, self._engine, self._takeover.original_forward, experiment, self._report_progress
+        )
+        self._recording, number = recording, self.runs.next_number
+        try:
+            with self._log.during_run(number):
+                run = recording.run(number, self._options, show=False)
+        finally:
+            self._recording = None
+            self._report_progress("", 1.0)
+        self.runs.add(run)
+        self._notify("runs")
+        self._notify("status")
+        if recording.failure is not None:
+            raise recording.failure
+        return run
+
+    @interrupts_kept()
     def rerun(self, n: int | None = None, *, progress: bool = True) -> Run:
         """Go back to the start of the last step call and do it again, with the present options and engine.
 
@@ -255,7 +387,7 @@ class Lab:
         Parameters
         ----------
         *numbers
-            Numbers of the runs; all of them if none is given.
+            Numbers of the runs; if none is given, all but those of sweeps, which hold their own comparison.
         baseline
             Number of the run to compare with; by default the first.
 
@@ -264,82 +396,20 @@ class Lab:
         LedgerError
             If a run is not there, or there are fewer than two.
         """
-        runs = [self.runs.run(number) for number in numbers] if numbers else list(self.runs)
+        single = [run for run in self.runs if not run.sweep]
+        runs = [self.runs.run(number) for number in numbers] if numbers else single
         return compare(runs, self.runs.run(baseline) if baseline is not None else None)
 
-    # ---- looking ----------------------------------------------------------------------------------------------
+    # ---- the end ------------------------------------------------------------------------------------------------
 
-    def plan(self) -> MemoryPlan:
-        """Read what ORT keeps for backward and which recompute plans it offers.
-
-        Raises
-        ------
-        BuildError
-            If no training graph has been built yet for the present options.
-        """
-        execution = self._ort.execution
-        report = execution.memory_report()
-        return read_plan(
-            report.savings,
-            report.symbols,
-            report.insight,
-            memory_level=self._options.memory_level,
-            enabled=self._options.memory_plan,
-        )
-
-    def graph(self, stage: str = "execution") -> Graph:
-        """Return one of the ONNX graphs of the present build.
+    def unwrap(self, *, forget: bool = False) -> torch.nn.Module:
+        """Give the model its own forward back and free ONNX Runtime's sessions; weights stay as trained.
 
         Parameters
         ----------
-        stage
-            "exported", "processed", "optimized" (before the gradient), "gradient" or "execution".
-
-        Raises
-        ------
-        OptionError
-            If there is no such stage.
-        BuildError
-            If nothing has been built yet for the present options.
-        """
-        if stage not in STAGES:
-            raise OptionError(f"There is no graph stage {stage!r}.", fix=f"Stages: {', '.join(STAGES)}.")
-        execution = self._ort.execution
-        mode = "training" if execution.training else "inference"
-        return Graph(stage, mode, execution.serialized_graph(stage))
-
-    @property
-    def messages(self) -> tuple[Message, ...]:
-        """What torch's exporter, ORTModule and ONNX Runtime said during the present builds."""
-        return self._ort.messages
-
-    @property
-    def status(self) -> Status:
-        """What the lab is doing now."""
-        pending = self._engine.pending_stage()
-        if not self._wrapped:
-            state = "unwrapped"
-        elif self._engine.fallback_reason:
-            state = "fallback"
-        elif not pending:
-            state = "ready"
-        else:
-            state = "rebuild pending" if self._executed_by == self.engine else "not built"
-        reason = self._engine.fallback_reason or getattr(self._engine, "rebuild_reason", "")
-        return Status(self.engine, state, self._executed_by, reason, pending)
-
-    def observe(self, callback: Observer) -> Callable[[], None]:
-        """Call back after each change; returns a function that ends that."""
-        self._observers.append(callback)
-
-        def stop() -> None:
-            if callback in self._observers:
-                self._observers.remove(callback)
-
-        return stop
-
-    def unwrap(self) -> torch.nn.Module:
-        """Give the model its own forward back and free ONNX Runtime's sessions; weights stay as trained.
+        forget
+            Whether to drop the exports and gradient graphs of the model as well. They hold no weights, are otherwise
+            kept as long as the model lives, and let the next lab of the same model start with a new session only.
 
         Returns
         -------
@@ -349,30 +419,38 @@ class Lab:
         if self._wrapped:
             self._check_usable("unwrap")
             self._takeover.release()
-            self._ort.close()
+            self._ort.close(forget=forget)
             self._wrapped = False
             self._notify("status")
         return self.module
 
     def __repr__(self) -> str:
         """Show the model, the engine, the options that differ from the defaults and the number of runs."""
+        parts = tuple(self._ort.engines) if isinstance(self._ort, PartsEngine) else ()
+        only = f"only {names(parts)}, " if parts else ""
         return (
-            f"Lab({self.name}: {type(self.module).__name__}, engine={self.engine!r}, {self.status.state}, "
+            f"Lab({self.name}: {type(self.module).__name__}, {only}engine={self.engine!r}, {self.status.state}, "
             f"{self._options!r}, runs={len(self.runs)})"
         )
 
     # ---- parts ------------------------------------------------------------------------------------------------
 
-    def _run(self, experiment: Experiment, *, progress: bool) -> Run:
-        self._recording = Recording(self.module, self._engine, experiment, self._report_progress)
+    def _run(self, experiment: Experiment, *, progress: bool, sweep: int = 0) -> Run:
+        tell = self._report_progress if self._sweeping is None else self._sweeping.step
+        self._recording = Recording(
+            self.module, self._engine, self._takeover.original_forward, experiment, tell
+        )
+        number = self.runs.next_number
         try:
-            run = self._recording.run(self.runs.next_number, self._options, show=progress)
+            with self._log.during_run(number):
+                run = self._recording.run(number, self._options, show=progress)
         except BaseException:
             experiment.start.put_back()
             raise
         finally:
             self._recording = None
             self._report_progress("", 1.0)
+        run = replace(run, sweep=sweep)
         self._experiment = experiment
         self.runs.add(run)
         self._notify("runs")
@@ -388,21 +466,26 @@ class Lab:
                 outputs = self._recording.forward(args, kwargs)
         finally:
             self._executed_by = self._engine.executed_by
-        if before is not None and self.status != before:
-            self._notify("status")
+            if before is not None and self.status != before:
+                self._notify("status")
         return outputs
 
     def _built(self, done: Initialization) -> None:
         if self._recording is not None:
             self._recording.built(done)
 
-    def _choose(self, engine: str) -> OrtEngine | EagerEngine | CompileEngine:
-        engines: dict[str, OrtEngine | EagerEngine | CompileEngine] = {
-            "ort": self._ort,
-            "eager": self._eager,
-            "compile": self._compile,
-        }
-        return engines[engine]
+    def _choose(self, engine: str) -> OrtEngine | PartsEngine | Baseline:
+        chosen = self._ort if engine == "ort" else self._baselines.get(engine)
+        if chosen is None:
+            hold = self._takeover
+            chosen = baseline(engine, self.module, hold.original_forward, hold.run_original, self._built)
+            # The layers of a model are looked for each time: the user may have changed them.
+            if engine_kind(engine) != "checkpoint":
+                self._baselines[engine] = chosen
+        if isinstance(self._ort, PartsEngine):
+            # As long as PyTorch runs the model, nothing of ours is in the way of its parts: torch.compile would stop.
+            (self._ort.take if engine == "ort" else self._ort.release)()
+        return chosen
 
     def _last_experiment(self) -> Experiment:
         if self._experiment is None:
@@ -425,68 +508,12 @@ class Lab:
             )
 
     def _report_progress(self, text: str, fraction: float) -> None:
+        tell = self._tell_progress if self._sweeping is None else self._sweeping.report
+        tell(text, fraction)
+
+    def _tell_progress(self, text: str, fraction: float) -> None:
         self._notify(f"progress:{text}:{fraction:.3f}")
 
     def _notify(self, event: str) -> None:
         for observer in list(self._observers):
             observer(event)
-
-
-def wrap(
-    module: torch.nn.Module,
-    *,
-    options: Options | None = None,
-    engine: str = "ort",
-    name: str = "model",
-    **changes: object,
-) -> Lab:
-    """Run a PyTorch model on ONNX Runtime, and make it the subject of a lab.
-
-    The model keeps its identity, its parameters and its `state_dict` keys; only who runs its forward changes. The
-    first call exports it and builds the gradient graph.
-
-    Parameters
-    ----------
-    module
-        Any `torch.nn.Module`. Wrap it before DDP or DeepSpeed are put around it.
-    options
-        The switches; by default those that the `ORTMODULE_*` environment variables set.
-    engine
-        "ort", "eager" or "compile".
-    name
-        What tables and errors call the model.
-    **changes
-        Switches by name, as in `ortlab.wrap(model, memory_level=1)`.
-
-    Raises
-    ------
-    WrapError
-        If the object cannot be wrapped.
-    OptionError
-        If an option is unknown, wrong, or needs something that is missing here.
-    InstallError
-        If the installed packages cannot train with ONNX Runtime.
-    """
-    return Lab(module, options=options, engine=engine, name=name, **changes)
-
-
-def latest() -> Lab | None:
-    """Return the lab that was wrapped last, or None if there is none (any more)."""
-    return None if _latest is None else _latest()
-
-
-def _check_engine(engine: str) -> None:
-    if engine not in ENGINES:
-        raise OptionError(f"There is no engine {engine!r}.", fix=f"Engines: {', '.join(ENGINES)}.")
-
-
-def _check_import_time(options: Options, before: Options) -> None:
-    early = {switch.name: switch.env for switch in switches() if switch.effect is Effect.IMPORT}
-    for name in options.changed(before):
-        if name in early:
-            value = getattr(options, name)
-            raise OptionError(
-                f"{name} cannot be changed now.",
-                why="ONNX Runtime 1.19.2 reads it while it is imported, which has happened.",
-                fix=f"Set the environment variable {early[name]}={int(value)} and restart the kernel.",
-            )

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -35,6 +35,14 @@ class Stopwatch:
         Waits for a device's queue, so that its work is counted where it was asked for; None on the CPU.
     on_optimizer
         Called with each optimizer just before it steps.
+    on_backward
+        Called with the tensor that a backward starts from, before it starts.
+
+    Attributes
+    ----------
+    on_phase
+        Called with "pre_forward", "post_forward", "pre_backward", "post_backward", "pre_optimizer" and "post_optimizer"
+        at these points; None for nobody.
     """
 
     def __init__(
@@ -42,10 +50,13 @@ class Stopwatch:
         clock: Clock = time.perf_counter,
         synchronize: Callable[[], None] | None = None,
         on_optimizer: Callable[[Any], None] = lambda _: None,
+        on_backward: Callable[[torch.Tensor], None] = lambda _: None,
     ) -> None:
         self._clock = clock
         self._synchronize = synchronize
         self._on_optimizer = on_optimizer
+        self._on_backward = on_backward
+        self.on_phase: Callable[[str], None] | None = None
         self._optimizer_start = 0.0
         self.start_step()
 
@@ -73,11 +84,13 @@ class Stopwatch:
     def forward(self) -> Iterator[None]:
         """Time a forward pass; what is initialised or excluded meanwhile is taken off."""
         self.forward_calls += 1
+        self._reach("pre_forward")
         start, before = self.now_ms(), self.initialization_ms + self.excluded_ms
         try:
             yield
         finally:
             self.forward_ms += self.now_ms() - start - (self.initialization_ms + self.excluded_ms - before)
+        self._reach("post_forward")
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
@@ -97,15 +110,19 @@ class Stopwatch:
             if self._depth:  # a backward within a backward, as reentrant checkpointing makes
                 original(tensors, *args, **kwargs)
                 return
+            if isinstance(tensors, torch.Tensor):
+                self._on_backward(tensors)
             self._depth += 1
             self.backward_calls += 1
             self.backward_root = tensors if isinstance(tensors, torch.Tensor) else None
+            self._reach("pre_backward")
             start = self.now_ms()
             try:
                 original(tensors, *args, **kwargs)
             finally:
                 self.backward_ms += self.now_ms() - start
                 self._depth -= 1
+            self._reach("post_backward")
 
         with ExitStack() as stack:
             torch.autograd.backward = backward
@@ -114,17 +131,24 @@ class Stopwatch:
             stack.callback(register_optimizer_step_post_hook(self._after_optimizer).remove)
             yield
 
+    def _reach(self, phase: str) -> None:
+        if self.on_phase is not None:
+            with self.excluded():
+                self.on_phase(phase)
+
     def _before_optimizer(self, optimizer: Any, *_: Any) -> None:
         self._optimizer_depth += 1
         if self._optimizer_depth == 1:  # a subclass's step and the step that it calls both run the hooks
             with self.excluded():
                 self._on_optimizer(optimizer)
+            self._reach("pre_optimizer")
             self._optimizer_start = self.now_ms()
 
     def _after_optimizer(self, *_: Any) -> None:
         self._optimizer_depth -= 1
         if not self._optimizer_depth:
             self.optimizer_ms += self.now_ms() - self._optimizer_start
+            self._reach("post_optimizer")
 
 
 class MemoryProbe(Protocol):
@@ -145,7 +169,6 @@ class ResidentSet:
     that is resident: Python, libraries, weights, gradients, and memory that ORT's arena keeps for reuse.
     """
 
-    _STATUS = Path("/proc/self/status")
     _CLEAR = Path("/proc/self/clear_refs")
 
     def __init__(self) -> None:
@@ -161,22 +184,14 @@ class ResidentSet:
             self._resets = True
         except OSError:
             self._resets = False
-        self._start_bytes = self._read("VmRSS")
+        self._start_bytes = resident_bytes("VmRSS")
 
     def read(self) -> PeakMemory | None:
         """Return the peak since `start`, or None where the kernel's mark cannot be read or reset."""
-        peak = self._read("VmHWM")
+        peak = resident_bytes("VmHWM")
         if not self._resets or not peak:
             return None
         return PeakMemory(self._start_bytes, max(peak, self._start_bytes), "resident set")
-
-    def _read(self, field: str) -> int:
-        try:
-            lines = self._STATUS.read_text().splitlines()
-        except OSError:
-            return 0
-        line = next((line for line in lines if line.startswith(field + ":")), "")
-        return int(line.split()[1]) * 1024 if line else 0
 
 
 class CudaAllocated:
@@ -201,6 +216,53 @@ class CudaAllocated:
 def memory_probe(device: torch.device) -> MemoryProbe:
     """Return the probe that fits a device."""
     return CudaAllocated(device) if device.type == "cuda" else ResidentSet()
+
+
+def resident_bytes(field: str) -> int:
+    """Read a line of Linux's `/proc/self/status`.
+
+    Parameters
+    ----------
+    field
+        "VmRSS", the resident set now, or "VmHWM", the largest since the mark was reset.
+
+    Returns
+    -------
+    int
+        Bytes; 0 on a system that has no such file.
+    """
+    return _process_sizes(field)[0]
+
+
+def resident_set() -> tuple[int, int]:
+    """Read the resident set now and its largest since the mark was reset, in bytes, from one look at `/proc`."""
+    now, peak = _process_sizes("VmRSS", "VmHWM")
+    return now, max(now, peak)
+
+
+def _process_sizes(*fields: str) -> tuple[int, ...]:
+    try:
+        text = Path("/proc/self/status").read_text()
+    except OSError:
+        return (0,) * len(fields)
+    lines = dict(line.partition(":")[::2] for line in text.splitlines())
+    return tuple(int(lines[field].split()[0]) * 1024 if field in lines else 0 for field in fields)
+
+
+_CUDA_SIZES: Final = {
+    "allocated": "allocated_bytes.all.current",
+    "max allocated": "allocated_bytes.all.peak",
+    "cached": "reserved_bytes.all.current",
+    "max cached": "reserved_bytes.all.peak",
+    "inactive": "inactive_split_bytes.all.current",
+    "max inactive": "inactive_split_bytes.all.peak",
+}
+
+
+def allocator_sizes(device: torch.device) -> dict[str, int]:
+    """Read the figures of torch's CUDA allocator that ORTModule prints (row E5), in bytes."""
+    stats = torch.cuda.memory_stats(device)
+    return {name: int(stats.get(key, 0)) for name, key in _CUDA_SIZES.items()}
 
 
 def synchronizer(device: torch.device) -> Callable[[], None] | None:

@@ -8,13 +8,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from ortlab.coverage import names
+from ortlab.data.density import Density
+from ortlab.data.padded_inputs import DensityProbe
 from ortlab.engine.versions import versions
 from ortlab.errors import StepError
+from ortlab.interrupts import interrupts_kept
 from ortlab.measure import MemoryProbe, Stopwatch, memory_probe, synchronizer
-from ortlab.runs import EXECUTED_BY_FALLBACK, Initialization, Run, Step
+from ortlab.memory.phases import MemoryPhases
+from ortlab.phase_probe import PhaseProbe
+from ortlab.runs import EXECUTED_BY_EAGER, EXECUTED_BY_FALLBACK, Initialization, Run, Step
 from ortlab.snapshot import DataDigest
 
 if TYPE_CHECKING:
+    from ortlab.coverage import Coverage
     from ortlab.experiment import Experiment
     from ortlab.options import Options
 
@@ -23,11 +30,24 @@ class Engine(Protocol):
     """One way to execute a module; see `ortlab.engine`."""
 
     name: str
-    executed_by: str
-    fallback_reason: str
+
+    @property
+    def executed_by(self) -> str:
+        """Who executed the last call; empty before the first."""
+
+    @property
+    def fallback_reason(self) -> str:
+        """Why PyTorch executed it though ORT was asked for; empty if it did not."""
+
+    @property
+    def total_coverage(self) -> Coverage:
+        """Who executed the wrapped parts since `start_over`; empty where the whole model is run."""
 
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the module's forward."""
+
+    def start_over(self) -> None:
+        """Draw in the next call the random numbers that were drawn in the first, once the seeds are set."""
 
     def graph_digests(self) -> dict[str, str]:
         """Return a digest of each graph that was executed, by stage; empty for engines without graphs."""
@@ -40,6 +60,8 @@ class Recording:
     ----------
     module, engine
         What is run, and by what.
+    original_forward
+        The module's own forward, which is looked at for inputs with padding.
     experiment
         The step, how often, and from which start; the module has to stand there.
     progress
@@ -50,6 +72,7 @@ class Recording:
         self,
         module: torch.nn.Module,
         engine: Engine,
+        original_forward: Callable[..., Any],
         experiment: Experiment,
         progress: Callable[[str, float], None],
     ) -> None:
@@ -60,12 +83,19 @@ class Recording:
         self._device = next((tensor.device for tensor in module.parameters()), torch.device("cpu"))
         self._probe: MemoryProbe = memory_probe(self._device)
         self._stopwatch = Stopwatch(
-            synchronize=synchronizer(self._device), on_optimizer=experiment.start.include
+            synchronize=synchronizer(self._device),
+            on_optimizer=experiment.start.include,
+            on_backward=self._check_root,
         )
+        self._original_forward = original_forward
+        self._density: DensityProbe | None = None
+        self._phases: PhaseProbe | None = None
+        self._number = 0
         self._data = DataDigest()
         self._initialization: Initialization | None = None
         self._fallback_reason = ""
         self._executed_by: set[str] = set()
+        self._modes: set[bool] = set()
 
     def run(self, number: int, options: Options, *, show: bool) -> Run:
         """Execute the steps and write the run down.
@@ -86,10 +116,16 @@ class Recording:
         """
         started_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
         start = self._experiment.start
+        if options.print_input_density:
+            self._density = DensityProbe(self._module, self._original_forward)
+        if options.print_memory_stats:
+            self._phases = phases = PhaseProbe(self._device)
+            self._stopwatch.on_phase = lambda phase: phases.take(self._number, phase)
         if self._engine.name == "ort":
             from ortlab.engine.sessions import seed
 
             seed(start.ort_seed)
+        self._engine.start_over()
         return Run(
             number=number,
             engine=self._engine.name,
@@ -100,13 +136,27 @@ class Recording:
             started_at=started_at,
             # What follows is known only once the steps have run.
             steps=self._steps(show=show),
+            mode=self._mode(),
             initialization=self._initialization,
             memory=self._probe.read(),
             fallback_reason=self._fallback_reason,
             data_digest=self._data.hexdigest(),
             graph_digests=self._engine.graph_digests(),
             versions=versions(),
+            density=self.density,
+            phases=self._phases.read() if self._phases else (),
+            coverage=self._engine.total_coverage,
         )
+
+    @property
+    def memory_phases(self) -> MemoryPhases:
+        """What has been read so far at the points of the steps."""
+        return MemoryPhases(self._phases.read() if self._phases else (), "this run")
+
+    @property
+    def density(self) -> Density:
+        """What has been counted so far of the inputs; empty unless `print_input_density` is on."""
+        return self._density.read() if self._density else Density()
 
     def _steps(self, *, show: bool) -> tuple[Step, ...]:
         from tqdm import tqdm
@@ -116,8 +166,10 @@ class Recording:
         self._probe.start()
         # With disable=None tqdm draws on terminals only; a notebook shows the panel's bar instead.
         bar = tqdm(total=count, unit="step", leave=False, disable=None if show else True)
-        with self._stopwatch.watching(), bar:
+        with self._stopwatch.watching(), interrupts_kept() as raise_lost, bar:
             for number in range(1, count + 1):
+                raise_lost()
+                self._number = number
                 steps.append(self._step())
                 bar.update()
                 self._progress(f"Step {number} of {count}", number / count)
@@ -126,8 +178,11 @@ class Recording:
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run one forward of the module, timed."""
         watch = self._stopwatch
+        self._modes.add(self._module.training)
         with watch.excluded():
             self._data.update(list(args), dict(kwargs))
+            if self._density is not None:
+                self._density.count(self._number, args, kwargs)
         with watch.forward():
             outputs = self._engine.forward(args, kwargs)
         self._executed_by.add(self._engine.executed_by)
@@ -157,7 +212,37 @@ class Recording:
             optimizer_ms=watch.optimizer_ms,
             initialization_ms=watch.initialization_ms,
             loss=_loss(result, watch.backward_root),
-            executed_by=self._executed_by.pop() if len(self._executed_by) == 1 else EXECUTED_BY_FALLBACK,
+            executed_by=self._who(),
+        )
+
+    def _who(self) -> str:
+        # A call of the model that uses none of the wrapped parts takes nothing from those that do.
+        who = self._executed_by - {EXECUTED_BY_EAGER} or self._executed_by
+        return next(iter(who)) if len(who) == 1 else EXECUTED_BY_FALLBACK
+
+    def _mode(self) -> str:
+        if len(self._modes) > 1:
+            return "mixed"
+        return "training" if True in self._modes else "evaluation"
+
+    def _check_root(self, root: torch.Tensor) -> None:
+        """Explain a backward that torch is about to refuse."""
+        if root.requires_grad:
+            return
+        name, parameters = type(self._module).__name__, list(self._module.parameters())
+        if not any(parameter.requires_grad for parameter in parameters):
+            raise StepError(
+                f"{name} has no trainable parameter, so backward() has nothing to compute.",
+                why=f"All of its {len(parameters)} parameters have requires_grad=False."
+                if parameters
+                else "It has no parameters at all.",
+                fix="Unfreeze what shall learn: model.head.requires_grad_(True). To time inference, call model.eval() "
+                "and no backward().",
+            )
+        raise StepError(
+            "The loss does not depend on any parameter, so backward() has nothing to compute.",
+            why="It was computed under torch.no_grad(), detached, or from something else than the model's outputs.",
+            fix="Compute it from what the model returned, outside torch.no_grad().",
         )
 
     def _check_step(self) -> None:
@@ -166,6 +251,13 @@ class Recording:
                 "The step did not call the wrapped model.",
                 why="There is nothing that ONNX Runtime could have executed.",
                 fix="Call the model that was wrapped in the step: loss = model(**batch).loss.",
+            )
+        if self._engine.name == "ort" and self._executed_by == {EXECUTED_BY_EAGER}:
+            parts = [part.path for part in self._engine.total_coverage.parts]
+            raise StepError(
+                "The step called the model, but none of its wrapped parts.",
+                why=f"The model's forward did not call {names(parts)}, so PyTorch executed all of it.",
+                fix="Wrap sub-modules that the forward calls: ortlab.wrap(model, only=[...]) after lab.unwrap().",
             )
         if self._module.training and not self._stopwatch.backward_calls:
             raise StepError(

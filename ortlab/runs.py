@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ortlab import record_files
+from ortlab.coverage import Coverage, names
+from ortlab.data.density import Density
 from ortlab.errors import LedgerError
+from ortlab.memory.phases import MemoryPhase, MemoryPhases
 from ortlab.options import Options
 
 if TYPE_CHECKING:
@@ -22,6 +25,9 @@ _STAGE_ORDER = ("export", "graph", "session")
 
 EXECUTED_BY_ORT = "ort"
 EXECUTED_BY_FALLBACK = "fallback"
+EXECUTED_BY_EAGER = "eager"
+EXECUTED_BY_PARTS = "ort parts"
+"""ONNX Runtime all wrapped parts of the model that were called, and PyTorch the rest of it."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,8 @@ class Step:
     loss
         The loss that the step reported, or None where it reported none.
     executed_by
-        Who executed the forward pass: "ort", "eager", "compile" or "fallback" (PyTorch, because ORT could not).
+        Who executed the forward pass: "ort", "ort parts" (ORT the wrapped parts, PyTorch the rest), "eager",
+        "checkpoint", "compile" (with what it was told: "compile:0.5") or "fallback" (PyTorch, because ORT could not).
     """
 
     total_ms: float
@@ -68,6 +75,8 @@ class Initialization:
         Export to ONNX, creation of the graph builder, input detection, gradient-graph building, session creation.
     total_ms
         End to end, as measured; shape inference and the first eager forward are in here only.
+    reason
+        What had changed - an input, or the module - where no change of options asked for it; else empty.
     """
 
     stage: str
@@ -77,11 +86,15 @@ class Initialization:
     graph_ms: float
     session_ms: float
     total_ms: float
+    reason: str = ""
 
     def plus(self, later: Initialization) -> Initialization:
         """Add up two builds of one run, for example one for training and one for evaluation."""
-        times = {name: getattr(self, name) + getattr(later, name) for name in vars(self) if name != "stage"}
-        return Initialization(stage=min(self.stage, later.stage, key=_STAGE_ORDER.index), **times)
+        words = ("stage", "reason")
+        times = {name: getattr(self, name) + getattr(later, name) for name in vars(self) if name not in words}
+        stage = min(self.stage, later.stage, key=_STAGE_ORDER.index)
+        reasons = dict.fromkeys(one for one in (self.reason, later.reason) if one)
+        return Initialization(stage=stage, **times, reason="; ".join(reasons))
 
 
 @dataclass(frozen=True)
@@ -119,7 +132,7 @@ class Run:
     number
         1, 2, ... in the order of the lab's ledger.
     engine
-        The engine that was asked for: "ort", "eager" or "compile".
+        The engine that was asked for: "ort", "eager", "checkpoint" or "compile", with what it was told.
     options
         Every switch as it stood.
     steps
@@ -142,6 +155,16 @@ class Run:
         `torch.initial_seed()` at the start.
     versions
         Package versions by name.
+    sweep
+        Number of the lab's sweep that the run belongs to; 0 for a run of its own.
+    density
+        How much of the inputs was not padding, step by step; empty unless `print_input_density` was on.
+    phases
+        Memory before and after forward and backward; empty unless `print_memory_stats` was on.
+    coverage
+        Where only parts of the model are wrapped: who executed each; else empty.
+    mode
+        "training" or "evaluation", as the model was at its forwards; "mixed" if it was both.
     started_at
         Start, ISO 8601, UTC.
     """
@@ -160,17 +183,40 @@ class Run:
     started_at: str
     graph_digests: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    sweep: int = 0
+    density: Density = field(default_factory=Density)
+    phases: tuple[MemoryPhase, ...] = ()
+    mode: str = "training"
+    coverage: Coverage = field(default_factory=Coverage)
 
     @property
     def executed_by(self) -> str:
-        """Who executed the steps; "fallback" as soon as PyTorch executed one that ORT was asked for."""
+        """Who executed the steps; "fallback" as soon as PyTorch executed what ORT was asked for."""
         who = {step.executed_by for step in self.steps}
         return who.pop() if len(who) == 1 else EXECUTED_BY_FALLBACK
+
+    @property
+    def fell_back(self) -> bool:
+        """Whether PyTorch executed any step that ORT was asked for; such a run is no result of ORT."""
+        return self.executed_by == EXECUTED_BY_FALLBACK
+
+    @property
+    def fallback_steps(self) -> tuple[int, ...]:
+        """Numbers of the steps, from 1 on, that PyTorch executed though ORT was asked for."""
+        return tuple(
+            number
+            for number, step in enumerate(self.steps, start=1)
+            if step.executed_by == EXECUTED_BY_FALLBACK
+        )
 
     @property
     def title(self) -> str:
         """Name for tables: number, who executed it, and the switches that differ from the defaults."""
         who = "PyTorch (fallback)" if self.executed_by == EXECUTED_BY_FALLBACK else self.executed_by
+        if 0 < len(self.fallback_steps) < len(self.steps):
+            who = f"PyTorch (fallback in {len(self.fallback_steps)} of {len(self.steps)} steps)"
+        if self.executed_by == EXECUTED_BY_PARTS:
+            who = f"ort in {names(self.coverage.executed)}"
         changed = self.options.changed(Options()) if self.engine == EXECUTED_BY_ORT else ()
         shown = ", ".join(f"{name}={_words(getattr(self.options, name))}" for name in changed)
         return f"#{self.number} {who}" + (f" ({shown})" if shown else "")
@@ -195,9 +241,15 @@ class Run:
         """Median wall time of a warm step, in ms."""
         return statistics.median(s.total_ms for s in self.warm_steps)
 
+    @property
+    def memory_phases(self) -> MemoryPhases:
+        """The readings of `phases` as a record of their own, with a table, a figure and ORTModule's log lines."""
+        return MemoryPhases(self.phases, f"run {self.number}")
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types, readable by `from_dict`."""
-        return {"schema": SCHEMA, **asdict(self), "options": self.options.to_dict()}
+        inner = {"options": self.options.to_dict(), "density": self.density.to_list()}
+        return {"schema": SCHEMA, **asdict(self), **inner}
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Run:
@@ -208,18 +260,17 @@ class Run:
         LedgerError
             If the record was written by a newer layout or lacks a field.
         """
-        data = dict(record)
-        schema = data.pop("schema", None)
-        if schema != SCHEMA:
-            raise LedgerError(
-                f"This run record has layout {schema!r}, and this ortlab reads layout {SCHEMA}.",
-                fix="Read it with the ortlab that wrote it, or upgrade ortlab.",
-            )
+        data = record_files.without_layout(
+            record, SCHEMA, "This run record", "Read it with the ortlab that wrote it, or upgrade ortlab."
+        )
         try:
             data["options"] = Options.from_dict(data["options"])
             data["steps"] = tuple(Step(**step) for step in data["steps"])
             for name, kind in (("initialization", Initialization), ("memory", PeakMemory)):
                 data[name] = None if data[name] is None else kind(**data[name])
+            data["density"] = Density.from_list(data.get("density", ()))
+            data["phases"] = tuple(MemoryPhase(**phase) for phase in data.get("phases", ()))
+            data["coverage"] = Coverage.from_dict(data.get("coverage", {}))
             return cls(**data)
         except (KeyError, TypeError) as error:
             raise LedgerError(
@@ -283,8 +334,10 @@ class Ledger(Sequence[Run]):
             [
                 {
                     "run": run.number,
+                    "sweep": run.sweep,
                     "engine": run.engine,
                     "executed by": run.executed_by,
+                    "fallback steps": len(run.fallback_steps),
                     "steps": len(run.steps),
                     "first loss": run.losses[0],
                     "last loss": run.losses[-1],
@@ -302,9 +355,7 @@ class Ledger(Sequence[Run]):
 
     def save(self, path: str | Path) -> Path:
         """Write all runs as JSON and return the path."""
-        target = Path(path)
-        target.write_text(json.dumps([run.to_dict() for run in self._runs], indent=1), encoding="utf-8")
-        return target
+        return record_files.write(path, [run.to_dict() for run in self._runs])
 
     @classmethod
     def load(cls, path: str | Path) -> Ledger:
@@ -315,12 +366,13 @@ class Ledger(Sequence[Run]):
         LedgerError
             If the file is not a ledger.
         """
-        try:
-            records = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise LedgerError(f"The ledger file {path} cannot be read.", why=str(error)) from error
-        if not isinstance(records, list):
-            raise LedgerError(f"The file {path} is not a ledger.", fix="Give a file that Ledger.save wrote.")
+        records = record_files.read(
+            path,
+            list,
+            file=f"The ledger file {path}",
+            other=f"The file {path} is not a ledger.",
+            fix="Give a file that Ledger.save wrote.",
+        )
         return cls([Run.from_dict(record) for record in records])
 
 

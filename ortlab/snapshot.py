@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ortlab.engine.random_state import RandomState
 
@@ -76,6 +77,15 @@ class Snapshot:
         self._random.put_back()
 
     @property
+    def number_of_bytes(self) -> int:
+        """What the copies of tensors take, in bytes."""
+        held = [tensor for one in self._tensors for tensor in (one.value, one.grad) if tensor is not None]
+        held += [
+            one for one in tree_leaves([state for _, state in self._states.values()]) if torch.is_tensor(one)
+        ]
+        return sum(tensor.nbytes for tensor in held if not tensor.is_meta)
+
+    @property
     def ort_seed(self) -> int:
         """A seed for ORT's generator that follows from torch's random state: the same start, the same dropout."""
         digest = hashlib.blake2b(_bytes(self._random.torch_cpu), digest_size=4).digest()
@@ -132,5 +142,9 @@ def _leaves(value: Any) -> Iterator[bytes]:
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
+    if tensor.is_meta:
+        return b""  # there are no values
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import subprocess
 import sys
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
+
+# pytest's importlib mode leaves sys.path alone.
+sys.path.append(str(Path(__file__).parent))
+from row_listing import pytest_addoption, pytest_configure  # noqa: F401 - pytest finds its hooks here
 
 # No test may open a window or reach a model hub.
 os.environ["MPLBACKEND"] = "Agg"
@@ -21,6 +28,16 @@ VOLATILE = {
     "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
     "CUDA_MODULE_LOADING",  # by torch 2.4, when it first looks for a GPU
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def earlier_modules_out_of_the_garbage():
+    """Keep what earlier test modules have left alive out of later collections of garbage.
+
+    A run of the lab collects twice, and among the objects of a thousand tests that takes longer than most runs.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @dataclass(frozen=True)
@@ -88,6 +105,19 @@ def torch_flags() -> dict[str, object]:
         "autocast on the CPU": torch.is_autocast_enabled("cpu"),
         "threads": torch.get_num_threads(),
     }
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Show what a child process said before it failed; `CalledProcessError` itself names the exit code only."""
+    report = yield
+    error = call.excinfo.value if call.excinfo else None
+    if isinstance(error, subprocess.CalledProcessError):
+        for name, text in (("output", error.stdout), ("error", error.stderr)):
+            said = text.decode(errors="replace") if isinstance(text, bytes) else text
+            if said:
+                report.sections.append((f"standard {name} of the child process", said))
+    return report
 
 
 @pytest.fixture(autouse=True)

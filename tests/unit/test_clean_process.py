@@ -1,4 +1,4 @@
-"""The guard in tests/conftest.py catches what it promises to catch."""
+"""The guard in tests/conftest.py catches what it promises to catch, and a child process that failed is heard."""
 
 from __future__ import annotations
 
@@ -9,41 +9,74 @@ from pathlib import Path
 
 import pytest
 
-CONFTEST = Path(__file__).parents[1] / "conftest.py"
+TESTS = Path(__file__).parents[1]
+
+BODIES = """
+import os
+import subprocess
+import sys
+import warnings
 
 
-def run_pytest(folder: Path, body: str) -> subprocess.CompletedProcess:
-    shutil.copy(CONFTEST, folder / "conftest.py")
-    (folder / "test_one.py").write_text(body, encoding="utf-8")
+def test_environment(): os.environ["ORTMODULE_LOG_LEVEL"] = "INFO"
+def test_warnings(): warnings.simplefilter("always")
+def test_clean_environment(monkeypatch): monkeypatch.setenv("X", "1")
+def test_child():
+    script = "import sys; print('said before'); sys.exit('why it failed')"
+    subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+def test_dtype():
+    import torch
+    torch.set_default_dtype(torch.float64)
+def test_deterministic():
+    import torch
+    torch.use_deterministic_algorithms(True)
+def test_grad():
+    import torch
+    torch.set_grad_enabled(False)
+def test_clean_torch():
+    import torch
+    torch.zeros(1)
+def test_folder(tmp_path): os.chdir(tmp_path)
+"""
+
+
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory):
+    """Run the tests above in a process of their own, and return what pytest says."""
+    folder = tmp_path_factory.mktemp("guarded")
+    for file in TESTS.glob("*.py"):  # the guard, and what it is loaded with
+        shutil.copy(file, folder)
+    (folder / "test_one.py").write_text(BODIES, encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={folder}", folder]
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={folder}", folder],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+        command, cwd=folder, capture_output=True, text=True, timeout=240, check=False
+    ).stdout
 
 
 @pytest.mark.parametrize(
-    ("body", "named"),
+    ("name", "named"),
     [
-        ("import os\ndef test(): os.environ['ORTMODULE_LOG_LEVEL'] = 'INFO'", "ORTMODULE_LOG_LEVEL"),
-        ("import os\ndef test(tmp_path): os.chdir(tmp_path)", "working directory"),
-        ("import warnings\ndef test(): warnings.simplefilter('always')", "warning filters"),
-        ("import torch\ndef test(): torch.set_default_dtype(torch.float64)", "default dtype"),
-        ("def test():\n import torch\n torch.use_deterministic_algorithms(True)", "deterministic"),
-        ("def test():\n import torch\n torch.set_grad_enabled(False)", "gradient recording"),
+        ("environment", "ORTMODULE_LOG_LEVEL"),
+        ("folder", "working directory"),
+        ("warnings", "warning filters"),
+        ("dtype", "default dtype"),
+        ("deterministic", "deterministic"),
+        ("grad", "gradient recording"),
     ],
 )
-def test_what_is_left_behind_is_named(tmp_path, body, named):
-    result = run_pytest(tmp_path, body)
-    assert result.returncode == 1
-    assert "the test left the process changed" in result.stdout
-    assert named in result.stdout
+def test_what_is_left_behind_is_named(reported, name, named):
+    told = reported.partition(f" ERROR at teardown of test_{name} ")[2].partition(" ERROR at teardown")[0]
+    assert "the test left the process changed" in told
+    assert named in told
 
 
-def test_a_clean_test_passes(tmp_path):
-    body = "import os\ndef test(monkeypatch):\n monkeypatch.setenv('X', '1')\n import torch\n torch.zeros(1)"
-    result = run_pytest(tmp_path, body)
-    assert result.returncode == 0, result.stdout
+def test_clean_tests_pass(reported):
+    assert "test_clean" not in reported
+    assert "6 errors" in reported.splitlines()[-1]
+
+
+def test_what_a_failed_child_process_said_is_shown(reported):
+    told = reported.partition(" test_child ")[2].partition("\n____")[0]
+    assert "standard error of the child process" in told
+    assert "why it failed" in told
+    assert "said before" in told

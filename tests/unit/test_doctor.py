@@ -12,6 +12,9 @@ import pytest
 
 from ortlab import doctor
 from ortlab.doctor import Check, Report
+from ortlab.engine import installation
+from ortlab.options import Need, switches, unmet
+from ortlab.switches import REASONS
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMINE = "import json; from ortlab.doctor import examine; print('REPORT' + json.dumps(examine().to_dict()))"
@@ -134,6 +137,15 @@ def test_a_cache_folder_that_cannot_be_made_is_a_warning(tmp_path, monkeypatch):
     assert "ORTLAB_CACHE_DIR" in check.fix
 
 
+def test_the_compiler_of_torch_compile_is_looked_for_as_it_will_be(tmp_path):
+    compiler = tmp_path / "my-compiler"
+    compiler.touch(mode=0o755)
+    assert doctor._compiler({"PATH": str(tmp_path), "CXX": "my-compiler"}).found == str(compiler)
+    missing = doctor._compiler({"PATH": str(tmp_path)})
+    assert missing.status == "ok"
+    assert missing.found.endswith('is not installed; on a CPU, engine="compile" needs it')
+
+
 @pytest.mark.parametrize(
     ("findings", "status"),
     [
@@ -154,3 +166,19 @@ def test_a_gpu_that_ort_cannot_use_is_a_warning(findings, status):
 )
 def test_a_step_with_other_numbers_fails(difference, status):
     assert doctor._step("Training step", {"difference": difference, "nodes": []}).status == status
+
+
+def test_each_switch_that_cannot_act_here_is_there_with_what_it_needs(report):
+    have = installation.have()
+    checks = [check for check in report.checks if check.name.startswith("Switches (")]
+    lacking = {switch.name for switch in switches() if unmet(switch.name, have)}
+    named = {name for check in checks for name in check.found.partition(":")[0].split(", ")}
+    assert named == lacking
+    for switch in switches():
+        for need in set(switch.needs) - have:
+            assert any(switch.name in check.found and REASONS[need] in check.found for check in checks)
+    assert all(check.status == "ok" for check in checks)  # a machine without a GPU is no fault
+
+
+def test_the_doctor_names_nothing_where_everything_is_there():
+    assert doctor._switches(frozenset(Need)) == []

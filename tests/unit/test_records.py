@@ -10,7 +10,8 @@ import pytest
 
 from ortlab.comparison import compare
 from ortlab.errors import LedgerError
-from ortlab.memory.plan import evaluate, read_plan
+from ortlab.memory.formulas import evaluate
+from ortlab.memory.reading import read_plan
 from ortlab.options import Options
 from ortlab.runs import Initialization, Ledger, PeakMemory, Run, Step
 
@@ -48,7 +49,10 @@ def test_statistics_leave_the_first_step_out():
 def test_a_title_names_what_differs_and_what_fell_back():
     assert run().title == "#1 ort (memory_level=1)"
     assert run(options=Options()).title == "#1 ort"
-    assert run(options=Options(memory_plan="Gelu+:1:-1,Cast+:1:2")).title == "#1 ort (memory_plan=Gelu+:1:-1,Cast+:1:2)"
+    assert (
+        run(options=Options(memory_plan="Gelu+:1:-1,Cast+:1:2")).title
+        == "#1 ort (memory_plan=Gelu+:1:-1,Cast+:1:2)"
+    )
     assert run(executed_by="fallback").title.startswith("#1 PyTorch (fallback)")
 
 
@@ -175,6 +179,7 @@ REFERENCE = {
 SYMBOLS = {"inputs_input_ids_dim0": 1, "inputs_input_ids_dim1": 1024}
 
 
+@pytest.mark.row("F13")
 @pytest.mark.parametrize("config", REFERENCE)
 def test_the_reference_savings_are_reproduced(config):
     formula, expected = REFERENCE[config]
@@ -186,14 +191,12 @@ def test_plans_are_sorted_and_marked():
     plan = read_plan(savings, SYMBOLS, "report", enabled=("BiasGelu+:1:3",))
     assert [row.config for row in plan.rows] == list(REFERENCE)
     assert plan.enabled == ("BiasGelu+:1:-1",)
-    assert (
-        plan.rows[-1].sentence
-        == "Recompute BiasGelu in 5 places during backward instead of keeping the result."
-    )
+    assert plan.rows[-1].sentence == "Recompute GELU and its bias in 5 places instead of keeping it."
     assert list(plan.table()["predicted saving [bytes]"]) == [float(size) for _, size in REFERENCE.values()]
     assert json.loads(json.dumps(plan.to_dict()))["symbols"] == SYMBOLS
 
 
+@pytest.mark.row("F20")
 def test_a_level_enables_the_plans_of_its_strategy():
     savings = {"Gelu+:1:-1": ("8*a", 1), "Cast+:2:-1": ("4*a", 1)}
     levels = [read_plan(savings, {"a": 1}, "", memory_level=level).enabled for level in (0, 1, 2)]

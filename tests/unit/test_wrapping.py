@@ -96,6 +96,21 @@ def test_a_forward_on_the_instance_is_taken_over_and_given_back(module):
     assert module.forward is special
 
 
+def test_a_forward_that_is_put_on_the_instance_later_stays_around_it(module):
+    calls = []
+    takeover = Takeover(module, lambda *_: module(torch.ones(1, 2)))
+    inner = module.forward
+
+    def outer(x):
+        calls.append("outer")
+        return inner(x)
+
+    module.forward = outer
+    torch.testing.assert_close(module(torch.ones(1, 2)), takeover.original_forward(torch.ones(1, 2)))
+    assert calls == ["outer"]
+    assert module.forward is outer
+
+
 def test_release_puts_the_class_back_and_can_be_repeated(module):
     takeover = Takeover(module, answer)
     takeover.release()
