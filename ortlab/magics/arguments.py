@@ -8,7 +8,7 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ortlab.errors import ArgumentError
@@ -127,6 +127,142 @@ def changes(pairs: Iterable[str], variables: Mapping[str, object]) -> dict[str, 
     return read
 
 
+def parts(
+    words_: Sequence[str] | None, variables: Mapping[str, object]
+) -> tuple[list[Any] | None, list[str]]:
+    """Read what follows `--only`: paths with spaces or commas between them, or `$name` for what a variable holds.
+
+    Parameters
+    ----------
+    words_
+        Words of the line; None if there is no `--only`.
+    variables
+        The user's namespace.
+
+    Returns
+    -------
+    only : list or None
+        What `ortlab.wrap` takes.
+    changes : list of str
+        The `option=value` pairs that came after the paths.
+
+    Raises
+    ------
+    ArgumentError
+        If a variable does not exist.
+    """
+    if words_ is None:
+        return None, []
+    pairs = [word for word in words_ if _PAIR.fullmatch(word)]
+    only: list[Any] = []
+    for word in words_:
+        for path in word.split(",") if word not in pairs else ():
+            if path.startswith("$"):
+                held = variable(path[1:], variables)
+                only += held if isinstance(held, (list, tuple)) else [held]
+            elif path:
+                only.append(path)
+    return only, pairs
+
+
+def grid(words_: Sequence[str], variables: Mapping[str, object]) -> object:
+    """Read the grid of a sweep: `option=value,value` pairs, or one `$name` that holds a grid or a list of points.
+
+    Parameters
+    ----------
+    words_
+        Words of the line.
+    variables
+        The user's namespace.
+
+    Returns
+    -------
+    object
+        What `Lab.sweep` takes: lists of values by option, or what the variable holds.
+
+    Raises
+    ------
+    ArgumentError
+        If a word is not a pair, an option is given twice, or a variable does not exist.
+    """
+    if len(words_) == 1 and words_[0].startswith("$"):
+        return variable(words_[0][1:], variables)
+    read: dict[str, object] = {}
+    for word in words_:
+        parts = _PAIR.fullmatch(word)
+        if not parts:
+            raise ArgumentError(
+                f"{word!r} is not option=value,value.",
+                why="A line holds pairs, or one $name of a grid or a list of points.",
+                fix="%ort_options lists the options.",
+            )
+        name = parts["name"]
+        if name in read:
+            raise ArgumentError(f"{name} is given twice.", fix="Write all its values after one equals sign.")
+        read[name] = values(parts["value"], variables)
+    return read
+
+
+def configurations(groups: Sequence[Sequence[str]], variables: Mapping[str, object]) -> list[Any]:
+    """Read configurations: each group is `option=value` pairs, or one `$name` of a dict or a list of dicts.
+
+    Raises
+    ------
+    ArgumentError
+        If a word is not a pair, an option is given twice, or a variable does not exist.
+    OptionError
+        If there is no such option.
+    """
+    found: list[Any] = []
+    for group in groups:
+        if len(group) == 1 and group[0].startswith("$"):
+            held = variable(group[0][1:], variables)
+            found += held if isinstance(held, (list, tuple)) else [held]
+        else:
+            found.append(changes(group, variables))
+    return found
+
+
+def values(text: str, variables: Mapping[str, object]) -> list[object]:
+    """Read values with commas between them; commas inside quotes and brackets part none.
+
+    A `$name` that holds a list stands for all its values, and so does one bracketed list of things that are not all
+    texts: `[0, 1, 2]`, `[['Gelu+:1:-1'], []]`. A bracketed list of texts is one value of an option that holds several:
+    `memory_plan=[],['Gelu+:1:-1']`.
+
+    Raises
+    ------
+    ArgumentError
+        If a value is missing between commas, a variable does not exist, or a list holds something other than literals.
+    """
+    parts = _split(text)
+    if not all(parts):
+        raise ArgumentError(f"A value is missing in {text!r}.", fix="Write for example memory_level=0,1,2.")
+    found = [value(part, variables) for part in parts]
+    if len(found) == 1 and isinstance(found[0], (list, tuple, range)):
+        only = list(found[0])
+        if parts[0].startswith("$") or (only and not all(isinstance(item, str) for item in only)):
+            return only
+    return found
+
+
+def _split(text: str) -> list[str]:
+    """Split at commas outside quotes and brackets."""
+    parts, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        else:
+            depth += (character in "[(") - (character in "])")
+        if character == "," and not quote and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts]
+
+
 def value(text: str, variables: Mapping[str, object]) -> object:
     """Read one value: `$name`, a bracketed list of literals, a quoted text, or plain text.
 
@@ -149,6 +285,26 @@ def value(text: str, variables: Mapping[str, object]) -> object:
     return unquoted(text)
 
 
+def plan_sets(words_: Iterable[str], variables: Mapping[str, object]) -> list[object]:
+    """Read sets of plans: `Gelu+:1:-1`, several with commas between them, or `$name` of a set or a list of sets.
+
+    A list of sets is a list; a tuple, as in `lab.options.memory_plan`, is one set.
+
+    Raises
+    ------
+    ArgumentError
+        If a variable does not exist.
+    """
+    found: list[object] = []
+    for word in words_:
+        if not word.startswith("$"):
+            found.append(tuple(word.split(",")))
+            continue
+        held = variable(word[1:], variables)
+        found += held if isinstance(held, list) else [held]
+    return found
+
+
 def path(text: str, variables: Mapping[str, object]) -> str:
     """Read the path of a file, written out or as `$name`.
 
@@ -161,6 +317,44 @@ def path(text: str, variables: Mapping[str, object]) -> str:
     if not isinstance(found, (str, os.PathLike)):
         raise ArgumentError(f"{text} holds a {type(found).__name__}, not the path of a file.")
     return os.fspath(found)
+
+
+def sizes(pairs: Iterable[str], variables: Mapping[str, object]) -> dict[str, Any]:
+    """Read `name=number` pairs, such as `batch=16` or `label_density=0.15`; a number may be `$name`.
+
+    Raises
+    ------
+    ArgumentError
+        If a word is no pair, a name is given twice, or a variable does not exist.
+    """
+    read: dict[str, Any] = {}
+    for pair in pairs:
+        parts = _PAIR.fullmatch(pair)
+        if not parts or parts["name"] in read:
+            raise ArgumentError(
+                f"{pair!r} is no size, or given twice.", fix="Write for example batch=16 sequence=512."
+            )
+        found = value(parts["value"], variables)
+        if isinstance(found, str) and re.fullmatch(r"[+-]?\d+(\.\d+)?", found):
+            found = float(found) if "." in found else int(found)
+        read[parts["name"]] = found
+    return read
+
+
+def share(text: str, variables: Mapping[str, object]) -> Any:
+    """Read a share of one: `30%`, `0.3`, or `$name` for what a variable holds.
+
+    Raises
+    ------
+    ArgumentError
+        If it is none of them, or the variable does not exist.
+    """
+    if text.startswith("$"):
+        return variable(text[1:], variables)
+    try:
+        return float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        raise ArgumentError(f"{text!r} is no share.", fix="Write 30%, 0.3 or $name.") from None
 
 
 def number(text: str, variables: Mapping[str, object], what: str) -> int:
@@ -177,6 +371,18 @@ def number(text: str, variables: Mapping[str, object], what: str) -> int:
     if isinstance(found, str) and re.fullmatch(r"[+-]?\d+", found):
         return int(found)
     raise ArgumentError(f"{what} takes a whole number, not {found!r}.", fix=f"Write for example {what} 20.")
+
+
+def numbers(text: str, variables: Mapping[str, object], what: str) -> list[int]:
+    """Read whole numbers with commas between them, or `$name` of a list of them.
+
+    Raises
+    ------
+    ArgumentError
+        If one of them is none; `what` names the argument.
+    """
+    found = values(text, variables)
+    return [one if isinstance(one, int) else number(str(one), variables, what) for one in found]
 
 
 def variable(path: str, variables: Mapping[str, object], fitting: Iterable[str] | None = None) -> Any:

@@ -27,7 +27,8 @@ def chosen_lab(name: str | None, variables: Mapping[str, object]) -> Lab:
     ArgumentError
         If the variable does not exist or holds something else, or nothing was wrapped yet.
     """
-    from ortlab.lab import Lab, latest
+    from ortlab.lab import Lab
+    from ortlab.wrapped import latest
 
     if name is None:
         lab = latest()

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _WRAP = Parser("%ort_wrap")
 _WRAP.add_argument("model", metavar="MODEL")
+_WRAP.add_argument("--only", nargs="+", action="extend", metavar="PART")
 _WRAP.add_argument("--engine", metavar="ort|eager|compile")
 _WRAP.add_argument("--no-panel", action="store_true")
 _WRAP.add_changes()
@@ -57,12 +58,15 @@ class SetupMagics(Magics):
 
         ::
 
-            %ort_wrap MODEL [--engine ort|eager|compile] [--no-panel] [option=value ...]
+            %ort_wrap MODEL [--only PART ...] [--engine ort|eager|compile] [--no-panel] [option=value ...]
 
         Arguments:
 
         - ``MODEL``: variable that holds a ``torch.nn.Module``, or an attribute of one (``trainer.model``). It
           stays the same object: optimizers made before or after keep working.
+        - ``--only PART ...``: sub-modules that ONNX Runtime shall run, while PyTorch runs the rest: paths as
+          ``model.named_modules()`` gives them, patterns (``encoder.layer.*``), or ``$name`` for a variable that holds
+          paths or a sub-module. The whole model if not given.
         - ``--engine``: who executes it: ``ort`` (ONNX Runtime, if not given), ``eager`` (PyTorch as it is) or
           ``compile`` (``torch.compile``).
         - ``--no-panel``: do not show the panel.
@@ -76,6 +80,11 @@ class SetupMagics(Magics):
 
             lab = ortlab.wrap(model, memory_level=1)
             display(ortlab.panel(lab))
+
+        Only two parts of the model::
+
+            lab = %ort_wrap model --only encoder decoder.layers.3
+            lab = ortlab.wrap(model, only=["encoder", "decoder.layers.3"])
         """
         from torch import nn
 
@@ -84,12 +93,13 @@ class SetupMagics(Magics):
         variables = self.shell.user_ns
         modules = [key for key, held in variables.items() if isinstance(held, nn.Module)]
         module = arguments.variable(args.model, variables, fitting=modules)
-        changes = arguments.changes(args.changes, variables)
+        only, more = arguments.parts(args.only, variables)
+        changes = arguments.changes([*args.changes, *more], variables)
         if args.engine is not None and "engine" in changes:
             raise ArgumentError("The engine is given twice.", fix="Leave --engine or engine= out.")
         if args.engine is not None:
             changes["engine"] = args.engine
-        lab = ortlab.wrap(module, name=args.model, **changes)
+        lab = ortlab.wrap(module, only=only, name=args.model, **changes)
         if not args.no_panel:
             try:
                 display(ortlab.panel(lab))
@@ -182,7 +192,7 @@ class SetupMagics(Magics):
             from ortlab.option_list import OptionList
             OptionList(lab.options, ("memory_level", "memory_plan"), lab.have)
         """
-        from ortlab.lab import latest
+        from ortlab.wrapped import latest
 
         if args.lab is None and latest() is None:
             return OptionList(Options(), tuple(args.names))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from ortlab.render import units
-from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table
+from ortlab.render.page import Block, Cell, Column, Drawing, Folded, Mark, Note, Page, Table
 from ortlab.render.pages import compose
 
 STYLE = """\
@@ -94,11 +94,16 @@ def _block(block: Block) -> str:
     if isinstance(block, Note):
         lines = "<br>".join(escape(line) for line in block.text.splitlines())
         return f"<p{_classes(block.mark)}>{lines}</p>\n"
+    if isinstance(block, Drawing):
+        return f'<div class="ortlab-scroll">{block.svg()}</div>\n'
     return _folded(block)
 
 
 def _folded(block: Folded) -> str:
-    return f"<details><summary>{escape(block.title)}</summary><pre>{escape(block.text)}</pre></details>\n"
+    is_open = " open" if block.is_open else ""
+    text = f"<pre>{escape(block.text)}</pre>" if block.text else ""
+    inner = "".join(_block(one) for one in block.blocks)
+    return f"<details{is_open}><summary>{escape(block.title)}</summary>{text}{inner}</details>\n"
 
 
 def _head(column: Column) -> str:
@@ -108,7 +113,9 @@ def _head(column: Column) -> str:
 
 def _cell(cell: Cell, column: Column, *, heading: bool) -> str:
     classes = _classes(cell.mark, number=column.numeric, short=not heading and len(cell.text) <= _SHORT)
-    text = escape(units.fold(cell.text, _CELL_LIMIT))
+    text = escape(cell.text if column.whole else units.fold(cell.text, _CELL_LIMIT))
+    if cell.more:
+        text = f"<details><summary>{text}</summary><pre>{escape(cell.more)}</pre></details>"
     return f'<th scope="row"{classes}>{text}</th>' if heading else f"<td{classes}>{text}</td>"
 
 

@@ -7,7 +7,6 @@ from ortlab.render.page import Cell, Column, Mark, Note, Page, Table, row
 from ortlab.switches import Effect, Group, Switch, Value
 
 EFFECT_WORDS = {
-    Effect.IMPORT: "new kernel",
     Effect.WRAP: "re-export",
     Effect.EXPORT: "re-export",
     Effect.GRAPH: "new graph",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -18,10 +19,21 @@ class Mark(Enum):
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell: its text, and how it wants to be read."""
+    """One cell.
+
+    Attributes
+    ----------
+    text
+        What it says.
+    mark
+        How it wants to be read.
+    more
+        A text of many lines that HTML keeps folded under `text`; plain text leaves it out.
+    """
 
     text: str
     mark: Mark = Mark.PLAIN
+    more: str = ""
 
 
 @dataclass(frozen=True)
@@ -36,11 +48,14 @@ class Column:
         Whether the cells are numbers, which are set flush right.
     meaning
         What the number is and where it comes from, one sentence (a tooltip in HTML).
+    whole
+        Whether the cells are shown to their end however long they are; otherwise a long one loses its middle.
     """
 
     name: str
     numeric: bool = False
     meaning: str = ""
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,13 +97,46 @@ class Note:
 
 @dataclass(frozen=True)
 class Folded:
-    """A long text that HTML keeps folded under its title (a log, a report); text shows it whole."""
+    """A long text, or tables and notes, that HTML keeps folded under a title; text shows all of it.
+
+    Attributes
+    ----------
+    title
+        What is in there.
+    text
+        The text (a log, a report).
+    blocks
+        Tables and notes, below the text.
+    is_open
+        Whether HTML shows it unfolded at first.
+    repeats
+        Whether it shows again what stands elsewhere, in another order; text leaves it out then.
+    """
 
     title: str
-    text: str
+    text: str = ""
+    blocks: tuple[Table | Note, ...] = ()
+    is_open: bool = False
+    repeats: bool = False
 
 
-Block = Table | Note | Folded
+@dataclass(frozen=True)
+class Drawing:
+    """A figure, drawn when it is shown; text says what it shows and how to get it.
+
+    Attributes
+    ----------
+    description
+        What it shows, one sentence.
+    svg
+        Draws it as inline SVG, or as an HTML element that carries it.
+    """
+
+    description: str
+    svg: Callable[[], str]
+
+
+Block = Table | Note | Folded | Drawing
 
 
 @dataclass(frozen=True)
@@ -102,3 +150,12 @@ class Page:
 def row(*cells: str | Cell) -> tuple[Cell, ...]:
     """Make a row of cells, plain strings being plain cells."""
     return tuple(cell if isinstance(cell, Cell) else Cell(cell) for cell in cells)
+
+
+def printable(text: str) -> str:
+    r"""Return `text` with control characters written out, so that a name cannot break a table or a terminal.
+
+    A line break becomes a space, and an escape sequence its Python escape: "\\x1b[31m".
+    """
+    flat = " ".join(text.splitlines())
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in flat)

@@ -5,18 +5,60 @@ from __future__ import annotations
 from functools import singledispatch
 from typing import TYPE_CHECKING
 
+from ortlab.blame.blame import Blame
+from ortlab.budgets.budget import Budget
 from ortlab.comparison import Comparison
+from ortlab.data.balance import Balance
+from ortlab.data.density_report import DensityReport
 from ortlab.doctor import Report
+from ortlab.graphs.diff import GraphDiff
+from ortlab.graphs.flop_savings import FlopSavings
+from ortlab.graphs.flops import Flops
+from ortlab.graphs.graph_set import GraphSet
+from ortlab.graphs.onnx_files import FileGraph
 from ortlab.graphs.stages import Graph
+from ortlab.hunting.batch_hunt import BatchHunt
+from ortlab.memory.measured import MemoryMeasurement
+from ortlab.memory.phases import MemoryPhases
 from ortlab.memory.plan import MemoryPlan
+from ortlab.memory.saved_plans import SavedPlans
+from ortlab.memory.stash import Stash
+from ortlab.memory.trace import Trace
+from ortlab.messages import Messages
 from ortlab.option_list import OptionList
 from ortlab.options import Options
-from ortlab.render.lab_pages import graph_page, plan_page, report_page, status_page
+from ortlab.parity.functions import FunctionReport
+from ortlab.parity.record import Parity
+from ortlab.peers.peers import Peers
+from ortlab.preflights.preflight import Preflight
+from ortlab.render.balance_page import balance_page
+from ortlab.render.blame_page import blame_page
+from ortlab.render.budget_page import budget_page
+from ortlab.render.density_page import density_page
+from ortlab.render.flops_page import flops_page, savings_page
+from ortlab.render.function_page import function_page
+from ortlab.render.graph_diff_page import graph_diff_page
+from ortlab.render.graph_forms import embedded_page, file_page, with_picture
+from ortlab.render.graph_page import graph_page, graph_set_page
+from ortlab.render.hunt_page import hunt_page
+from ortlab.render.lab_pages import report_page, status_page
+from ortlab.render.memory_page import measurement_page, phases_page
+from ortlab.render.message_pages import messages_page
 from ortlab.render.option_list_page import option_list_page
 from ortlab.render.option_pages import options_page
+from ortlab.render.parity_page import parity_page
+from ortlab.render.peers_page import peers_page
+from ortlab.render.plan_page import plan_page
+from ortlab.render.preflight_page import preflight_page
 from ortlab.render.run_pages import comparison_page, ledger_page, run_page
+from ortlab.render.saved_plans_page import saved_plans_page
+from ortlab.render.stash_page import stash_page
+from ortlab.render.sweep_page import sweep_page
+from ortlab.render.trace_page import trace_page
 from ortlab.runs import Ledger, Run
 from ortlab.status import Status
+from ortlab.sweeps.sweep import Sweep
+from ortlab.viewer.embedded import EmbeddedGraph
 
 if TYPE_CHECKING:
     from ortlab.render.page import Page
@@ -47,6 +89,28 @@ compose.register(Comparison, comparison_page)
 compose.register(Options, options_page)
 compose.register(Status, status_page)
 compose.register(MemoryPlan, plan_page)
-compose.register(Graph, graph_page)
+compose.register(SavedPlans, saved_plans_page)
+compose.register(Stash, stash_page)
+compose.register(Trace, trace_page)
+compose.register(MemoryMeasurement, measurement_page)
+compose.register(MemoryPhases, phases_page)
+compose.register(Graph, lambda graph: with_picture(graph, graph_page(graph)))
+compose.register(GraphSet, graph_set_page)
+compose.register(FileGraph, lambda graph: file_page(graph, with_picture(graph, graph_page(graph))))
+compose.register(EmbeddedGraph, lambda shown: embedded_page(shown, compose(shown.graph)))
 compose.register(Report, report_page)
 compose.register(OptionList, option_list_page)
+compose.register(Messages, messages_page)
+compose.register(Sweep, sweep_page)
+compose.register(Peers, peers_page)
+compose.register(Preflight, preflight_page)
+compose.register(FunctionReport, function_page)
+compose.register(Parity, parity_page)
+compose.register(Budget, budget_page)
+compose.register(BatchHunt, hunt_page)
+compose.register(DensityReport, density_page)
+compose.register(Flops, flops_page)
+compose.register(FlopSavings, savings_page)
+compose.register(Balance, balance_page)
+compose.register(Blame, blame_page)
+compose.register(GraphDiff, graph_diff_page)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import quoteattr
 
 from ortlab.render import units
+from ortlab.render.page import printable
 from ortlab.render.run_pages import title
-from ortlab.render.text import printable
 from ortlab.runs import EXECUTED_BY_FALLBACK, Run
 
 if TYPE_CHECKING:
@@ -25,11 +25,11 @@ RUNS_SHOWN = 12
 INK = "#7a7a7a"
 """Grey of text and axes: contrast 4.3 on white, 4.4 on JupyterLab's dark theme, so one file suits both."""
 
-_FALLBACK = "#d32f2f"
+FALLBACK = "#d32f2f"
 # Okabe and Ito's colours, which people with any kind of colour vision can tell apart.
-_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 _PARTS = ("forward", "backward", "optimizer", "everything else")
-_MIB = 1 << 20
+MIB = 1 << 20
 _WIDTH = 8.5  # inches
 _INCHES_PER_BAR = 0.34
 _LABEL_WIDTH = 30  # characters
@@ -40,12 +40,19 @@ _LEGEND: dict[str, Any] = {
     "loc": "upper left",
     "bbox_to_anchor": (1.0, 1.0),
 }
+_BETWEEN = re.compile(r"<!--.*?-->|(?<=>)\s+(?=<)", re.DOTALL)
+_TAG = re.compile(r"<[^>]+>")
+_NAME = re.compile(r' id="([^"]*)"')
+_REFERENCE = re.compile(r"#([\w.-]+)")
+_FONTS = re.compile(r"font-family: [^;\"]*sans-serif")
+_UNTURNED = re.compile(r' transform="rotate\(-?0 [^"]*"')
+_DIGITS = re.compile(r"(?<![\w.#-])-?\d+\.\d{2,}(?![\w.])")
 _SVG_STYLE = "stroke-linejoin: round; stroke-linecap: butt; max-width: 100%; height: auto"
 
 
 def losses(runs: Sequence[Run]) -> Figure:
     """Draw the loss of every step, one line per run."""
-    figure = _figure(2.8)
+    figure = new_figure(2.8)
     axes = figure.add_subplot()
     _draw_losses(axes, _latest(runs))
     return figure
@@ -54,7 +61,7 @@ def losses(runs: Sequence[Run]) -> Figure:
 def step_times(runs: Sequence[Run]) -> Figure:
     """Draw the median step time of every run by part, with the quartiles of the whole step as error bars."""
     shown = _latest(runs)
-    figure = _figure(1.2 + _INCHES_PER_BAR * len(shown))
+    figure = new_figure(1.2 + _INCHES_PER_BAR * len(shown))
     axes = figure.add_subplot()
     _draw_times(axes, shown)
     return figure
@@ -63,7 +70,7 @@ def step_times(runs: Sequence[Run]) -> Figure:
 def memory(runs: Sequence[Run]) -> Figure:
     """Draw the peak memory of every run that has one, split into what was there at its start and the rise."""
     shown = [run for run in _latest(runs) if run.memory]
-    figure = _figure(1.2 + _INCHES_PER_BAR * len(shown))
+    figure = new_figure(1.2 + _INCHES_PER_BAR * len(shown))
     axes = figure.add_subplot()
     _draw_memory(axes, shown)
     return figure
@@ -73,7 +80,7 @@ def overview(runs: Sequence[Run]) -> Figure:
     """Draw loss, step time and memory under one another, for the panel."""
     shown = _latest(runs)
     bars = 0.9 + _INCHES_PER_BAR * len(shown)
-    figure = _figure(2.4 + 2 * bars)
+    figure = new_figure(2.4 + 2 * bars)
     top, middle, bottom = figure.subplots(3, height_ratios=[2.4, bars, bars])
     _draw_losses(top, shown)
     _draw_times(middle, shown)
@@ -101,11 +108,32 @@ def svg(figure: Figure, description: str) -> str:
     body = document[document.index("<svg") :].replace(INK, "currentColor")
     # matplotlib's style sheet has the selector `*`: inline, it would restyle the whole page.
     body = re.sub(r"<metadata>.*?</metadata>|<defs>\s*<style.*?</style>\s*</defs>", "", body, flags=re.DOTALL)
+    body = _compact(body)
     label = quoteattr(description)
     return body.replace("<svg", f'<svg role="img" aria-label={label} style="{_SVG_STYLE}"', 1)
 
 
-def _figure(height: float) -> Figure:
+def _compact(body: str) -> str:
+    """Leave out what nobody sees: a notebook is saved with its figures.
+
+    Coordinates keep tenths of a point, and only elements that others refer to keep their name.
+    """
+    body = _BETWEEN.sub("", body)
+    used = set(_REFERENCE.findall(body))
+
+    def tag(found: re.Match[str]) -> str:
+        named = _NAME.sub(lambda name: name.group() if name.group(1) in used else "", found.group())
+        return _DIGITS.sub(shorter, " ".join(named.split()))
+
+    def shorter(number: re.Match[str]) -> str:
+        value = float(number.group())
+        return f"{value:.1f}" if abs(value) >= 1 else f"{value:.3g}"
+
+    return _TAG.sub(tag, _UNTURNED.sub("", _FONTS.sub("font-family: sans-serif", body)))
+
+
+def new_figure(height: float) -> Figure:
+    """Start a figure of the usual width; its height is in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(_WIDTH, height), layout="constrained", facecolor="none")
@@ -125,7 +153,7 @@ def _draw_losses(axes: Axes, runs: list[Run]) -> None:
                 x,
                 y,
                 label=_label(run),
-                color=_FALLBACK if fallback else _COLOURS[position % len(_COLOURS)],
+                color=FALLBACK if fallback else COLOURS[position % len(COLOURS)],
                 # Runs from one start lie on top of each other; dashes let the lower one show through.
                 linestyle=("-", "--", "-.", ":")[position % 4],
                 marker="o" if len(points) == 1 else None,
@@ -133,19 +161,19 @@ def _draw_losses(axes: Axes, runs: list[Run]) -> None:
             )
     from matplotlib.ticker import MaxNLocator
 
-    _dress(axes, "Loss, measured", "step", "loss")
+    dress(axes, "Loss, measured", "step", "loss")
     if axes.lines:
         axes.legend(**_LEGEND)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     else:
-        _say(axes, "No run reported a loss.")
+        say(axes, "No run reported a loss.")
 
 
 def _draw_times(axes: Axes, runs: list[Run]) -> None:
     rows = [_label(run) for run in runs]
     left = [0.0] * len(runs)
     parts = [[_median_parts(run)[i] for run in runs] for i in range(len(_PARTS))]
-    for name, colour, widths in zip(_PARTS, _COLOURS, parts, strict=False):
+    for name, colour, widths in zip(_PARTS, COLOURS, parts, strict=False):
         axes.barh(rows, widths, left=left, label=name, color=colour, height=0.6)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     medians = [run.step_ms for run in runs]
@@ -158,29 +186,36 @@ def _draw_times(axes: Axes, runs: list[Run]) -> None:
         if runs
         else "Step time"
     )
-    _dress(axes, heading, "ms", "")
+    dress(axes, heading, "ms", "")
     axes.invert_yaxis()
     _mark_fallbacks(axes, runs)
     if runs:
         axes.legend(**_LEGEND)
     else:
-        _say(axes, "No run yet.")
+        say(axes, "No run yet.")
 
 
 def _draw_memory(axes: Axes, runs: list[Run]) -> None:
     rows = [_label(run) for run in runs]
-    start = [run.memory.start_bytes / _MIB for run in runs if run.memory]
-    rise = [run.memory.rise_bytes / _MIB for run in runs if run.memory]
-    axes.barh(rows, start, label="at the start", color=_COLOURS[4], height=0.6)
-    axes.barh(rows, rise, left=start, label="rise", color=_COLOURS[5], height=0.6)
+    start = [run.memory.start_bytes / MIB for run in runs if run.memory]
+    rise = [run.memory.rise_bytes / MIB for run in runs if run.memory]
+    axes.barh(rows, start, label="at the start", color=COLOURS[4], height=0.6)
+    axes.barh(rows, rise, left=start, label="rise", color=COLOURS[5], height=0.6)
     kinds = ", ".join(dict.fromkeys(f"{run.memory.kind} of {run.memory.scope}" for run in runs if run.memory))
-    _dress(axes, f"Peak memory, measured ({kinds})" if kinds else "Peak memory", "MiB", "")
+    ranges = [_peaks_alike(run, runs) for run in runs]
+    if any(low < high for low, high in ranges):
+        peaks = [before + more for before, more in zip(start, rise, strict=True)]
+        spread = [[p - low / MIB for p, (low, _) in zip(peaks, ranges, strict=True)],
+                  [high / MIB - p for p, (_, high) in zip(peaks, ranges, strict=True)]]  # fmt: skip
+        axes.errorbar(peaks, rows, xerr=spread, fmt="none", ecolor=INK, capsize=3, linewidth=1.2)
+        kinds += "; whiskers: lowest and highest of runs switched alike"
+    dress(axes, f"Peak memory, measured ({kinds})" if kinds else "Peak memory", "MiB", "")
     axes.invert_yaxis()
     _mark_fallbacks(axes, runs)
     if runs:
         axes.legend(**_LEGEND)
     else:
-        _say(axes, "No run measured its memory.")
+        say(axes, "No run measured its memory.")
 
 
 def _median_parts(run: Run) -> tuple[float, float, float, float]:
@@ -201,13 +236,24 @@ def _quartiles(run: Run) -> tuple[float, float]:
     return low, high
 
 
+def _peaks_alike(run: Run, runs: list[Run]) -> tuple[int, int]:
+    """Return the lowest and highest peak in bytes of the runs with the same engine, switches and number of steps."""
+
+    def key(one: Run) -> tuple[object, ...]:
+        return one.engine, one.executed_by, one.options, len(one.steps)
+
+    peaks = [one.memory.peak_bytes for one in runs if one.memory and key(one) == key(run)]
+    return min(peaks), max(peaks)
+
+
 def _label(run: Run) -> str:
     """Name a run in a figure: two lines at most, and no dollar sign, which would start a formula."""
     name = units.fold(printable(title(run)), 2 * _LABEL_WIDTH - 4)
     return textwrap.fill(name, _LABEL_WIDTH).replace("$", r"\$")
 
 
-def _dress(axes: Axes, heading: str, x: str, y: str) -> None:
+def dress(axes: Axes, heading: str, x: str, y: str) -> None:
+    """Give axes their heading, their labels and the grey that suits light and dark themes."""
     axes.set_facecolor("none")
     axes.set_title(heading, loc="left", fontsize=9, color=INK)
     axes.set_xlabel(x, fontsize=8, color=INK)
@@ -221,8 +267,9 @@ def _dress(axes: Axes, heading: str, x: str, y: str) -> None:
 def _mark_fallbacks(axes: Axes, runs: list[Run]) -> None:
     for label, run in zip(axes.get_yticklabels(), runs, strict=False):
         if run.executed_by == EXECUTED_BY_FALLBACK:
-            label.set_color(_FALLBACK)
+            label.set_color(FALLBACK)
 
 
-def _say(axes: Any, sentence: str) -> None:
+def say(axes: Any, sentence: str) -> None:
+    """Write a sentence where a figure has nothing to draw."""
     axes.text(0.5, 0.5, sentence, transform=axes.transAxes, ha="center", va="center", color=INK, fontsize=9)

@@ -6,7 +6,7 @@ import textwrap
 import unicodedata
 
 from ortlab.render import units
-from ortlab.render.page import Block, Folded, Mark, Note, Page, Table
+from ortlab.render.page import Block, Cell, Column, Drawing, Folded, Mark, Note, Page, Table, printable
 from ortlab.render.pages import compose
 
 _GAP = "  "
@@ -38,7 +38,10 @@ def render(record: object) -> str:
 def table(content: Table) -> str:
     """Write one table, its columns as wide as their widest cell."""
     heads = [printable(column.name) for column in content.columns]
-    body = [[units.fold(printable(cell.text), _CELL_LIMIT) for cell in cells] for cells in content.rows]
+    body = [
+        [_cell(cell, column) for cell, column in zip(cells, content.columns, strict=True)]
+        for cells in content.rows
+    ]
     widths = [max(_width(line[i]) for line in [heads, *body]) for i in range(len(heads))]
     flush_right = [column.numeric for column in content.columns]
     lines = [printable(content.caption)] if content.caption else []
@@ -50,13 +53,9 @@ def table(content: Table) -> str:
     return "\n".join(lines)
 
 
-def printable(text: str) -> str:
-    r"""Return `text` with control characters written out, so that a name cannot break a table or a terminal.
-
-    A line break becomes a space, and an escape sequence its Python escape: "\\x1b[31m".
-    """
-    flat = " ".join(text.splitlines())
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in flat)
+def _cell(cell: Cell, column: Column) -> str:
+    written = printable(cell.text)
+    return written if column.whole else units.fold(written, _CELL_LIMIT)
 
 
 def _block(block: Block) -> str:
@@ -68,11 +67,16 @@ def _block(block: Block) -> str:
             _NOTE_WIDTH, initial_indent=prefix, subsequent_indent=" " * len(prefix), break_on_hyphens=False
         )
         return "\n".join(wrapper.fill(printable(line)) for line in block.text.splitlines())
+    if isinstance(block, Drawing):
+        return f"Figure: {printable(block.description)}"
     return _folded(block)
 
 
 def _folded(block: Folded) -> str:
-    return "\n".join([f"{printable(block.title)}:", *(printable(line) for line in block.text.splitlines())])
+    if block.repeats:
+        return ""
+    lines = [f"{printable(block.title)}:", *(printable(line) for line in block.text.splitlines())]
+    return "\n".join([*lines, *(_block(one) for one in block.blocks)])
 
 
 def _line(cells: list[str], widths: list[int], flush_right: list[bool]) -> str:

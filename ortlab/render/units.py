@@ -13,6 +13,8 @@ MISSING: Final = "n/a"
 
 _SIZES: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 _SIZE_BASE: Final = 1024
+_FLOPS: Final = ("FLOPs", "kFLOPs", "MFLOPs", "GFLOPs", "TFLOPs", "PFLOPs")
+_FLOP_BASE: Final = 1000
 _MS_PER_S: Final = 1000
 _S_PER_MIN: Final = 60
 _HUNDREDTHS_RUN_OUT: Final = 0.1
@@ -59,10 +61,43 @@ def ratio_interval(value: float | None, low: float | None, high: float | None) -
     return f"{ratio(value)} [{_hundredths(lower)}, {_hundredths(upper)}]"
 
 
+def times(value: float | None, low: float | None, high: float | None) -> str:
+    """Write how many times, in a sentence: "1.08 times [1.03, 1.12]"; the number alone if there is no interval."""
+    number, lower, upper = _number(value), _number(low), _number(high)
+    if math.isnan(number):
+        return MISSING
+    interval = "" if math.isnan(lower + upper) else f" [{_hundredths(lower)}, {_hundredths(upper)}]"
+    return f"{_hundredths(number)} times{interval}"
+
+
+def rate(per_second: float | None) -> str:
+    """Write how many samples go through in a second: "41.2/s"."""
+    value = _number(per_second)
+    return MISSING if math.isnan(value) else f"{_three_digits(value)}/s"
+
+
 def percent(fraction: float | None) -> str:
     """Write a fraction of one as a percentage: 0.125 is "12.5 %"."""
     number = _number(fraction)
     return MISSING if math.isnan(number) else f"{100 * number:.1f} %"
+
+
+def density(fraction: float | None) -> str:
+    """Write a density as ORTModule's table did, with two digits behind the point: "35.21 %"."""
+    number = _number(fraction)
+    return MISSING if math.isnan(number) else f"{100 * number:.2f} %"
+
+
+def flops(number: float | None) -> str:
+    """Write a number of floating-point operations, 1000-based: "512 FLOPs", "3.21 MFLOPs", "1.50 GFLOPs"."""
+    value = _number(number)
+    if math.isnan(value):
+        return MISSING
+    unit = 0
+    while abs(_significant(value)) >= _FLOP_BASE and unit < len(_FLOPS) - 1:
+        value /= _FLOP_BASE
+        unit += 1
+    return f"{value:,.0f} {_FLOPS[0]}" if unit == 0 else f"{_three_digits(value)} {_FLOPS[unit]}"
 
 
 def count(number: float | None) -> str:

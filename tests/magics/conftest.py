@@ -8,6 +8,7 @@ import linecache
 import sys
 from contextlib import contextmanager
 
+import IPython.core.completer  # noqa: F401 - a shell imports it late, which adds a filter of warnings in the test
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output

@@ -136,3 +136,19 @@ def test_options_and_pairs_mix_in_any_order():
     parser.add_changes()
     read = parser.read("net --quiet memory_level=1 log_level=INFO")
     assert (read.model, read.quiet, read.changes) == ("net", True, ["memory_level=1", "log_level=INFO"])
+
+
+def test_sets_of_plans():
+    variables = {
+        "one": "Gelu+:1:-1",
+        "both": ("A+:1:-1", "B+:1:2"),
+        "sets": ["A+:1:-1", ("A+:1:-1", "B+:1:2")],
+    }
+    assert arguments.plan_sets(["Gelu+:1:-1", "A+:1:-1,B+:1:2"], {}) == [
+        ("Gelu+:1:-1",),
+        ("A+:1:-1", "B+:1:2"),
+    ]
+    assert arguments.plan_sets(["$one", "$both"], variables) == ["Gelu+:1:-1", ("A+:1:-1", "B+:1:2")]
+    assert arguments.plan_sets(["$sets"], variables) == variables["sets"]
+    with pytest.raises(ArgumentError, match="There is no variable 'none'"):
+        arguments.plan_sets(["$none"], variables)

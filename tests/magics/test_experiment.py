@@ -118,6 +118,23 @@ def test_graph_shows_the_operators_and_saves(stepped_shell, tmp_path, capsys):
     assert "Gemm" in forms["text/html"]
 
 
+def test_a_graph_is_viewed_or_embedded(stepped_shell):
+    view = stepped_shell.run("%ort_graph optimized --view")
+    assert view.stage == "optimized"
+    assert stepped_shell.run("%ort_graph optimized --view") is view
+    name = view.names[0]
+    view = stepped_shell.run(f"%ort_graph optimized --view --around {name}")
+    assert "nodes are drawn" in view.reduced
+    view.close()
+    forms = stepped_shell.formats(stepped_shell.run("%ort_graph --embed"))
+    assert "srcdoc=" in forms["text/html"]
+    assert "data:image/svg+xml" in forms["text/html"]
+    assert "Gemm" in forms["text/plain"]
+    for line in ("%ort_graph --view --embed", "%ort_graph --around x", "%ort_graph all --view"):
+        with pytest.raises(UsageError):
+            stepped_shell.run(line)
+
+
 def test_a_path_that_cannot_be_written_is_a_usage_error(stepped_shell, unchanged):
     for path, said in (
         ("$net", "$net holds a Sequential, not the path"),

@@ -59,7 +59,7 @@ def expected_losses(net_shell):
     run = net_shell.run(STEP)
     lab = net_shell.user_ns["lab"]
     lab.restore()
-    net_shell.run("%ort_unwrap")
+    lab.unwrap(forget=True)  # so that the next call exports and builds again
     net_shell.run("lab = %ort_wrap net --no-panel")
     return run.losses
 

@@ -133,7 +133,7 @@ def test_a_step_that_cannot_be_run_is_a_usage_error_and_changes_nothing(eager_sh
 
 
 def test_no_lab_is_said_clearly(shell, monkeypatch):
-    monkeypatch.setattr("ortlab.lab._latest", None)
+    monkeypatch.setattr("ortlab.wrapped._labs", [])
     with pytest.raises(UsageError, match=r"No model is wrapped yet\.\nNext: %ort_wrap model"):
         shell.run("%%ort_step\nloss = 1")
 
@@ -224,3 +224,10 @@ def test_a_model_may_take_another_dtype(shell):
     assert second.initialization.stage == "export"
     assert second.losses == pytest.approx(first.losses)
     shell.run("%ort_unwrap")
+
+
+def test_magics_act_on_a_lab_that_is_still_wrapped(stepped_shell):
+    stepped_shell.run("import ortlab, torch\nother = ortlab.wrap(torch.nn.Linear(4, 2), engine='eager')")
+    assert stepped_shell.run("%ort_set log_level=ERROR") is stepped_shell.user_ns["other"]
+    stepped_shell.run("other.unwrap()")
+    assert stepped_shell.run("%ort_set log_level=ERROR") is stepped_shell.user_ns["lab"]

@@ -34,11 +34,10 @@ def test_the_last_line_of_a_cell_shows_the_lab(torch_shell, captured):
 
 def test_wrap_shows_the_panel_once(torch_shell, captured):
     torch_shell.run("lab = %ort_wrap net")
-    assert len(captured.outputs) == 1
-    shown = captured.outputs[0].data
-    assert "application/vnd.jupyter.widget-view+json" in shown
-    assert "<h4>net: Sequential</h4>" in shown["text/html"]
-    assert shown["text/plain"].startswith("net: Sequential\n\nONNX Runtime: not built yet")
+    widget, saved = (output.data for output in captured.outputs)
+    assert sorted(widget) == ["application/vnd.jupyter.widget-view+json", "text/html"]
+    assert "<h4>net: Sequential</h4>" in saved["text/html"]
+    assert "ONNX Runtime: not built yet" in saved["text/plain"]
 
 
 def test_no_panel_shows_nothing(torch_shell, captured):
@@ -82,7 +81,7 @@ def test_unwrap_returns_the_model_and_keeps_the_runs(stepped_shell):
         ("%ort_wrap net conv_algo_search=EXHAUSTIVE", "needs an NVIDIA GPU"),
         ("%ort_wrap net memory_level='1", "quotation does not end"),
         ("%ort_wrap torch.nn.DataParallel", "A type cannot be wrapped"),
-        ("%ort_wrap parallel", "A DataParallel model cannot be wrapped"),
+        ("%ort_wrap parallel", "DataParallel and ORT do not go together"),
     ],
 )
 def test_what_cannot_be_wrapped_is_a_usage_error_and_leaves_the_model_alone(torch_shell, line, said):
@@ -132,3 +131,49 @@ def test_a_lab_that_is_none_is_refused(torch_shell, name, said):
     with pytest.raises(UsageError) as caught:
         torch_shell.run(f"%ort_plan --lab {name}")
     assert said in str(caught.value)
+
+
+def test_parts_are_named_with_spaces_commas_or_a_variable(torch_shell):
+    torch_shell.run(
+        "net = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Tanh()), nn.Linear(3, 2))"
+    )
+    torch_shell.run("chosen, head = ['0', '1.*'], net[2]")
+    for line, paths in (
+        ("--only 0 2", "0, 2"),
+        ("--only 0,1.0,1.1", "0 and 2 more"),
+        ("--only $chosen", "0 and 2 more"),
+        ("--only $head", "2"),
+        ("--only 0 --only 1 memory_level=1", "0, 1"),
+    ):
+        lab = torch_shell.run(f"lab = %ort_wrap net --no-panel {line}\nlab")
+        assert repr(lab).startswith(f"Lab(net: Sequential, only {paths}, engine='ort', not built, ")
+        assert lab.options.memory_level == line.count("memory_level")
+        torch_shell.run("%ort_unwrap")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--only nothing", "The model has no part 'nothing'."),
+        ("--only", "expected at least one argument"),
+        ("--only $nothing", "There is no variable 'nothing'."),
+        ("--only memory_level=1", "There is no part in the list."),
+    ],
+)
+def test_wrong_parts_are_usage_errors(torch_shell, line, words):
+    with pytest.raises(UsageError) as caught:
+        torch_shell.run(f"%ort_wrap net --no-panel {line}")
+    assert type(caught.value) is UsageError
+    assert words in str(caught.value)
+
+
+def test_plan_and_graph_of_a_part(torch_shell):
+    torch_shell.run(
+        "net = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Tanh()), nn.Linear(3, 2))"
+    )
+    torch_shell.run("lab = %ort_wrap net --no-panel --only 0 1")
+    torch_shell.run("net(torch.ones(2, 3)).sum().backward()")
+    assert torch_shell.run("%ort_graph processed --part 1").part == "1"
+    assert torch_shell.run("%ort_plan --part 1").missing == ()
+    with pytest.raises(UsageError, match="Each wrapped part has a graph of its own"):
+        torch_shell.run("%ort_graph")

@@ -11,7 +11,9 @@ import torch
 import ortlab
 from ortlab.doctor import Check, Report
 from ortlab.render import html, text
-from ortlab.render.lab_pages import PLANS_SHOWN, VALUES_SHOWN, lab_page
+from ortlab.render.graph_page import VALUES_SHOWN
+from ortlab.render.lab_pages import lab_page
+from ortlab.render.plan_page import PLANS_SHOWN
 from ortlab.status import Status
 
 
@@ -29,7 +31,7 @@ def lab():
 def test_the_plan_says_that_its_savings_are_predicted(lab):
     written = text.render(lab.plan())
     # 32 rows of 64 floats of 4 bytes
-    assert re.search(r"Gelu\+:1:-1 +- +1 +8\.00 KiB +Recompute Gelu in 1 place", written)
+    assert re.search(r"Gelu\+:1:-1 +- +1 +8\.00 KiB +Recompute GELU in 1 place", written)
     assert "Predicted by ORT for the first batch (input_dim0 = 32" in written
     assert "MemoryInsight" in written
 
@@ -43,12 +45,45 @@ def test_a_plan_without_rows_and_one_with_ten_thousand(lab):
     assert "9,900 plans that save less" in written
 
 
+def test_costs_are_shown_once_they_are_known_and_say_where_they_come_from(lab):
+    plan = lab.plan()
+    assert "off the peak" not in text.render(plan)
+    first = dataclasses.replace(
+        plan.rows[0],
+        peak_saving_bytes=8 * 2**20,
+        cost_ms=2.0,
+        measured_saving_bytes=6 * 2**20,
+        measured_cost_ms=-0.5,
+    )
+    priced = dataclasses.replace(plan, rows=(first, *plan.rows[1:]))
+    dearer = dataclasses.replace(first, peak_saving_bytes=-8.0 * 2**20)
+    assert "none" in text.render(dataclasses.replace(plan, rows=(dearer,)))
+    assert "-4.00 MiB/ms" not in text.render(dataclasses.replace(plan, rows=(dearer,)))
+    assert first.bytes_per_ms == 4 * 2**20
+    assert first.measured_bytes_per_ms == float("inf")
+    written = text.render(priced)
+    for words in (
+        "off the peak",
+        "8.00 MiB",
+        "2.00 ms",
+        "4.00 MiB/ms",
+        "measured saving",
+        "6.00 MiB",
+        "free",
+    ):
+        assert words in written
+    assert "predicted by simulating a step, not measured" in html.render(priced)
+    table = priced.table()
+    assert table["predicted cost [ms]"][0] == 2.0
+    assert table["predicted cost [ms]"].isna().sum() == len(plan.rows) - 1
+
+
 def test_the_counts_of_a_graph_add_up_to_its_nodes(lab):
     graph = lab.graph("execution")
     written = text.render(graph)
     operators = written[written.index("Operators") : written.index("Inputs")]
-    counts = [int(number) for number in re.findall(r"^\S+ +(\d+) +[\d.]+ %$", operators, re.MULTILINE)]
-    assert sum(counts) == graph.node_count
+    counts = [int(number) for number in re.findall(r"^\S+ +(\d+) +[\d.]+ %", operators, re.MULTILINE)]
+    assert sum(counts) == graph.node_count - 1  # YieldOp stands between the passes, and is in none
     assert f"{graph.node_count} nodes" in written
     assert re.search(r"weight +float +64 x 16", written)
     assert f"digest {graph.digest}" in written

@@ -35,6 +35,26 @@ def test_memory_bars_end_at_the_peak(runs):
     assert peaks == pytest.approx([901, 902, 904])  # MiB
 
 
+def test_whiskers_span_the_peaks_of_runs_that_were_switched_alike(new_run):
+    alone = new_run(3, "eager", step_ms=12.0)
+    axes = plots.memory([new_run(1), new_run(2), alone]).axes[0]
+    segments = axes.collections[0].get_segments()
+    assert [list(one[:, 0]) for one in segments] == [
+        pytest.approx(span) for span in ([901, 902], [901, 902], [903, 903])
+    ]
+    assert "runs switched alike" in axes.get_title(loc="left")
+    assert not plots.memory([new_run(1), alone]).axes[0].collections
+
+
+def test_a_saved_figure_keeps_only_the_names_that_others_use(runs):
+    source = plots.svg(plots.overview(runs), "runs")
+    root = ET.fromstring(source)  # noqa: S314 - our own
+    named = [one.get("id") for one in root.iter() if one.get("id")]
+    assert named
+    assert all(source.count(f"#{name}") for name in named)
+    assert "<!--" not in source
+
+
 def test_losses_are_drawn_step_by_step(runs):
     axes = plots.losses(runs).axes[0]
     assert len(axes.lines) == 3
@@ -82,5 +102,5 @@ def test_drawing_leaves_matplotlib_as_it_was(runs):
 def test_names_with_dollar_signs_are_not_formulas(new_run):
     from ortlab.options import Options
 
-    run = new_run(1, options=Options(save_onnx_prefix="$\\frac$<b>"))
+    run = new_run(1, options=Options(save_onnx_path="$\\frac$<b>"))
     assert "$\\frac$&lt;b&gt;" in plots.svg(plots.step_times([run]), "one run")

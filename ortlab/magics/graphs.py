@@ -1,0 +1,83 @@
+"""The magic about differences of graphs."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from IPython.core.magic import Magics, line_magic, magics_class, no_var_expand
+
+from ortlab.errors import ArgumentError
+from ortlab.magics import arguments
+from ortlab.magics.arguments import Parser
+from ortlab.magics.chosen_lab import chosen_lab
+from ortlab.magics.command import command
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from ortlab.graphs.diff import GraphDiff
+
+_DIFF = Parser("%ort_diff")
+_DIFF.add_argument("what", nargs="*", metavar="STAGE|option=value")
+_DIFF.add_argument("--against", nargs="+", default=[], metavar="option=value")
+_DIFF.add_argument("--stage", metavar="STAGE")
+_DIFF.add_argument("--part", metavar="PART")
+_DIFF.add_lab()
+
+
+@magics_class
+class GraphMagics(Magics):
+    """The magic over `Lab.graph_diff`."""
+
+    shell: InteractiveShell
+
+    @line_magic
+    @no_var_expand
+    @command(_DIFF)
+    def ort_diff(self, args: argparse.Namespace) -> GraphDiff:
+        """Show what is different between two graphs: two stages of the build, or one stage with other switches.
+
+        ::
+
+            %ort_diff STAGE STAGE [--part PART] [--lab NAME]
+            %ort_diff option=value ... [--against option=value ...] [--stage STAGE] [--part PART] [--lab NAME]
+
+        Arguments:
+
+        - ``STAGE STAGE``: two of ``exported``, ``processed``, ``optimized``, ``gradient``, ``execution``.
+        - ``option=value ...``: switches, as ``%ort_set`` takes them; the lab keeps its own. Or ``$name`` of a dict.
+        - ``--against option=value ...``: what they are compared with; the lab as it is set if not given.
+        - ``--stage STAGE``: which graph is compared, ``execution`` if not given.
+        - ``--part PART``: path of the part to look at, where several parts of the model are wrapped.
+        - ``--lab NAME``: variable of the lab; the one wrapped last if not given.
+
+        What is not built yet is built: the last step runs once from its start, in PyTorch. Afterwards, also when it
+        fails or is interrupted, weights, optimizer, random state, switches and sessions are as they were.
+
+        Example::
+
+            %ort_diff memory_level=1
+
+        The same in Python::
+
+            difference = lab.graph_diff(memory_level=1)
+        """
+        variables = self.shell.user_ns
+        lab = chosen_lab(args.lab, variables)
+        stages = [word for word in args.what if "=" not in word and not word.startswith("$")]
+        if stages or not args.what:
+            if len(args.what) != 2 or len(stages) != 2 or args.stage or args.against:  # noqa: PLR2004
+                raise ArgumentError(
+                    "%ort_diff compares two stages, or sets of switches.",
+                    fix="%ort_diff gradient execution, or %ort_diff memory_level=1 --stage execution",
+                )
+            return lab.graph_diff(*stages, part=args.part)
+        sides = [arguments.configurations([words], variables) for words in (args.against, args.what) if words]
+        if any(len(side) != 1 for side in sides):
+            raise ArgumentError(
+                "Each side of a comparison is one set of switches.",
+                fix="%ort_diff memory_level=1 --against memory_level=2",
+            )
+        before, after = (sides[0][0], sides[1][0]) if args.against else ({}, sides[0][0])
+        return lab.graph_diff(before, after, stage=args.stage or "", part=args.part)

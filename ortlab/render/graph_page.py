@@ -1,0 +1,302 @@
+"""The pages of graphs: what is in one, and all stages of a build together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Final
+
+from ortlab.graphs.phases import PHASES
+from ortlab.render import units
+from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, row
+
+if TYPE_CHECKING:
+    from ortlab.graphs.graph_set import GraphSet
+    from ortlab.graphs.phases import Phase
+    from ortlab.graphs.stages import Graph, Value
+    from ortlab.graphs.summary import GraphSummary, Kind, OperatorRow, SummaryNode
+
+VALUES_SHOWN: Final = 12
+"""Inputs and outputs of a graph that a page shows, each; the batch and the model's outputs come first."""
+
+EDGES_SHOWN: Final = 12
+"""Buffers kept for backward that a page shows: the largest."""
+
+GROUPS_SHOWN: Final = 40
+"""Layers or modules that a page shows, each."""
+
+WELL_MAPPED: Final = 0.95
+"""From this part of the forward nodes on, a page does not warn that modules are not known."""
+
+
+def graph_page(graph: Graph) -> Page:
+    """Say what is in a graph: operators by count and time, what it keeps for backward, inputs and outputs."""
+    summary = graph.summary
+    blocks: list[Block] = [
+        Note(
+            f"{units.count(graph.node_count)} nodes, {units.count(graph.initializer_count)} constants, "
+            f"opset {graph.opset}, for {graph.mode}, digest {graph.digest}."
+        ),
+        *_passes(summary),
+        *_origins(summary),
+        *_parameters(summary),
+        *_stripped(graph),
+        _operators(summary),
+        *_times(graph),
+        Folded(
+            "Where the nodes come from",
+            blocks=(
+                _groups(summary, "By layer", lambda node: node.origin.layer or OUTSIDE),
+                _groups(summary, "By module", lambda node: node.origin.module or ITSELF, sources=True),
+            ),
+        ),
+        *_edges(graph),
+        _values("Inputs", summary.inputs),
+        _values("Outputs", summary.outputs),
+    ]
+    return Page(
+        f"Graph{f' of {graph.part}' if graph.part else ''}: {graph.stage} ({graph.what})", tuple(blocks)
+    )
+
+
+def graph_set_page(graphs: GraphSet) -> Page:
+    """Show all stages of a build, one row each."""
+    columns = (
+        Column("stage"),
+        Column("what it is"),
+        *(Column(name, numeric=True) for name in ("nodes", "forward", "backward")),
+        Column("constants", numeric=True, meaning="tensors stored in the graph; parameters are fed to it"),
+        Column("size", numeric=True, meaning="as ONNX stores it, without parameters"),
+        Column("mapped", numeric=True, meaning="part of the forward nodes whose module is known"),
+        Column("digest"),
+    )
+    rows = []
+    for graph in graphs:
+        counts, same = graph.summary.counts, graphs.same_as(graph)
+        rows.append(
+            row(
+                graph.stage,
+                f"{graph.what}; the same as {same}" if same else graph.what,
+                units.count(graph.node_count),
+                units.count(counts["forward"]),
+                units.count(counts["backward"] + counts["recomputed"]),
+                units.count(graph.initializer_count),
+                units.size(len(graph.serialized)),
+                units.percent(graph.summary.mapped_fraction),
+                graph.digest,
+            )
+        )
+    of = f" of {graphs.part}" if graphs.part else ""
+    return Page(f"Graphs{of} for {graphs.mode}", (Table("", columns, tuple(rows)),))
+
+
+OUTSIDE: Final = "outside the layers"
+ITSELF: Final = "the model itself"
+UNKNOWN: Final = "not known"
+
+
+def _passes(summary: GraphSummary) -> tuple[Note, ...]:
+    counts = summary.counts
+    if not counts["backward"] and not counts["recomputed"]:
+        return ()
+    again = f", {units.count(counts['recomputed'])} that compute again" if counts["recomputed"] else ""
+    return (
+        Note(
+            f"{units.count(counts['forward'])} in the forward, {units.count(counts['backward'])} in the "
+            f"backward{again}."
+        ),
+    )
+
+
+def _origins(summary: GraphSummary) -> tuple[Note, ...]:
+    total = len(summary.forward_nodes)
+    if not total:
+        return ()
+    found = summary.origins
+    known = total - found["not known"]
+    words = (
+        f"The module is known of {units.count(known)} of the {units.count(total)} forward nodes "
+        f"({units.percent(summary.mapped_fraction)}): of {units.count(found['recorded'])} their names say it, of "
+        f"{units.count(found['inferred'])} it is inferred from their results and neighbours. "
+        f"The export recorded the line of source of {units.count(summary.lines_recorded)}."
+    )
+    return (Note(words, Mark.QUIET if summary.mapped_fraction >= WELL_MAPPED else Mark.WARN),)
+
+
+def _parameters(summary: GraphSummary) -> tuple[Note, ...]:
+    if not summary.parameter_count:
+        return ()
+    return (
+        Note(
+            f"It is fed {units.count(summary.parameter_count)} parameters, {units.size(summary.parameter_bytes)}; the "
+            "graph does not hold them."
+        ),
+    )
+
+
+def _stripped(graph: Graph) -> tuple[Note, ...]:
+    if not graph.stripped_bytes:
+        return ()
+    return (
+        Note(
+            f"{units.size(graph.stripped_bytes)} of constants are left out, for viewing: this copy cannot run, and "
+            "cannot be saved.",
+            Mark.WARN,
+        ),
+    )
+
+
+def _operators(summary: GraphSummary) -> Table:
+    shown = _phases_of(summary)
+    total = sum(one.count for one in summary.operators)
+    total_ms = sum(one.total_ms for one in summary.operators)
+    columns = [Column("operator"), Column("count", numeric=True), Column("share", numeric=True)]
+    columns += [Column(phase, numeric=True, meaning=_MEANING[phase]) for phase in shown]
+    if summary.is_measured:
+        columns += [
+            Column("time", numeric=True, meaning="measured, of the kernels of all its nodes"),
+            Column("of time", numeric=True),
+            *(Column(f"{phase} time", numeric=True, meaning="measured") for phase in shown),
+        ]
+
+    def cells(one: OperatorRow) -> list[str]:
+        texts = [one.operator, units.count(one.count), units.percent(one.count / total if total else 0.0)]
+        texts += [units.count(one.counts.get(phase, 0)) for phase in shown]
+        if summary.is_measured:
+            texts += [
+                units.duration(one.total_ms),
+                units.percent(one.total_ms / total_ms if total_ms else 0.0),
+            ]
+            texts += [units.duration(one.ms[phase]) if phase in one.ms else "" for phase in shown]
+        return texts
+
+    caption = "Operators by time, measured" if summary.is_measured else "Operators"
+    return Table(caption, tuple(columns), tuple(row(*cells(one)) for one in summary.operators))
+
+
+_MEANING: Final = {
+    "forward": "nodes that run before the outputs are returned",
+    "backward": "nodes that run in the backward",
+    "recomputed": "nodes of the forward that run a second time in the backward",
+}
+
+
+def _phases_of(summary: GraphSummary) -> tuple[Phase, ...]:
+    """Return the passes that are told apart: none where there is a forward only."""
+    counts = summary.counts
+    there = tuple(phase for phase in PHASES if counts[phase])
+    return there if len(there) > 1 else ()
+
+
+def _times(graph: Graph) -> tuple[Note, ...]:
+    trace = graph.trace
+    if trace is None:
+        return ()
+    left_out = graph.summary.unmeasured
+    missing = f" {units.count(left_out)} nodes have no time: they did not run." if left_out else ""
+    again = f", {units.duration(trace.recomputed_ms)} of it a second time" if trace.recomputed_ms else ""
+    return (
+        Note(
+            f"Measured with ONNX Runtime's profiler, which slows the step: {units.duration(trace.forward_ms)} in the "
+            f"forward, {units.duration(trace.backward_ms)} in the backward{again}; each kernel's time is the shortest "
+            f"of {units.count(trace.steps)} steps.{missing}"
+        ),
+    )
+
+
+def _groups(
+    summary: GraphSummary, caption: str, name: Callable[[SummaryNode], str], *, sources: bool = False
+) -> Table:
+    """Count nodes by layer or module, in the order of the graph."""
+    groups: dict[str, list[SummaryNode]] = {}
+    for node in summary.nodes:
+        if node.phase is not None:
+            groups.setdefault(name(node) if node.origin.is_known else UNKNOWN, []).append(node)
+    phases = _phases_of(summary)
+    columns = [Column(caption.removeprefix("By ")), Column("nodes", numeric=True)]
+    columns += [Column(phase, numeric=True, meaning=_MEANING[phase]) for phase in phases]
+    columns += [Column("time", numeric=True, meaning="measured")] if summary.is_measured else []
+    columns += [
+        Column("source", meaning="lines that the export recorded; else where its forward begins")
+    ] * sources
+    rows = []
+    for title, nodes in list(groups.items())[:GROUPS_SHOWN]:
+        texts = [title, units.count(len(nodes))]
+        texts += [units.count(sum(node.phase == phase for node in nodes)) for phase in phases]
+        texts += [units.duration(sum(node.ms or 0.0 for node in nodes))] if summary.is_measured else []
+        texts += [_sources(nodes)] * sources
+        rows.append(row(*texts))
+    hidden = len(groups) - len(rows)
+    left_out = f"{units.count(hidden)} more: graph.summary.node_table() has all nodes." if hidden else ""
+    return Table(caption, tuple(columns), tuple(rows), left_out)
+
+
+def _sources(nodes: Iterable[SummaryNode]) -> str:
+    """Write the lines of a module, by file and without its folder: "modeling_bert.py:77-84"."""
+    recorded = {node.origin.source for node in nodes if node.origin.line_recorded}
+    begins = {node.origin.source for node in nodes if node.origin.source}
+    lines: dict[str, list[int]] = {}
+    for source in recorded or begins:
+        file, _, line = source.rpartition(":")
+        lines.setdefault(PurePath(file).name, []).append(int(line))
+    return ", ".join(
+        f"{file}:{min(found)}" if len(set(found)) == 1 else f"{file}:{min(found)}-{max(found)}"
+        for file, found in sorted(lines.items())
+    )
+
+
+def _edges(graph: Graph) -> tuple[Block, ...]:
+    stash = graph.stash
+    if stash is None:
+        return ()
+    count = sum(len(one.kept_by) for one in stash.rows)
+    columns = (
+        Column("made by"),
+        Column("module"),
+        Column("size", numeric=True, meaning="bytes of the buffer, worked out from its shape"),
+        Column("read by", meaning="nodes of the backward; the output, where the model returns it"),
+    )
+    rows = tuple(
+        row(
+            one.operator,
+            one.module or ITSELF,
+            units.size(one.bytes) if one.bytes is not None else Cell("unknown", Mark.WARN),
+            _readers(one.kept_by, returned=one.returned),
+        )
+        for one in stash.rows[:EDGES_SHOWN]
+    )
+    hidden = len(stash.rows) - len(rows)
+    caption = (
+        f"Kept from forward to backward: {units.count(len(stash.rows))} buffers, {units.size(stash.total_bytes)}, over "
+        f"{units.count(count)} edges"
+    )
+    left_out = f"{units.count(hidden)} more: graph.summary.edge_table() has all edges." if hidden else ""
+    return (Table(caption, columns, rows, left_out),)
+
+
+def _readers(names: tuple[str, ...], *, returned: bool) -> str:
+    read = [f"{units.count(len(names))} node{'s' if len(names) > 1 else ''}"] if names else []
+    return ", ".join([*read, *(["the output"] if returned else [])])
+
+
+def _values(caption: str, values: tuple[tuple[Value, Kind], ...]) -> Table:
+    shown = values[:VALUES_SHOWN]
+    rows = tuple(row(one.name, one.dtype, _shape(one), kind) for one, kind in shown)
+    hidden = len(values) - len(shown)
+    return Table(
+        f"{caption}: {units.count(len(values))}",
+        (
+            Column("name"),
+            Column("type"),
+            Column("shape", meaning="sizes; a name is a symbolic size"),
+            Column("what"),
+        ),
+        rows,
+        f"{units.count(hidden)} more." if hidden else "",
+    )
+
+
+def _shape(value: Value) -> str:
+    if not value.dtype:
+        return UNKNOWN
+    return " x ".join(map(str, value.shape)) or "scalar"

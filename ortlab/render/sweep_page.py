@@ -1,0 +1,184 @@
+"""The page of a sweep: its points by time and by memory, the figure, and what could not be measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from ortlab.cautions import FELL_BACK
+from ortlab.engine_names import engine_kind
+from ortlab.render import units
+from ortlab.render.page import Block, Cell, Column, Drawing, Folded, Mark, Note, Page, Table, row
+
+if TYPE_CHECKING:
+    from ortlab.runs import Run
+    from ortlab.sweeps.outcomes import Outcome
+    from ortlab.sweeps.points import Point
+    from ortlab.sweeps.sweep import Sweep
+
+_COLUMNS = (
+    Column("point", meaning="its number in the order of the grid, and what differs between the points"),
+    Column("time", numeric=True, meaning="measured: step time over the baseline's, with 95 % interval"),
+    Column("verdict", meaning="what the interval allows to say about time"),
+    Column("step", numeric=True, meaning="measured: median wall time of a warm step, all rounds together"),
+    Column(
+        "peak of the process",
+        numeric=True,
+        meaning="measured: median over the rounds, and its ratio; see below",
+    ),
+    Column("front", meaning="no other point is both faster and smaller; memory within 1 % counts as equal"),
+    Column("last loss", numeric=True, meaning="measured: loss of the last step"),
+    Column("loss apart", numeric=True, meaning="measured: largest relative difference, step by step"),
+    Column("rebuilt", meaning="what was built for the point, all rounds together; never part of a step time"),
+)
+
+
+def sweep_page(sweep: Sweep) -> Page:
+    """Say what a sweep found, what it could not measure, and how to go on if it was interrupted."""
+    outcomes = sweep.outcomes()
+    blocks: list[Block] = []
+    if not sweep.complete:
+        blocks.append(
+            Note(
+                f"Interrupted: {sweep.runs_done} of {sweep.runs_planned} runs are done. "
+                "Go on: lab.sweep(resume=...), or %ort_sweep --resume.",
+                Mark.WARN,
+            )
+        )
+    if sweep.constants:
+        words = ", ".join(f"{name}={value}" for name, value in sweep.constants.items())
+        blocks.append(Note(f"At every point: {words}.", Mark.QUIET))
+    if outcomes:
+        blocks += _tables(sweep, outcomes)
+        blocks.append(_drawing(sweep))
+    elif sweep.complete:
+        blocks.append(Note("No point could be measured.", Mark.BAD))
+    blocks += _not_measured(sweep)
+    blocks += [
+        Note(
+            f"Point {one.point.number} ({sweep.name(one.point)}): {'; '.join(one.remarks)}.",
+            _remark_mark(one),
+        )
+        for one in outcomes
+        if one.remarks
+    ]
+    if outcomes:
+        blocks.append(_sources(sweep, outcomes))
+    return Page(_title(sweep), tuple(blocks))
+
+
+def _title(sweep: Sweep) -> str:
+    points = units.count(len(sweep.points))
+    rounds = f"{units.count(sweep.rounds)} rounds of " if sweep.rounds > 1 else ""
+    steps = f"{units.count(sweep.count)} {'steps' if sweep.count > 1 else 'step'}"
+    return f"Sweep {sweep.number} of {sweep.model}: {points} points, {rounds}{steps} each"
+
+
+def _tables(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[Block]:
+    """Show the rows by time, and folded in other orders: HTML without scripts cannot sort."""
+    orders: tuple[tuple[str, Callable[[Outcome], float]], ...] = (
+        ("By peak memory", lambda one: one.point.peak_bytes),
+        ("In the order of the grid", lambda one: one.point.number),
+    )
+    if len(outcomes) == 1:
+        return [_table(sweep, outcomes, "")]
+    folded = [
+        Folded(title, blocks=(_table(sweep, sorted(outcomes, key=key), ""),), repeats=True)
+        for title, key in orders
+        if not any(math.isnan(key(one)) for one in outcomes)
+    ]
+    return [_table(sweep, outcomes, "The fastest first"), *folded]
+
+
+def _table(sweep: Sweep, outcomes: Sequence[Outcome], caption: str) -> Table:
+    return Table(caption, _COLUMNS, tuple(_row(sweep, one) for one in outcomes))
+
+
+def _row(sweep: Sweep, one: Outcome) -> tuple[Cell, ...]:
+    point = one.point
+    is_base = point is sweep.baseline
+    ratio = units.ratio(1.0) if is_base else units.ratio_interval(one.time_ratio, one.time_low, one.time_high)
+    marks = {"faster": Mark.GOOD, "slower": Mark.WARN, FELL_BACK: Mark.BAD}
+    peak = (
+        f"{units.size(point.peak_bytes)} ({units.ratio(one.memory_ratio)})" if point.peaks else units.MISSING
+    )
+    return row(
+        Cell(f"{point.number}  {sweep.name(point)}", Mark.BAD if point.fell_back else Mark.PLAIN),
+        ratio,
+        Cell("baseline", Mark.QUIET)
+        if is_base and not point.fell_back
+        else Cell(one.verdict, marks.get(one.verdict, Mark.QUIET)),
+        units.duration(point.step_ms),
+        peak,
+        Cell("on the front", Mark.GOOD) if one.on_front else "",
+        units.loss(point.runs[-1].losses[-1]),
+        "-" if is_base else units.difference(one.loss_difference),
+        _rebuilt(point),
+    )
+
+
+def _rebuilt(point: Point) -> str:
+    build = point.rebuilt
+    if build is None:
+        return "nothing"
+    what = "compiled" if engine_kind(point.runs[0].engine) == "compile" else build.stage
+    times = f" in {len(point.builds)} builds" if len(point.builds) > 1 else ""
+    return f"{what}, {units.duration(build.total_ms)}{times}"
+
+
+def _not_measured(sweep: Sweep) -> list[Block]:
+    failed = [point for point in sweep.points if point.state in {"failed", "skipped"}]
+    if not failed:
+        return []
+    columns = (Column("point"), Column("what happened"), Column("reason"))
+    marks = {"failed": Mark.BAD, "skipped": Mark.QUIET}
+    rows = tuple(
+        row(
+            f"{point.number}  {sweep.name(point)}",
+            Cell(point.state if point.state == "failed" else "not run", marks[point.state]),
+            point.failure or point.skipped,
+        )
+        for point in failed
+    )
+    return [Table("Not measured", columns, rows)]
+
+
+def _drawing(sweep: Sweep) -> Drawing:
+    what = "Step time against peak memory of the process, with the front; ortlab.plot(sweep) draws it."
+
+    def svg() -> str:
+        from ortlab.render.plots import svg as inline
+        from ortlab.render.sweep_plot import plot
+
+        return inline(plot(sweep), what)
+
+    return Drawing(what, svg)
+
+
+def _remark_mark(one: Outcome) -> Mark:
+    return Mark.BAD if one.fell_back else Mark.WARN
+
+
+def _sources(sweep: Sweep, outcomes: Sequence[Outcome]) -> Note:
+    """Say once, under the tables, what the numbers are and what they are not."""
+    runs: list[Run] = [run for one in outcomes for run in one.point.runs]
+    devices = ", ".join(dict.fromkeys(run.device for run in runs))
+    kinds = "; ".join(dict.fromkeys(f"{run.memory.kind} of {run.memory.scope}" for run in runs if run.memory))
+    base = (
+        f"Ratios are against point {sweep.baseline.number} ({sweep.name(sweep.baseline)}); below 1 is less."
+    )
+    if not sweep.baseline.measured:
+        base = f"There are no ratios: the baseline, point {sweep.baseline.number}, was not measured."
+    lines = [
+        f"{base} Brackets: 95 % bootstrap confidence interval over the warm steps of all rounds.",
+        f"Times: measured on {devices}, median of warm steps, what was built left out.",
+    ]
+    if "resident set" in kinds:
+        lines.append(
+            f"Memory: measured, {kinds}. Memory that earlier points left in an allocator counts for the later ones, "
+            "so this orders points roughly; for a figure to rely on, run a configuration in a fresh process."
+        )
+    elif kinds:
+        lines.append(f"Memory: measured, {kinds}.")
+    return Note("\n".join(lines), Mark.QUIET)

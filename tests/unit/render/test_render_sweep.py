@@ -1,0 +1,142 @@
+"""Pages and figures of sweeps, over records with round numbers."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from ortlab.configuration import Configuration
+from ortlab.options import Options
+from ortlab.render import html, plots, text
+from ortlab.render.sweep_plot import plot
+from ortlab.runs import PeakMemory
+from ortlab.sweeps.points import Point
+from ortlab.sweeps.sweep import Sweep
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def make_sweep(new_run):
+    def make(*points: tuple[float, float | None], rounds: int = 1, **changes) -> Sweep:
+        """Make a sweep of points given by step time in ms and peak in MiB; no time for one that is not measured."""
+        made = []
+        for number, (step_ms, peak) in enumerate(points, start=1):
+            memory = None if peak is None else PeakMemory(700 * MIB, int(peak * MIB), "resident set")
+            runs = tuple(
+                new_run(round_, step_ms=step_ms, memory=memory, sweep=1)
+                for round_ in range(rounds if step_ms else 0)
+            )
+            level = {"opset": 11 + number}
+            made.append(Point(number, level, Configuration("ort", Options(**level)), runs=runs))
+        facts = {"baseline": 0, "count": 5, "rounds": rounds, "start_digest": "a" * 16, **changes}
+        return Sweep(1, "net", made, **facts)
+
+    return make
+
+
+def front(sweep: Sweep) -> list[int]:
+    return sorted(one.point.number for one in sweep.outcomes() if one.on_front)
+
+
+def test_the_front_holds_what_no_other_point_beats(make_sweep):
+    assert front(make_sweep((10, 1000), (20, 800), (30, 600), (25, 900), (10.5, 1100))) == [1, 2, 3]
+
+
+def test_memory_within_one_percent_counts_as_equal(make_sweep):
+    assert front(make_sweep((10, 1005), (20, 1000))) == [1]
+    assert front(make_sweep((10, 1020), (20, 1000))) == [1, 2]
+
+
+def test_without_memory_the_fastest_is_the_front(make_sweep):
+    sweep = make_sweep((10, None), (9, None), (12, None))
+    assert front(sweep) == [2]
+    axes = plot(sweep).axes[0]
+    assert axes.get_xlabel() == "points, the fastest first"
+    assert "n/a" in text.render(sweep)
+
+
+def test_points_are_listed_by_time_and_say_what_the_ratio_shows(make_sweep):
+    page = text.render(make_sweep((10, 1000), (20, 800), (5, 900), rounds=2))
+    lines = [line for line in page.splitlines() if "opset=" in line]
+    assert [line.split()[0] for line in lines[:3]] == ["3", "1", "2"]
+    assert "0.50x [0.50, 0.51]  faster" in lines[0]
+    assert "1.00x" in lines[1]
+    assert "baseline" in lines[1]
+    assert "slower" in lines[2]
+    assert "export, 1.60 s in 2 builds" in lines[2]
+    assert "800 MiB (0.80x)" in lines[2]
+
+
+def test_the_memory_of_a_shared_process_is_not_sold_as_a_points_own(make_sweep):
+    page = " ".join(text.render(make_sweep((10, 1000), (20, 800))).split())
+    assert "peak of the process" in page
+    assert "Memory that earlier points left in an allocator counts for the later ones" in page
+    assert "run a configuration in a fresh process" in page
+
+
+def test_an_unfinished_sweep_says_how_to_go_on(make_sweep):
+    sweep = make_sweep((10, 1000), (0, None))
+    assert "! Interrupted: 1 of 2 runs are done." in text.render(sweep)
+    assert "%ort_sweep --resume" in html.render(sweep)
+
+
+def test_a_baseline_that_failed_leaves_no_ratios(make_sweep):
+    sweep = make_sweep((0, None), (10, 1000))
+    sweep.fail(0, "ValueError: <b>no</b>")
+    page = text.render(sweep)
+    assert "There are no ratios: the baseline, point 1, was not measured." in page
+    assert "nan" not in page
+    assert "1  opset=12  failed" in page
+    assert "&lt;b&gt;no&lt;/b&gt;" in html.render(sweep)
+
+
+def test_a_sweep_in_which_all_failed_has_no_figure(make_sweep):
+    sweep = make_sweep((0, None), (0, None))
+    sweep.fail(0, "first")
+    sweep.fail(1, "second")
+    page = html.render(sweep)
+    assert "No point could be measured." in page
+    assert "<svg" not in page
+    assert "No point was measured." in {words.get_text() for words in plot(sweep).axes[0].texts}
+
+
+def test_marks_stand_at_the_medians_and_carry_the_points_number(make_sweep):
+    axes = plot(make_sweep((10, 1000), (20, 800), rounds=2)).axes[0]
+    places = {words.get_text(): words.xy for words in axes.texts}
+    assert places["1"] == (1000, pytest.approx(10.1))
+    assert places["2"] == (800, pytest.approx(20.1))
+    assert axes.get_xlabel() == "peak memory [MiB] (resident set of this process)"
+
+
+def test_many_points_leave_room_for_the_axes(make_sweep):
+    sweep = make_sweep(*((10 + i, 1000 - i) for i in range(9)))
+    points = [
+        Point(n, {"save_onnx_path": f"a path with ${n}$ " * 9}, None, runs=sweep.points[0].runs)
+        for n in range(40)
+    ]
+    figure = plot(Sweep(1, "net", points, baseline=0, count=5, rounds=1, start_digest=""))
+    picture = plots.svg(figure, "a sweep")
+    ET.fromstring(picture[picture.index("<svg") :])  # noqa: S314 - our own picture
+    labels = [words.get_text() for words in figure.axes[0].get_legend().get_texts()]
+    assert "and 16 more" in labels
+    assert figure.axes[0].get_position().width > 0.3
+
+
+def test_a_sweep_is_one_line_of_the_ledger(new_run):
+    from ortlab.render.run_pages import ledger_page
+    from ortlab.runs import Ledger
+
+    runs = [
+        new_run(1),
+        *(new_run(n, sweep=1, step_ms=10 * n) for n in range(2, 9)),
+        new_run(9),
+        new_run(10, sweep=2),
+    ]
+    page = text.render(ledger_page(Ledger(runs), 3))
+    lines = page.splitlines()
+    assert [line.split("  ")[0] for line in lines[4:7]] == ["sweep 1: #2 to #8", "#9 ort", "sweep 2: #10"]
+    assert "20.1 ms to 80.1 ms" in lines[4]
+    assert "1 earlier runs: lab.runs.table() has them." in page
+    assert "Sweep 2: lab.sweeps[1] shows its points." in page
