@@ -6,21 +6,65 @@ import re
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from html import escape
+from typing import TYPE_CHECKING
 
 import ipywidgets as widgets
+from ipywidgets.widgets.widget_string import HTMLStyle
 
 from ortlab.errors import OrtlabError
 
+if TYPE_CHECKING:
+    from ipywidgets.widgets.widget_style import Style
+
 _CODE = re.compile(r"`([^`]+)`")
+
+
+class Looks:
+    """One layout and one style of each kind, for all parts that have nothing of their own.
+
+    Each further one is a message to the browser, and a kilobyte in a notebook that is saved with its widgets. They are
+    closed with the parts that have them.
+    """
+
+    @cached_property
+    def layout(self) -> widgets.Layout:
+        """The layout without any setting. Nobody sets anything in it."""
+        return widgets.Layout()
+
+    def style(self, kind: type[Style]) -> Style:
+        """Return the style of a kind of control."""
+        if kind not in self._styles:
+            self._styles[kind] = kind()
+        return self._styles[kind]
+
+    @cached_property
+    def _styles(self) -> dict[type[Style], Style]:
+        return {}
+
+    def html(self, value: str = "") -> widgets.HTML:
+        """Make a part that shows HTML."""
+        return widgets.HTML(value, layout=self.layout, style=self.style(HTMLStyle))
+
+    def button(self, label: str, tooltip: str) -> widgets.Button:
+        """Make a button."""
+        style = self.style(widgets.ButtonStyle)
+        return widgets.Button(description=label, tooltip=tooltip, layout=self.layout, style=style)
+
+    def row(self, *parts: widgets.Widget) -> widgets.Box:
+        """Put parts beside each other; they wrap in a narrow cell."""
+        box = widgets.Box(parts, layout=self.layout)
+        box.add_class("ortlab-row")
+        return box
 
 
 class ErrorBox(widgets.HBox):
     """A message under the panel that stays until it is dismissed or the next attempt succeeds."""
 
-    def __init__(self) -> None:
-        self._message = widgets.HTML(layout=widgets.Layout(flex="1 1 auto", width="auto"))
-        self._dismiss = widgets.Button(description="Dismiss", tooltip="Remove this message")
+    def __init__(self, looks: Looks) -> None:
+        self._message = looks.html()
+        self._dismiss = looks.button("Dismiss", "Remove this message")
         self._dismiss.on_click(lambda _: self.clear())
         super().__init__([self._message, self._dismiss])
         self.add_class("ortlab-error")

@@ -1,22 +1,30 @@
-"""The panel: a lab's switches, status, runs and buttons in one column."""
+"""The panel: a lab's status, buttons, runs and switches in one column."""
 
 from __future__ import annotations
 
-import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from html import escape
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import ipywidgets as widgets
 
-from ortlab.render import html, plots, text
-from ortlab.render.lab_pages import lab_page, status_note
-from ortlab.render.run_pages import ENGINE_NAMES, ledger_page
-from ortlab.widgets.base import ErrorBox, close_tree
+from ortlab.options import Options
+from ortlab.render import html, text
+from ortlab.render.lab_pages import lab_page
+from ortlab.render.rebuild_words import switch_words
+from ortlab.render.run_pages import ENGINE_NAMES, engine_words
+from ortlab.widgets.actions import Actions
+from ortlab.widgets.attendant import Attendant
+from ortlab.widgets.base import Looks, close_tree
+from ortlab.widgets.graph_display import highlight, highlight_plans
+from ortlab.widgets.graph_part import GraphPart
+from ortlab.widgets.header import Header
+from ortlab.widgets.memory_part import MemoryPart
+from ortlab.widgets.message_list import MessageList
 from ortlab.widgets.plan_table import PlanTable
-from ortlab.widgets.style import PANEL, SHEET
+from ortlab.widgets.runs_part import RunsPart
+from ortlab.widgets.saved_form import SavedForm
+from ortlab.widgets.stash_explorer import StashExplorer
+from ortlab.widgets.style import PANEL, style_sheet
 from ortlab.widgets.switches import SwitchList
 
 if TYPE_CHECKING:
@@ -24,15 +32,7 @@ if TYPE_CHECKING:
     from ortlab.render.page import Page
     from ortlab.switches import Value
 
-RUNS_SHOWN: Final = 6
-"""Runs in the panel's table: the latest. `lab.runs` shows more."""
-
-_REDRAW_SECONDS: Final = 0.1
-"""Shortest time between two drawings of the progress bar: a message per step would slow short steps down."""
-
 _panels: weakref.WeakKeyDictionary[Lab, weakref.ref[Panel]] = weakref.WeakKeyDictionary()
-
-_BADGES: Final = {"ort": "ORT", "eager": "EAGER", "compile": "COMPILE"}
 
 
 class Panel(widgets.VBox):
@@ -47,74 +47,115 @@ class Panel(widgets.VBox):
     ----------
     lab
         The lab.
-    errors
-        What went wrong last, shown under the buttons.
+    header
+        Badge, state, and what the next call redoes.
     engine
         Who executes the model: `lab.set(engine=...)`.
+    actions
+        The buttons, the progress bar, and what went wrong last.
+    rerun, compare, plan, stash, measure
+        The buttons: `lab.rerun()`, `lab.compare()`, `lab.plan()`, `lab.stash()`, `lab.measure_memory()`.
+    runs
+        Table, chart and comparison of the runs.
     switches
         One control per switch: `lab.set(...)`.
-    plans
-        Tick boxes of the recompute plans, once `plan` has been asked for.
-    rerun, compare, plan
-        The buttons: `lab.rerun()`, `lab.compare()`, `lab.plan()`.
-    progress
-        Bar of the build or the steps under way.
+    graph
+        The graph that runs, once its fold is opened: `ortlab.show_graph(lab)`.
+    messages
+        What was said while the model was built and run: `lab.messages`.
     closed
         Whether `close` has been called.
     """
 
     def __init__(self, lab: Lab) -> None:
         self.lab = lab
-        self.errors = ErrorBox()
-        self._header = widgets.HTML()
-        self.engine = widgets.ToggleButtons(
-            options=[(name, key) for key, name in ENGINE_NAMES.items()],
-            value=lab.engine,
-            description="Engine",
-        )
-        self.rerun = _button(
-            "Rerun", "Go back to the start of the last step call and do it again, as switched now"
-        )
-        self.rerun.button_style = "primary"
-        self.compare = _button("Compare", "Hold all runs against the first: time, memory, loss")
-        self.plan = _button(
-            "Memory plan", "List what could be recomputed instead of kept for the backward pass"
-        )
-        self.progress = widgets.FloatProgress(
-            max=1.0, layout=widgets.Layout(width="240px", visibility="hidden")
-        )
-        self._progress_text = widgets.HTML()
-        self._runs = widgets.HTML()
-        self._result = widgets.HTML()
-        self.plans = PlanTable(lambda chosen: self._set(memory_plan=chosen))
-        self.switches = SwitchList(lab.have, self._switch_chosen)
         self.closed = False
         self._showing = False
-        self._drawn_at = 0.0
-        buttons = widgets.Box([self.rerun, self.compare, self.plan, self.progress, self._progress_text])
-        buttons.add_class("ortlab-row")
+        self._built_for = ""
+        self._looks = looks = Looks()
+        self.header = Header(lab, looks)
+        self.engine = widgets.ToggleButtons(
+            options=_engines(lab.engine), value=lab.engine, description="Engine", layout=looks.layout
+        )
+        self.actions = Actions(looks)
+        self.errors = self.actions.errors
+        self.runs = RunsPart(lab, looks)
+        self._add_buttons()
+        self._memory = MemoryPart(lab, looks)
+        self._measured = looks.html()
+        self._plans: PlanTable | None = None
+        self._explorer: StashExplorer | None = None
+        self._asked_for = widgets.VBox(layout=looks.layout)
+        self.switches = SwitchList(lab.have, self._switch_chosen, self._cost_of, lab.from_environment, looks)
+        self.graph = GraphPart(lab, self.errors, looks)
+        self.messages = MessageList(lambda: self.lab.messages, looks)
         super().__init__(
             [
-                widgets.HTML(SHEET, layout=widgets.Layout(display="none")),
-                self._header,
+                style_sheet(looks),
+                Attendant(lab.name, looks),
+                self.header,
                 self.engine,
-                buttons,
-                self.errors,
-                self._runs,
-                self._result,
-                self.plans,
+                self.actions,
+                self.runs,
+                self._memory,
+                self._measured,
+                self._asked_for,
                 self.switches,
+                self.graph,
+                self.messages,
             ]
         )
         self.add_class(PANEL)
+        self._saved = SavedForm(self, self.page)
         self.engine.observe(self._engine_chosen, "value")
-        self.rerun.on_click(lambda _: self._do(self.lab.rerun))
-        self.compare.on_click(lambda _: self._do(self._show_comparison))
-        self.plan.on_click(lambda _: self._do(lambda: self.plans.show_plan(self.lab.plan())))
+        self.switches.reset.on_click(lambda _: self._reset())
         self._unsubscribe = lab.observe(self._on_event)
         self._show_options()
         self._show_status()
         self._show_runs()
+
+    @property
+    def plans(self) -> PlanTable:
+        """Table of the recompute plans, empty until `plan` is pressed; made when it is first asked for."""
+        if self._plans is None:
+            self._plans = PlanTable(self._plans_chosen, self._looks)
+            self._plans.show(self.lab.options)
+            self._asked_for.children = (self._plans, *self._asked_for.children)
+        return self._plans
+
+    @property
+    def explorer(self) -> StashExplorer:
+        """What is kept for the backward pass, empty until `stash` is pressed; made when it is first asked for."""
+        if self._explorer is None:
+            self._explorer = StashExplorer(self._looks)
+            self._explorer.pointed = lambda nodes: highlight(self.lab, nodes)
+            self._asked_for.children = (*self._asked_for.children, self._explorer)
+        return self._explorer
+
+    def _add_buttons(self) -> None:
+        add = self.actions.add
+        self.rerun = add(
+            "Rerun",
+            "Go back to the start of the last step call and do it again, as switched now",
+            self._rerun,
+        )
+        self.rerun.button_style = "primary"
+        self.compare = add(
+            "Compare",
+            "Hold the ticked runs, or all, against the first: time, memory, loss",
+            self.runs.compare,
+        )
+        self.plan = add(
+            "Memory plan",
+            "List what could be recomputed instead of kept for the backward pass",
+            lambda: self.plans.show_plan(self.lab.plan()),
+        )
+        self.stash = add("Stash", "List what the forward keeps for the backward pass", self._show_stash)
+        self.measure = add(
+            "Measure memory",
+            "Run the last step again and measure what each phase needs; a minute or less",
+            self._show_measurement,
+        )
 
     # ---- from the lab -----------------------------------------------------------------------------------------
 
@@ -124,42 +165,50 @@ class Panel(widgets.VBox):
         try:
             if kind == "progress":
                 self._show_progress(*rest.rpartition(":")[::2])
-            else:
-                {"options": self._show_options, "status": self._show_status, "runs": self._show_runs}[kind]()
+                return
+            {"options": self._show_options, "status": self._show_status, "runs": self._show_runs}[kind]()
+            if kind != "status":
+                self._saved.renew()
         except Exception as error:  # noqa: BLE001 - shown under the buttons
             self.errors.show(error)
 
     def _show_options(self) -> None:
+        self.header.show_status()  # first, since it is what a click is answered with
         self._showing = True
         try:
+            if tuple(self.engine.options) != (options := tuple(_engines(self.lab.engine))):
+                self.engine.options = options
             self.engine.value = self.lab.engine
         finally:
             self._showing = False
+        self._show_costs()
+        if self._plans is not None:
+            self._plans.show(self.lab.options)
+
+    def _show_costs(self) -> None:
+        """Show what a change of each switch takes now; that changes with what is built and what was measured."""
+        self.header.show_pending()
         self.switches.show(self.lab.options)
-        self.plans.show(self.lab.options)
+
+    def _cost_of(self, name: str) -> str:
+        return switch_words(self.lab.cost_of_switch(name), self.lab.pending)
 
     def _show_status(self) -> None:
-        status = self.lab.status
-        note = status_note(status)
-        name = "PYTORCH (fallback)" if status.state == "fallback" else _BADGES[status.engine]
-        self._header.value = (
-            f'<div class="ortlab ortlab-header" role="status">'
-            f"<span><code>{escape(self.lab.name)}</code> {escape(type(self.lab.module).__name__)}</span>"
-            f'<span class="ortlab-badge ortlab-{note.mark.value}">{name}</span>'
-            f'<span class="ortlab-state ortlab-{note.mark.value}">{escape(note.text)}</span></div>'
-        )
+        self.header.show_status()
+        if self._built_for != (built := self.lab.pending.stage):
+            self._built_for = built
+            self._show_costs()
+            self.messages.show()
 
     def _show_runs(self) -> None:
-        self._runs.value = html.fragment(ledger_page(self.lab.runs, RUNS_SHOWN))
+        self.runs.show()
+        self._memory.show()
+        self._show_costs()
+        self.messages.show()
 
     def _show_progress(self, words: str, fraction: str) -> None:
-        now = time.monotonic()
-        if words and now - self._drawn_at < _REDRAW_SECONDS and float(fraction) < 1.0:
-            return
-        self._drawn_at = now
-        self.progress.value = float(fraction)
-        self.progress.layout.visibility = "visible" if words else "hidden"
-        self._progress_text.value = f'<div role="status">{escape(words)}</div>'
+        if self.actions.show_progress(words, float(fraction)) and words:
+            self._memory.follow()
 
     # ---- to the lab -------------------------------------------------------------------------------------------
 
@@ -170,37 +219,38 @@ class Panel(widgets.VBox):
     def _switch_chosen(self, name: str, value: Value) -> None:
         self._set(**{name: value})
 
+    def _reset(self) -> None:
+        defaults = Options()
+        self._set(**{name: getattr(defaults, name) for name in self.lab.options.changed(defaults)})
+
+    def _plans_chosen(self, plans: tuple[str, ...]) -> None:
+        highlight_plans(
+            self.lab, plans
+        )  # first, since the places of the plans are those of the present build
+        self._set(memory_plan=plans)
+
     def _set(self, **changes: Any) -> None:
+        before = self.lab.configuration
         with self.errors.watching():
             self.lab.set(**changes)
-        # After a refusal the control still has what the user chose; the lab has what holds.
-        self._show_options()
+        if self.lab.configuration == before:
+            # Refused: the control still has what the user chose; the lab has what holds.
+            self._show_options()
 
-    def _show_comparison(self) -> None:
-        comparison = self.lab.compare()
-        runs = [comparison.baseline, *(contrast.run for contrast in comparison.contrasts)]
-        figure = plots.svg(
-            plots.overview(runs), "Loss, step time and peak memory of the runs in the table above"
-        )
-        self._result.value = (
-            f"{html.fragment(comparison)}\n<details open><summary>Charts</summary>{figure}</details>"
-        )
+    def _show_measurement(self) -> None:
+        self._measured.value = html.fragment(self.lab.measure_memory())
 
-    def _do(self, act: Callable[[], object]) -> None:
-        with self._busy(), self.errors.watching():
-            act()
+    def _rerun(self) -> None:
+        self.lab.rerun()
+        if self.lab.engine != "ort" or self.lab.status.state != "ready":
+            return
+        if self._plans is not None and self._plans.plan is not None:  # what ORT applies of them is known now
+            self._plans.show_plan(self.lab.plan())
+        if self._explorer is not None and self._explorer.stash is not None:
+            self._show_stash()
 
-    @contextmanager
-    def _busy(self) -> Iterator[None]:
-        """Disable the buttons: clicks made while the kernel works would queue and be done afterwards."""
-        buttons = (self.rerun, self.compare, self.plan)
-        for button in buttons:
-            button.disabled = True
-        try:
-            yield
-        finally:
-            for button in buttons:
-                button.disabled = False
+    def _show_stash(self) -> None:
+        self.explorer.show(self.lab.stash(), lambda: self.lab.stash(plans=True))
 
     # ---- other forms and the end ------------------------------------------------------------------------------
 
@@ -213,6 +263,10 @@ class Panel(widgets.VBox):
         page = self.page()
         return {**bundle, "text/plain": text.render(page), "text/html": html.render(page)}
 
+    def _ipython_display_(self) -> None:
+        view = super()._repr_mimebundle_() or {}
+        self._saved.display({name: form for name, form in view.items() if name.endswith("+json")})
+
     def __repr__(self) -> str:
         """Name the lab, without an address that would change from run to run."""
         return f"Panel({self.lab!r})"
@@ -223,6 +277,7 @@ class Panel(widgets.VBox):
         self._unsubscribe()
         for row in self.switches.all_rows:  # those of other groups are nobody's children now
             close_tree(row)
+        self.graph.let_go()
         close_tree(self)
 
 
@@ -245,5 +300,7 @@ def panel(lab: Lab) -> Panel:
     return known
 
 
-def _button(label: str, tooltip: str) -> widgets.Button:
-    return widgets.Button(description=label, tooltip=tooltip)
+def _engines(present: str) -> list[tuple[str, str]]:
+    """Return words and name of each engine that can be chosen; the present one with what it is told, too."""
+    known = [(words, name) for name, words in ENGINE_NAMES.items()]
+    return known if present in ENGINE_NAMES else [*known, (engine_words(present), present)]

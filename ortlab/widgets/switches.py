@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
 import ipywidgets as widgets
+from ipywidgets.widgets.widget_bool import CheckboxStyle
+from ipywidgets.widgets.widget_description import DescriptionStyle
+from ipywidgets.widgets.widget_string import TextStyle
 
-from ortlab.options import Effect, Group, Need, Options, Switch, switches, unmet
-from ortlab.render.option_pages import EFFECT_WORDS, value_text
+from ortlab.options import Group, Need, Options, Switch, switches, unmet
+from ortlab.render.option_pages import value_text
 from ortlab.switches import Value
-from ortlab.widgets.base import prose
+from ortlab.widgets.base import Looks, prose
 
 Change = Callable[[str, Value], None]
 """Called with a switch's name and the value that the user chose."""
+
+Cost = Callable[[str], str]
+"""Called with a switch's name; says what a change of it takes now."""
 
 _DEFAULTS: Final = Options()
 
@@ -29,16 +35,32 @@ class SwitchRow(widgets.Box):
         What this machine offers.
     on_change
         Told what the user chose; the row itself changes nothing.
+    cost
+        Says in words what a change takes now, by name of the switch.
+    looks
+        Layout and styles that the parts of the panel share.
+    variable
+        Environment variable that gave the switch its first value, or "".
     """
 
-    def __init__(self, switch: Switch, have: Collection[Need], on_change: Change) -> None:
+    def __init__(
+        self,
+        switch: Switch,
+        have: Collection[Need],
+        on_change: Change,
+        cost: Cost,
+        looks: Looks,
+        variable: str = "",
+    ) -> None:
         self.switch = switch
-        self.control = _control(switch)
-        self._missing = unmet(switch.name, have) or _import_time(switch)
-        self._help = widgets.HTML()
+        self._cost = cost
+        self._variable = variable
+        self.control = _control(switch, looks)
+        self._missing = unmet(switch.name, have)
+        self._help = looks.html()
         self._on_change = on_change
         self._showing = False
-        super().__init__([self.control, self._help])
+        super().__init__([self.control, self._help], layout=looks.layout)
         self.add_class("ortlab-switch")
         self.control.observe(self._changed, "value")
 
@@ -66,11 +88,14 @@ class SwitchRow(widgets.Box):
         self._help.value = self._explain(changed=changed)
 
     def _explain(self, *, changed: bool) -> str:
-        chip = f'<span class="ortlab-chip">takes effect: {EFFECT_WORDS[self.switch.effect]}</span>'
+        parts = [f"{prose(self.switch.help)}<br>"]
+        if not self._reason:
+            parts.append(f'<span class="ortlab-chip">{prose(self._cost(self.switch.name))}</span>')
         default = value_text(getattr(_DEFAULTS, self.switch.name))
-        parts = [f"{prose(self.switch.help)}<br>{chip}"]
         if changed:
             parts.append(f"<strong>changed</strong>, default {prose(default)}")
+        if self._variable:
+            parts.append(f"First value from the variable {prose(f'`{self._variable}`')}.")
         if self._reason:
             parts.append(f"<em>{prose(self._reason)}</em>")
         return f'<div class="ortlab-help">{" ".join(parts)}</div>'
@@ -81,20 +106,41 @@ class SwitchRow(widgets.Box):
 
 
 class SwitchList(widgets.VBox):
-    """The switches of one group at a time, chosen by buttons; rows are made when their group is first shown."""
+    """The switches of one group at a time, chosen by buttons; rows are made when their group is first shown.
 
-    def __init__(self, have: Collection[Need], on_change: Change) -> None:
+    Attributes
+    ----------
+    groups
+        The buttons that choose the group.
+    reset
+        The button that sets all switches to their defaults; whoever makes the list says what it does.
+    """
+
+    def __init__(
+        self,
+        have: Collection[Need],
+        on_change: Change,
+        cost: Cost,
+        variables: Mapping[str, str],
+        looks: Looks,
+    ) -> None:
         self._have = have
         self._on_change = on_change
+        self._cost = cost
+        self._variables = variables
+        self._looks = looks
         self._options = _DEFAULTS
+        self._relabelling = False
         self._rows: dict[Group, tuple[SwitchRow, ...]] = {}
         self.groups = widgets.ToggleButtons(
             options=[(group.value.capitalize(), group) for group in Group],
             value=Group.COMPUTE,
             description="Switches",
+            layout=looks.layout,
         )
-        self._body = widgets.VBox()
-        super().__init__([self.groups, self._body])
+        self.reset = looks.button("All to defaults", "Set every switch to its default")
+        self._body = widgets.VBox(layout=looks.layout)
+        super().__init__([looks.row(self.groups, self.reset), self._body], layout=looks.layout)
         self.groups.observe(self._show_group, "value")
 
     def row(self, name: str) -> SwitchRow:
@@ -106,21 +152,27 @@ class SwitchList(widgets.VBox):
         """Show the values that `options` have."""
         self._options = options
         changed = options.changed(_DEFAULTS)
+        self.reset.disabled = not changed
         counts = {
             group: sum(one.group is group and one.name in changed for one in switches()) for group in Group
         }
         labels = tuple((_group_label(group, counts[group]), group) for group in Group)
         if tuple(self.groups.options) != labels:
             chosen = self.groups.value
-            with self.groups.hold_trait_notifications():
+            self._relabelling = True  # new labels choose the first group, for a moment
+            try:
                 self.groups.options = labels
                 self.groups.value = chosen
+            finally:
+                self._relabelling = False
         for rows in self._rows.values():
             for row in rows:
                 row.show(options)
         self._show_group()
 
     def _show_group(self, _change: Any = None) -> None:
+        if self._relabelling:
+            return
         rows = self._rows_of(self.groups.value)
         if self._body.children != rows:
             self._body.children = rows
@@ -128,7 +180,17 @@ class SwitchList(widgets.VBox):
     def _rows_of(self, group: Group) -> tuple[SwitchRow, ...]:
         if group not in self._rows:
             declared = [one for one in switches() if one.group is group]
-            self._rows[group] = tuple(SwitchRow(one, self._have, self._on_change) for one in declared)
+            self._rows[group] = tuple(
+                SwitchRow(
+                    one,
+                    self._have,
+                    self._on_change,
+                    self._cost,
+                    self._looks,
+                    self._variables.get(one.name, ""),
+                )
+                for one in declared
+            )
             for row in self._rows[group]:
                 row.show(self._options)
         return self._rows[group]
@@ -144,10 +206,11 @@ def _group_label(group: Group, changed: int) -> str:
     return group.value.capitalize() + (f" ({changed} changed)" if changed else "")
 
 
-def _control(switch: Switch) -> widgets.ValueWidget:
+def _control(switch: Switch, looks: Looks) -> widgets.ValueWidget:
+    named: dict[str, Any] = {"description": switch.name, "tooltip": switch.help, "layout": looks.layout}
     if switch.type is bool:
-        return widgets.Checkbox(description=switch.name, indent=False, tooltip=switch.help)
-    named = {"description": switch.name, "tooltip": switch.help}
+        return widgets.Checkbox(indent=False, style=looks.style(CheckboxStyle), **named)
+    named["style"] = looks.style(TextStyle if _is_typed(switch) else DescriptionStyle)
     if switch.choices:
         kind = widgets.SelectMultiple if switch.type is tuple else widgets.Dropdown
         control = kind(options=[(value_text(choice), choice) for choice in switch.choices], **named)
@@ -160,12 +223,10 @@ def _control(switch: Switch) -> widgets.ValueWidget:
     return widgets.Text(continuous_update=False, placeholder=hint, **named)
 
 
+def _is_typed(switch: Switch) -> bool:
+    return not switch.choices and switch.type is not int
+
+
 def _shown(switch: Switch, value: Value) -> Value:
     """Turn a switch's value into what its control takes: a free list is typed as text with commas."""
     return ", ".join(value) if isinstance(value, tuple) and not switch.choices else value
-
-
-def _import_time(switch: Switch) -> str:
-    if switch.effect is not Effect.IMPORT:
-        return ""
-    return f"Read while ONNX Runtime is imported: set `{switch.env}=1` and restart the kernel."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import re
+from dataclasses import replace
 from functools import partial
 from html import unescape
 
@@ -17,7 +18,9 @@ from ipywidgets.widgets.widget import _instances as open_widgets
 import ortlab
 from ortlab.errors import OptionError
 from ortlab.options import Options, switches, unmet
-from ortlab.widgets.panel import RUNS_SHOWN, Panel
+from ortlab.render import units
+from ortlab.widgets.panel import Panel
+from ortlab.widgets.record_table import PAGE, RecordTable
 
 
 @pytest.fixture
@@ -58,12 +61,14 @@ def panel(lab):
 
 
 def words(panel: Panel) -> str:
-    """Text of every HTML part of the panel that is on show, tags left out."""
+    """Text of every HTML part and table of the panel that is on show, tags left out."""
     found = []
 
     def visit(widget):
         if isinstance(widget, widgets.HTML) and not widget.value.startswith("<style"):
             found.append(re.sub(r"<[^>]+>", " ", widget.value))
+        if isinstance(widget, RecordTable):
+            found.extend(cell for row in widget.table.get("rows", ()) for cell in row["cells"])
         for child in getattr(widget, "children", ()):
             visit(child)
 
@@ -98,6 +103,50 @@ def test_a_tick_changes_the_option_and_is_marked(panel, lab):
     row.control.value = True
     assert lab.options == Options()
     assert "ortlab-changed" not in row._dom_classes
+
+
+def test_all_switches_go_back_to_their_defaults_at_once(panel, lab):
+    assert panel.switches.reset.disabled
+    lab.set(compute_optimizer=False, memory_level=1)
+    panel.switches.reset.click()
+    assert lab.options == Options()
+    assert panel.switches.row("memory_level").control.value == 0
+    assert panel.switches.reset.disabled
+
+
+def test_a_change_in_another_group_leaves_that_group_on_show(panel, lab):
+    memory = dict(panel.switches.groups.options)["Memory"]
+    panel.switches.groups.value = memory
+    panel.switches.row("memory_level").control.value = 1
+    assert panel.switches.groups.value is memory
+    assert panel.switches.row("memory_level") in panel.switches._body.children
+    lab.set(compute_optimizer=False)
+    assert panel.switches.groups.value is memory
+
+
+def test_each_row_says_what_a_change_takes_now(panel, lab, run):
+    row = panel.switches.row("intra_op_spinning")
+    assert "nothing is built yet" in words_of(row)
+    run()
+    assert re.search(r"a change redoes: session, [\d.]+ m?s as measured in run 1", words_of(row))
+    row.control.value = True
+    assert "a change back: the session need not be redone" in words_of(row)
+    assert "Next call redoes: the session (intra_op_spinning changed)" in words(panel)
+    assert "redoes the session anyway" in words_of(panel.switches.row("memory_level"))
+    panel.rerun.click()
+    assert "Next call redoes:" not in words(panel)
+    assert "as measured in run 2" in words_of(row)
+
+
+def test_a_variable_that_gave_a_first_value_is_named(monkeypatch):
+    monkeypatch.setenv("ORTMODULE_LOG_LEVEL", "ERROR")
+    lab = ortlab.wrap(torch.nn.Linear(2, 2))
+    panel = ortlab.Panel(lab)
+    assert "First value from the variable  ORTMODULE_LOG_LEVEL" in words_of(panel.switches.row("log_level"))
+    assert "ORTMODULE_LOG_LEVEL sets log_level='ERROR'." in unescape(words(panel))
+    assert "variable" not in words_of(panel.switches.row("save_onnx"))
+    panel.close()
+    lab.unwrap()
 
 
 @pytest.mark.parametrize(
@@ -182,7 +231,7 @@ def test_the_engine_buttons_choose_the_engine(panel, lab):
 def test_before_the_first_step_the_buttons_say_what_to_do(panel):
     assert "not built yet" in words(panel)
     assert "No run yet." in words(panel)
-    for button in (panel.rerun, panel.compare, panel.plan):
+    for button in (panel.rerun, panel.compare, panel.plan, panel.stash):
         button.click()
         assert "ortlab-bad" in panel.errors.text
         assert "Next:" in panel.errors.text
@@ -199,7 +248,7 @@ def test_rerun_adds_a_run_with_the_present_switches(panel, lab, run):
     assert lab.runs[1].options.compute_optimizer is False
     assert "#2 ort (compute_optimizer=False)" in words(panel)
     assert "ONNX Runtime: ready." in words(panel)
-    assert panel.progress.layout.visibility == "hidden"
+    assert panel.actions.progress.layout.visibility == "hidden"
 
 
 def test_compare_shows_intervals_and_a_chart(panel, run):
@@ -208,22 +257,44 @@ def test_compare_shows_intervals_and_a_chart(panel, run):
     panel.compare.click()
     assert panel.errors.text == ""
     assert re.search(r"\d\.\d+x \[", words(panel))
-    assert 'aria-label="Loss, step time' in panel._result.value
-    assert panel._result.value.count("<svg") == 1
+    assert panel.runs.chart.is_open
+    assert 'aria-label="Loss, step time' in panel.runs.picture.svg
+    assert panel.runs.picture.svg.count("<svg") == 1
+
+
+def plan_rows(panel: Panel) -> dict[str, dict]:
+    """Rows of the plan table as the browser draws them, by configuration."""
+    return {row["key"]: row for row in panel.plans.table.table["rows"]}
+
+
+def tell(panel: Panel, act: str, *values) -> None:
+    """Send what the plan table's script sends."""
+    panel.plans.table._handle_custom_msg({"do": act, "with": list(values)}, [])
 
 
 def test_ticking_a_plan_sets_it_and_the_rerun_applies_it(panel, lab, run):
     run()
     panel.plan.click()
     assert panel.errors.text == ""
-    box = panel.plans.boxes["Gelu+:1:-1"]
-    assert not box.value
-    box.value = True
+    assert plan_rows(panel)["Gelu+:1:-1"]["ticked"] is False
+    assert panel.plans.table.table["totals"] == []
+    tell(panel, "tick", "Gelu+:1:-1", True)
     assert lab.options.memory_plan == ("Gelu+:1:-1",)
+    assert plan_rows(panel)["Gelu+:1:-1"]["ticked"] is True
+    assert panel.plans.table.table["totals"][0] == "ticked: 1"
+    assert panel.plans.table.table["totals"][2] == plan_rows(panel)["Gelu+:1:-1"]["cells"][2]
     panel.rerun.click()
     assert lab.plan().enabled == ("Gelu+:1:-1",)
-    assert "predicted by ORT" in words(panel)
-    box.value = False
+    assert "not measured" in words(panel)
+    assert panel.plans.plan.enabled == ("Gelu+:1:-1",)  # the rerun has read it again
+    tell(panel, "slide", "batch", 8)
+    assert plan_rows(panel)["Gelu+:1:-1"]["cells"][2] == units.size(
+        lab.plan().at(batch=8).rows[0].saving_bytes
+    )
+    assert "predicted for another batch" in words(panel)
+    tell(panel, "slide", "batch", 0)
+    assert "batch cannot be 0" in words(panel)
+    tell(panel, "tick", "Gelu+:1:-1", False)
     assert lab.options.memory_plan == ()
 
 
@@ -231,9 +302,27 @@ def test_a_plan_ticked_elsewhere_shows_and_a_level_takes_over(panel, lab, run):
     run()
     panel.plan.click()
     lab.set(memory_plan=("Gelu+:1:-1",))
-    assert panel.plans.boxes["Gelu+:1:-1"].value
+    assert plan_rows(panel)["Gelu+:1:-1"]["ticked"]
     lab.set(memory_plan=(), memory_level=1)
-    assert all(box.disabled and not box.value for box in panel.plans.boxes.values())
+    assert all(
+        "memory_level=1 chooses the plans" in row["locked"] and not row["ticked"]
+        for row in plan_rows(panel).values()
+    )
+    tell(panel, "tick", "Gelu+:1:-1", True)  # from a page that is not drawn again yet
+    assert "memory_level=1 and memory_plan contradict each other" in panel.errors.text
+    assert lab.options.memory_plan == ()
+
+
+def test_the_stash_is_shown_and_read_again_by_a_rerun(panel, lab, run):
+    run()
+    panel.stash.click()
+    assert panel.errors.text == ""
+    table = panel.explorer.table.table
+    assert len(table["rows"]) == len(lab.stash().rows)
+    lab.set(memory_plan=("Gelu+:1:-1",))
+    panel.rerun.click()
+    assert len(panel.explorer.table.table["rows"]) == len(lab.stash().rows) < len(table["rows"])
+    assert "With recompute plans applied: Gelu+:1:-1" in words(panel)
 
 
 def test_an_unexpected_error_shows_its_type_and_a_folded_traceback(panel, lab, run):
@@ -278,19 +367,64 @@ def test_an_interrupt_of_a_rerun_is_said_and_leaves_the_lab(panel, lab):
 
 def test_progress_is_shown_while_steps_run(panel, lab, run):
     seen = []
-    panel.progress.observe(
-        lambda _: seen.append((panel.progress.layout.visibility, panel.progress.value)), "value"
+    panel.actions.progress.observe(
+        lambda _: seen.append((panel.actions.progress.layout.visibility, panel.actions.progress.value)),
+        "value",
     )
     run()
     assert seen
-    assert panel.progress.layout.visibility == "hidden"
+    assert panel.actions.progress.layout.visibility == "hidden"
 
 
-def test_a_long_ledger_shows_its_end(panel, lab, run):
-    for _ in range(RUNS_SHOWN + 2):
+def test_a_thousand_runs_are_paged_newest_first(panel, lab, run):
+    run()
+    for number in range(2, 1001):
+        lab.runs.add(replace(lab.runs[0], number=number))
+    run()
+    table = panel.runs.table.table
+    assert len(table["rows"]) == PAGE
+    assert table["rows"][0]["cells"][0] == "#1001 ort"
+    assert table["found"] == f"1 to {PAGE} of 1,001 runs"
+    panel.compare.click()  # an interval for each would take minutes
+    assert panel.errors.text == ""
+    assert "The first run and the latest 11." in words(panel)
+
+
+def test_ticked_runs_are_compared_and_drawn(panel, run):
+    for _ in range(4):
         run()
-    assert "2 earlier runs" in words(panel)
-    assert panel._runs.value.count("<tr>") == RUNS_SHOWN + 1
+    table = panel.runs.table
+    table._handle_custom_msg({"do": "tick", "with": ["3", True]}, [])
+    table._handle_custom_msg({"do": "tick", "with": ["2", True]}, [])
+    panel.compare.click()
+    assert "Ratios are against #3 ort" in words(panel)
+    assert "#2 ort" in panel.runs.picture.svg
+    assert "#4 ort" not in panel.runs.picture.svg
+    table._handle_custom_msg({"do": "tick", "with": ["2", False]}, [])
+    assert "#2 ort" not in panel.runs.picture.svg  # an open chart follows the ticks
+    panel.compare.click()
+    assert "only one run" in panel.errors.text
+
+
+def test_a_run_is_opened_by_its_name(panel, run):
+    run()
+    choose = {"do": "choose", "with": ["1"]}
+    panel.runs.table._handle_custom_msg(choose, [])
+    assert "Run #1 ort" in words(panel)
+    assert "data digest" in words(panel)
+    assert panel.runs.table.table["rows"][0]["chosen"] is True
+    panel.runs.table._handle_custom_msg(choose, [])
+    assert "data digest" not in words(panel)
+
+
+def test_a_chart_costs_nothing_until_it_is_opened(panel, run):
+    run()
+    assert panel.runs.picture.svg == ""
+    panel.runs.chart.heading.value = True
+    first = panel.runs.picture.svg
+    assert "<svg" in first
+    run()
+    assert panel.runs.picture.svg != first
 
 
 class Scale:
@@ -314,8 +448,8 @@ def test_a_fallback_has_a_red_badge_with_the_reason():
     panel = ortlab.Panel(lab)
     lab.step(lambda: model(torch.ones(2, 4), Scale()).sum().backward(), 2)
     assert lab.runs[-1].executed_by == "fallback"
-    assert '<span class="ortlab-badge ortlab-bad">PYTORCH (fallback)</span>' in panel._header.value
-    assert "does not support input type &lt;class" in panel._header.value
+    assert '<span class="ortlab-badge ortlab-bad">PYTORCH (fallback)</span>' in panel.header.line.value
+    assert "cannot be given to ONNX Runtime" in panel.header.line.value
     assert "#1 PYTORCH (fallback)" in words(panel)
     panel.close()
     lab.unwrap()
@@ -348,6 +482,7 @@ def test_closing_leaves_no_widget_and_no_observer_behind(lab, run):
             assert label
         panel.plan.click()
         panel.plan.click()
+        panel.stash.click()
         panel.compare.click()
         panel.close()
     assert set(open_widgets) == before
@@ -374,12 +509,16 @@ def test_front_ends_without_widgets_get_text_and_html(panel, lab, run):
 
 
 def test_the_state_in_a_saved_notebook_is_small(panel, run):
+    """By default a notebook is saved without any of this; `jupyter execute` writes all of it."""
     run()
     run()
+    assert len(json.dumps(dependency_state(panel, drop_defaults=False))) < 100_000
     panel.plan.click()
     panel.compare.click()
     assert panel.errors.text == ""
-    assert len(json.dumps(dependency_state(panel))) < 100_000  # bytes, chart included
+    assert (
+        len(json.dumps(dependency_state(panel, drop_defaults=False))) < 150_000
+    )  # table of plans and chart included
 
 
 def test_the_repr_names_the_lab_and_has_no_address(panel):
@@ -391,7 +530,7 @@ def test_a_hostile_model_name_stays_text():
     model = torch.nn.Linear(2, 2)
     lab = ortlab.wrap(model, name="<img src=x onerror=alert(1)>", engine="eager")
     panel = ortlab.Panel(lab)
-    assert "<img" not in panel._header.value
+    assert "<img" not in panel.header.line.value
     assert "<img" not in panel._repr_mimebundle_()["text/html"]
     panel.close()
     lab.unwrap()
@@ -404,3 +543,50 @@ def test_a_lab_has_one_panel_until_it_is_closed(lab):
     again = ortlab.panel(lab)
     assert again is not shown
     again.close()
+
+
+def test_the_panel_of_a_model_in_parts_says_which_ran():
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    lab = ortlab.wrap(model, only=["0", "1"])
+    panel = ortlab.Panel(lab)
+    assert "ORT: 2 PARTS" in words(panel)
+    model(torch.randn(4, 8)).sum().backward()
+    shown = words(panel)
+    assert "ORT: 2 of 2 PARTS" in shown
+    assert "ONNX Runtime: 0, 1 (2 of 2 parts, 80.0 % of the parameters): ready." in shown
+    assert "Parts on ONNX Runtime; PyTorch executes the rest" in shown
+    panel.plan.click()
+    assert panel.errors.text == ""
+    panel.engine.value = "eager"
+    assert "Parts on ONNX Runtime" not in words(panel)
+    panel.close()
+    lab.unwrap()
+
+
+def test_memory_is_followed_and_shown(panel, run, lab):
+    assert not panel._memory.value
+    seen = []
+    panel._memory.observe(lambda change: seen.append(change["new"]), "value")
+    lab.set(print_memory_stats=True)
+    run()
+    assert "post backward" in panel._memory.value
+    assert "run 1" in panel._memory.value
+    assert "<svg" in panel._memory.value
+    assert "this run" in seen[0]  # while it went on
+    lab.set(print_memory_stats=False).rerun()
+    assert not panel._memory.value
+
+
+def test_memory_is_measured_by_a_click(panel, run, lab):
+    run()
+    runs, options = len(lab.runs), lab.options
+    panel.measure.click()
+    assert not panel.errors.text
+    assert "stashed activations and outputs" in panel._measured.value
+    assert (len(lab.runs), lab.options) == (runs, options)
+
+
+def test_measuring_without_a_step_says_what_to_do(panel):
+    panel.measure.click()
+    assert "no step to go back to" in panel.errors.text

@@ -1,0 +1,51 @@
+"""A figure in the panel, with buttons that save it as a file."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import anywidget
+import traitlets
+
+from ortlab.render import plots
+from ortlab.widgets.static_files import compact
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from ortlab.widgets.base import Looks
+
+
+class Picture(anywidget.AnyWidget):  # type: ignore[misc]
+    """A figure as inline SVG in the colours of the theme; nothing until `show`.
+
+    Parameters
+    ----------
+    file
+        Name of the saved file, without its suffix.
+    looks
+        Layout and styles that the parts of the panel share.
+
+    Attributes
+    ----------
+    svg
+        What is shown; empty for nothing.
+    file
+        Name of the saved file, without its suffix.
+    """
+
+    # Text and not a path: see RecordTable.
+    _esm = compact("picture.js")
+    svg = traitlets.Unicode().tag(sync=True)
+    file = traitlets.Unicode().tag(sync=True)
+
+    def __init__(self, file: str, looks: Looks) -> None:
+        super().__init__(file=file, layout=looks.layout)
+
+    def show(self, figure: Figure, description: str) -> None:
+        """Show a figure of `ortlab.render.plots`; `description` is for readers who do not see it."""
+        self.svg = plots.svg(figure, description)
+
+    def __repr__(self) -> str:
+        """Say what it is, without an address that would change from run to run."""
+        return f"Picture({self.file!r})"

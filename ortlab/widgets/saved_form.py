@@ -1,0 +1,78 @@
+"""The panel as text and HTML beside the widget: what a saved notebook, GitHub and other front ends show."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from IPython import get_ipython
+from IPython.display import display, publish_display_data, update_display
+
+from ortlab.render import html, text
+from ortlab.render.page import Mark, Note, Page
+
+if TYPE_CHECKING:
+    import ipywidgets as widgets
+
+_STYLE = """\
+<style>
+.jp-OutputArea:has(.ortlab-panel.ortlab-KEY:not(.jupyter-widgets-disconnected))
+  > .jp-OutputArea-child:has(.ortlab-saved.ortlab-KEY) { display: none; }
+.jp-OutputArea-child:has(> .jp-OutputArea-output:not([data-mime-type])):not(:has(.ortlab-panel)):has(
+  + .jp-OutputArea-child .ortlab-saved) { display: none; }
+</style>
+"""
+"""Hides the saved form beside the living panel, and JupyterLab's line that there is no panel beside the saved form.
+
+JupyterLab does not turn to another form of an output when the widget in it cannot be shown, so that the saved form has
+to be an output of its own.
+"""
+
+
+class SavedForm:
+    """Shows a panel twice, as a widget and as a table that the page hides as long as the widget lives.
+
+    Parameters
+    ----------
+    panel
+        The widget.
+    page
+        Returns what the table shall say now.
+    dated
+        Whether to say when that was, since it changes with the lab.
+    """
+
+    def __init__(self, panel: widgets.DOMWidget, page: Callable[[], Page], *, dated: bool = True) -> None:
+        self._panel = panel
+        self._page = page
+        self._dated = dated
+        self._key = f"ortlab-{panel.model_id}"
+        self._displayed = False
+        panel.add_class(self._key)
+
+    def display(self, view: dict[str, Any]) -> None:
+        """Show both forms; `view` is the output that holds the widget."""
+        # nbconvert warns of an output of which it knows no form, so there is one that shows nothing.
+        publish_display_data({**view, "text/html": ""})
+        display(self._bundle(), raw=True, display_id=self._key)
+        self._displayed = True
+
+    def renew(self) -> None:
+        """Write the table anew, so that the notebook is saved with what holds now.
+
+        A terminal could only print it once more, so that nothing is done there.
+        """
+        if self._displayed and hasattr(get_ipython(), "kernel"):
+            update_display(self._bundle(), raw=True, display_id=self._key)
+
+    def _bundle(self) -> dict[str, str]:
+        page = self._page()
+        now = dt.datetime.now(dt.timezone.utc).strftime("%Y-%m-%d at %H:%M:%S")
+        dated = Note(f"The panel as it was on {now} UTC.", Mark.QUIET)
+        whole = Page(page.title, (dated, *page.blocks)) if self._dated else page
+        style = _STYLE.replace("ortlab-KEY", self._key)
+        return {
+            "text/plain": text.render(whole),
+            "text/html": f'{style}<div class="ortlab-saved {self._key}">{html.render(whole)}</div>',
+        }

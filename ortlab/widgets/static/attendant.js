@@ -1,0 +1,134 @@
+// Looks after the panel that it stands in: ipywidgets gives its elements no roles, drops the focus when a button is
+// greyed out, and says nothing when the kernel has gone.
+
+const LOST =
+  "The kernel of this panel has ended or was restarted, so nothing here acts any more. " +
+  "Run the notebook again from the cell that wraps the model.";
+
+const SCROLLS = "a table or text that scrolls";
+
+const PAUSE = 60; // ms without a change before the elements are looked at: many messages make one change
+
+const NARROW = 560; // px of the panel, not of the window
+
+function set(node, name, value) {
+  if (node.getAttribute(name) !== value) node.setAttribute(name, value);
+}
+
+function label(panel, name) {
+  set(panel, "role", "region");
+  set(panel, "aria-label", `ortlab: ${name}`);
+  for (const status of panel.querySelectorAll(".ortlab-live > .widget-html-content")) {
+    set(status, "role", "status");
+  }
+  for (const group of panel.querySelectorAll(".widget-toggle-buttons")) {
+    set(group, "role", "group");
+    set(group, "aria-label", group.querySelector(".widget-label")?.textContent || "choice");
+    for (const button of group.querySelectorAll("button")) {
+      set(button, "aria-pressed", String(button.classList.contains("mod-active")));
+    }
+  }
+  for (const heading of panel.querySelectorAll(".ortlab-fold > button")) {
+    set(heading, "aria-expanded", String(heading.classList.contains("mod-active")));
+  }
+  for (const row of panel.querySelectorAll(".ortlab-switch")) {
+    const help = row.querySelector(".ortlab-help");
+    const control = row.querySelector("input, select");
+    if (!help || !control) continue;
+    help.id ||= `ortlab-help-${Math.random().toString(36).slice(2)}`;
+    set(control, "aria-describedby", help.id);
+  }
+  for (const bar of panel.querySelectorAll(".progress")) {
+    set(bar, "role", "progressbar");
+    set(bar, "aria-label", "Progress");
+    const done = parseFloat(bar.querySelector(".progress-bar")?.style.width) || 0;
+    set(bar, "aria-valuenow", String(Math.round(done)));
+  }
+  for (const part of panel.querySelectorAll(".ortlab-scroll")) {
+    // What scrolls has to be reached by keyboard.
+    const scrolls = part.scrollWidth > part.clientWidth + 1 || part.scrollHeight > part.clientHeight + 1;
+    if (scrolls) {
+      set(part, "tabindex", "0");
+      set(part, "role", "group");
+      set(part, "aria-label", SCROLLS);
+    } else if (part.getAttribute("aria-label") === SCROLLS) {
+      for (const name of ["tabindex", "role", "aria-label"]) part.removeAttribute(name);
+    }
+  }
+}
+
+// The last element that had the focus, as a path of child numbers: the buttons of a group are made anew with new labels.
+function pathOf(node, panel) {
+  const path = [];
+  for (; node !== panel; node = node.parentElement) path.unshift([...node.parentElement.children].indexOf(node));
+  return path;
+}
+
+function render({ model, el }) {
+  const lost = document.createElement("p");
+  lost.className = "ortlab-lost";
+  lost.setAttribute("role", "alert");
+  lost.hidden = true;
+  el.append(lost);
+  let panel = null;
+  let held = null;
+  let path = [];
+  let due = 0;
+
+  function look() {
+    if (panel === null || !panel.isConnected) return;
+    label(panel, model.get("name"));
+    panel.classList.toggle("ortlab-narrow", panel.clientWidth < NARROW);
+    const gone = panel.classList.contains("jupyter-widgets-disconnected");
+    if (gone !== Boolean(lost.textContent)) {
+      lost.hidden = !gone;
+      lost.textContent = gone ? LOST : "";
+      for (const child of panel.children) if (!child.contains(el)) child.inert = gone;
+    }
+    if (held === null || document.activeElement !== document.body) return;
+    const again = held.isConnected ? held : path.reduce((node, at) => node?.children[at], panel);
+    if (again && !again.disabled) again.focus({ preventScroll: true });
+  }
+  const soon = () => {
+    clearTimeout(due);
+    due = setTimeout(look, PAUSE);
+  };
+  const changes = new MutationObserver(soon);
+  const entered = (event) => {
+    held = event.target;
+    path = pathOf(held, panel);
+  };
+  // A press elsewhere or Tab out of the panel gives the focus up; a button that is greyed out does not.
+  const left = (event) => {
+    if (event.relatedTarget !== null && !panel.contains(event.relatedTarget)) held = null;
+  };
+  const pressed = (event) => {
+    if (panel !== null && !panel.contains(event.target)) held = null;
+  };
+
+  // The element is put into the page after this function has returned.
+  const arrival = new ResizeObserver(() => {
+    if (panel === null && (panel = el.closest(".ortlab-panel")) !== null) {
+      changes.observe(panel, {
+        subtree: true, childList: true, attributes: true, attributeFilter: ["class", "style", "disabled"],
+      });
+      panel.addEventListener("focusin", entered);
+      panel.addEventListener("focusout", left);
+      document.addEventListener("pointerdown", pressed, true);
+    }
+    soon();
+  });
+  arrival.observe(el);
+  model.on("change:name", soon);
+  return () => {
+    clearTimeout(due);
+    changes.disconnect();
+    arrival.disconnect();
+    document.removeEventListener("pointerdown", pressed, true);
+    panel?.removeEventListener("focusin", entered);
+    panel?.removeEventListener("focusout", left);
+    model.off("change:name", soon);
+  };
+}
+
+export default { render };
