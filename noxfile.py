@@ -32,9 +32,11 @@ def _install_with_torch(session: nox.Session, *pins: str) -> None:
 
 
 @nox.session(python="3.11")
-def torch_oldest(session: nox.Session) -> None:
-    """Engine tests on the oldest torch in the range, beside the transformers of its time."""
-    _install_with_torch(session, "torch>=2.4,<2.5", "transformers>=4.46,<4.50", "numpy<2.3", "setuptools<81")
+@nox.parametrize("transformers", ["4.46,<4.50", "4.56,<4.57"])
+def torch_oldest(session: nox.Session, transformers: str) -> None:
+    """Engine tests on the oldest torch in the range: with the transformers of its time, and one with all of the zoo."""
+    pins = ("torch>=2.4,<2.5", f"transformers>={transformers}", "numpy<2.3", "setuptools<81")
+    _install_with_torch(session, *pins)
     session.run("python", "-m", "pytest", *(session.posargs or ENGINE_TESTS))
 
 

@@ -10,13 +10,16 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
-THREADS = 2
+THREADS = int(os.environ.get("ORTLAB_BENCH_THREADS", "2"))
+"""Threads of OpenMP, PyTorch and ONNX Runtime each."""
 PACKAGES = ("torch", "onnxruntime-training-cpu", "onnxruntime-training", "onnx", "numpy", "transformers")
 
 
@@ -104,6 +107,28 @@ class Report:
         file.write_text(json.dumps(self._content, indent=1) + "\n", encoding="utf-8")
         print(f"\nWritten to {file}")
         return file
+
+
+def in_own_process(script: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Any:
+    """Run a benchmark's script in a process of its own, and return the JSON of the last line that it printed.
+
+    Parameters
+    ----------
+    script
+        The benchmark's file.
+    *arguments
+        What tells it that it is the child, and what to measure.
+    environment
+        Variables to set besides those of this process.
+    """
+    done = subprocess.run(
+        [sys.executable, script, *arguments],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **(environment or {})},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def machine() -> dict[str, object]:

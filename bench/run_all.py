@@ -15,7 +15,30 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 README = HERE / "README.md"
-BENCHMARKS = ("step_overhead", "parity", "first_step", "import_time", "toggle", "install_size")
+BENCHMARKS = (
+    "step_overhead",
+    "cpu_step",
+    "parity",
+    "first_step",
+    "export_cache",
+    "preflight",
+    "import_time",
+    "toggle",
+    "toggle_memory",
+    "memory_measurement",
+    "memory_levels",
+    "memory_prediction",
+    "budget",
+    "memory_peers",
+    "batch_hunt",
+    "blame",
+    "load_balance",
+    "fault_finding",
+    "capture_overhead",
+    "panel",
+    "graph_view",
+    "install_size",
+)
 BEGIN, END = "<!-- results: python bench/run_all.py --table -->", "<!-- end of results -->"
 
 

@@ -1,0 +1,136 @@
+"""What recompute plans save and cost is predicted from a profiled step; here it is held against measured steps.
+
+Three models (4 layers, hidden 512, 8 heads, vocabulary 8192, dropout as their families have it) train with AdamW on a
+batch of 8 sequences of 256 and of 512 tokens, each in a fresh process. Memory level 1 and the five plans with the
+largest savings printed by ORT are simulated in a profiled step without plans, then run and measured by
+`lab.measure_memory`. At 256 tokens their time is measured as well, in interleaved rounds with none, and the order of
+predicted costs is held against that of the measured ones (Kendall's tau); plans whose predicted costs differ by less
+than 1 % of the step are one place in the order, since their measured ones cannot be told apart.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import numpy as np
+from budget import FAMILIES, MIB, language_model
+from report import THREADS, Report, arguments, in_own_process
+
+LENGTHS = (256, 512)
+PLANS = 5
+STEPS = 4
+"""Timed steps of each run; the first does not count."""
+
+LEVEL = "memory level 1"
+
+
+def main() -> None:
+    """Measure, print and write."""
+    if "--child" in sys.argv:
+        family, length, rounds = sys.argv[sys.argv.index("--child") + 1 :][:3]
+        print(json.dumps(predictions(family, int(length), int(rounds), quick="--quick" in sys.argv)))
+        return
+    read = arguments(__doc__, rounds=5)
+    report = Report("memory_prediction", read)
+    errors, taus = [], {}
+    families, lengths = (FAMILIES[1:2], (32,)) if read.quick else (FAMILIES, LENGTHS)
+    for family in families:
+        for length in lengths:
+            rows = in_fresh_process(family, length, read.rounds, quick=read.quick)
+            report.table(f"{family}, {length} tokens", rows)
+            errors += [abs(row["error"]) for row in rows]
+            if length == lengths[0]:
+                taus[family] = tau(rows, least=rows[0]["step without [ms]"] / 100), tau(rows)
+    report.claim("Predicted saving of the peak, median absolute error", float(np.median(errors)), at_most=0.1)
+    report.claim("Predicted saving of the peak, largest absolute error", float(max(errors)))
+    for family, found in taus.items():
+        told, every = found
+        report.claim(f"{family}: 1 - Kendall's tau of predicted and measured costs", 1 - told, at_most=0.2)
+        report.claim(f"{family}: the same over all pairs, however close", 1 - every)
+    report.write()
+
+
+def in_fresh_process(family: str, length: int, rounds: int, *, quick: bool) -> list[dict[str, Any]]:
+    """Measure in a process of its own; return what `predictions` does."""
+    found: list[dict[str, Any]] = in_own_process(
+        __file__, *(["--quick"] if quick else []), "--child", family, str(length), str(rounds)
+    )
+    return found
+
+
+def predictions(family: str, length: int, rounds: int, *, quick: bool) -> list[dict[str, Any]]:
+    """Predict and measure one model; return a row for each plan."""
+    import torch
+
+    import ortlab
+    from ortlab.memory.lifetimes import lifetimes
+    from ortlab.memory.recompute import with_places
+
+    torch.set_num_threads(THREADS)
+    model, batch = language_model(family, *((2, 32, 4, length, 128) if quick else (4, 512, 8, length, 8192)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    lab = ortlab.wrap(model, name=family, log_level="ERROR")
+
+    def step() -> torch.Tensor:
+        loss: torch.Tensor = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    lab.step(step, n=1, progress=False)
+    plain, ordered = lab.profile(progress=False), lab.profile(memory_efficient_order=True, progress=False)
+    places = lab.recompute_places()
+    printed = [row for row in lab.plan().rows if "," not in row.config and row.strategy == 1][:PLANS]
+    acting = {row.config: places.of(row.config) for row in printed}
+    acting[LEVEL] = places.at_level(1)
+    changes: dict[str, dict[str, Any]] = {row.config: {"memory_plan": [row.config]} for row in printed}
+    changes[LEVEL] = {"memory_level": 1}
+    told = {row.config: row.saving_bytes for row in printed}
+    simulated = {name: with_places(ordered, chosen) for name, chosen in acting.items()}
+    base = lab.measure_memory().rise_bytes
+    rows = []
+    for name, trace in simulated.items():
+        saving = lifetimes(plain).peak - lifetimes(trace).peak
+        measured = base - lab.measure_memory(**changes[name]).rise_bytes
+        rows.append(
+            {
+                "plan": name,
+                "printed by ORT [MiB]": None if told.get(name) is None else round(told[name] / MIB, 1),
+                "predicted [MiB]": round(saving / MIB, 1),
+                "measured [MiB]": round(measured / MIB, 1),
+                # Of what was measured, and of 1 % of the step's memory at least: a plan may save nothing.
+                "error": (saving - measured) / max(abs(measured), base / 100),
+                "predicted cost [ms]": round(trace.recomputed_ms, 1),
+            }
+        )
+        print(family, length, rows[-1], file=sys.stderr, flush=True)
+    if length == LENGTHS[0] or quick:
+        sweep = lab.sweep(list(changes.values()), n=STEPS, rounds=rounds, progress=False)
+        none = sweep.baseline.runs
+        points = {point.number: point for point in sweep.points}
+        for number, row in enumerate(rows, start=1):
+            pairs = zip(points[number].runs, none, strict=True)
+            added = [run.step_ms - other.step_ms for run, other in pairs]
+            row["measured cost [ms]"] = round(float(np.median(added)), 1)
+            row["step without [ms]"] = round(float(np.median([run.step_ms for run in none])), 1)
+    lab.unwrap()
+    return rows
+
+
+def tau(rows: list[dict[str, Any]], *, least: float = 0.0) -> float:
+    """Return Kendall's tau of predicted and measured costs, over pairs whose predicted ones differ by `least` ms."""
+    agreeing = []
+    for number, one in enumerate(rows):
+        for other in rows[:number]:
+            predicted = one["predicted cost [ms]"] - other["predicted cost [ms]"]
+            if abs(predicted) >= max(least, 1e-9):
+                measured = one["measured cost [ms]"] - other["measured cost [ms]"]
+                agreeing.append(1 if predicted * measured > 0 else -1)
+    return float(np.mean(agreeing)) if agreeing else 1.0
+
+
+if __name__ == "__main__":
+    main()
