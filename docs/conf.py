@@ -16,7 +16,7 @@ GENERATED = HERE / "_generated"
 sys.path.insert(0, str(ROOT))
 
 import ortlab  # noqa: E402 - the checkout's, not an installed one
-from ortlab import options  # noqa: E402
+from ortlab import log_levels, options  # noqa: E402
 
 project = "ortlab"
 copyright = "the ortlab maintainers"  # noqa: A001 - Sphinx's own name for it
@@ -24,7 +24,12 @@ author = "The ortlab maintainers"
 version = release = ortlab.__version__
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
-exclude_patterns = ["_build", "jupyter_execute", "_generated/options.md"]  # the last is included
+exclude_patterns = [
+    "_build",
+    "jupyter_execute",
+    "_generated/options.md",
+    "_generated/log_levels.md",
+]  # the last two are included
 html_theme = "furo"  # follows the reader's light or dark setting
 html_title = f"ortlab {release}"
 html_static_path = ["_static"]
@@ -34,7 +39,10 @@ html_theme_options = {"sidebar_hide_name": False, "navigation_with_keys": True}
 # The quickstart is shown with its stored outputs, which the test suite compares with a fresh execution.
 nb_execution_mode = "off"
 # Widgets in a stored notebook have their HTML form beside them; no script is fetched from elsewhere.
-nb_mime_priority_overrides = [("html", "text/html", 0), ("html", "application/vnd.jupyter.widget-view+json", None)]
+nb_mime_priority_overrides = [
+    ("html", "text/html", 0),
+    ("html", "application/vnd.jupyter.widget-view+json", None),
+]
 nb_ipywidgets_js: dict[str, dict[str, str]] = {}
 nb_render_text_lexer = "none"
 myst_enable_extensions = ["colon_fence", "deflist"]
@@ -54,7 +62,9 @@ def generate(_: Sphinx) -> None:
     """Write the pages that are made from the code."""
     GENERATED.mkdir(exist_ok=True)
     (GENERATED / "options.md").write_text(options.markdown(), encoding="utf-8")
-    shutil.copy(ROOT / "notebooks" / "01_quickstart.ipynb", GENERATED / "quickstart.ipynb")
+    (GENERATED / "log_levels.md").write_text(log_levels.markdown(), encoding="utf-8")
+    for notebook in (ROOT / "notebooks").glob("*.ipynb"):
+        shutil.copy(notebook, GENERATED / f"{notebook.stem.partition('_')[2]}.ipynb")
 
 
 def setup(app: Sphinx) -> None:
