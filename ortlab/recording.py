@@ -16,6 +16,7 @@ from ortlab.errors import StepError
 from ortlab.interrupts import interrupts_kept
 from ortlab.measure import MemoryProbe, Stopwatch, memory_probe, synchronizer
 from ortlab.memory.phases import MemoryPhases
+from ortlab.optimizer_names import optimizer_name
 from ortlab.phase_probe import PhaseProbe
 from ortlab.runs import EXECUTED_BY_EAGER, EXECUTED_BY_FALLBACK, Initialization, Run, Step
 from ortlab.snapshot import DataDigest
@@ -84,7 +85,7 @@ class Recording:
         self._probe: MemoryProbe = memory_probe(self._device)
         self._stopwatch = Stopwatch(
             synchronize=synchronizer(self._device),
-            on_optimizer=experiment.start.include,
+            on_optimizer=self._note_optimizer,
             on_backward=self._check_root,
         )
         self._original_forward = original_forward
@@ -96,6 +97,7 @@ class Recording:
         self._fallback_reason = ""
         self._executed_by: set[str] = set()
         self._modes: set[bool] = set()
+        self._optimizers: dict[str, None] = {}  # in the order of their first steps
 
     def run(self, number: int, options: Options, *, show: bool) -> Run:
         """Execute the steps and write the run down.
@@ -146,6 +148,7 @@ class Recording:
             density=self.density,
             phases=self._phases.read() if self._phases else (),
             coverage=self._engine.total_coverage,
+            optimizers=tuple(self._optimizers),
         )
 
     @property
@@ -214,6 +217,10 @@ class Recording:
             loss=_loss(result, watch.backward_root),
             executed_by=self._who(),
         )
+
+    def _note_optimizer(self, optimizer: object) -> None:
+        self._experiment.start.include(optimizer)
+        self._optimizers[optimizer_name(optimizer)] = None
 
     def _who(self) -> str:
         # A call of the model that uses none of the wrapped parts takes nothing from those that do.

@@ -165,6 +165,8 @@ class Run:
         Where only parts of the model are wrapped: who executed each; else empty.
     mode
         "training" or "evaluation", as the model was at its forwards; "mixed" if it was both.
+    optimizers
+        Names of the optimizers that stepped, with the kernels that they told of; see `optimizer_name`.
     started_at
         Start, ISO 8601, UTC.
     """
@@ -188,6 +190,7 @@ class Run:
     phases: tuple[MemoryPhase, ...] = ()
     mode: str = "training"
     coverage: Coverage = field(default_factory=Coverage)
+    optimizers: tuple[str, ...] = ()
 
     @property
     def executed_by(self) -> str:
@@ -271,6 +274,7 @@ class Run:
             data["density"] = Density.from_list(data.get("density", ()))
             data["phases"] = tuple(MemoryPhase(**phase) for phase in data.get("phases", ()))
             data["coverage"] = Coverage.from_dict(data.get("coverage", {}))
+            data["optimizers"] = tuple(data.get("optimizers", ()))
             return cls(**data)
         except (KeyError, TypeError) as error:
             raise LedgerError(

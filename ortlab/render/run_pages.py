@@ -67,6 +67,7 @@ def run_page(run: Run) -> Page:
         row("steps", f"{units.count(len(run.steps))} ({units.count(len(run.warm_steps))} warm)", "recorded"),
         row("loss", losses, "measured, first → last step"),
         *_memory_rows(run.memory),
+        *([row("optimizer", "; ".join(run.optimizers), "recorded")] if run.optimizers else []),
         row("switches changed", _changed(run), "recorded"),
         row("seed", str(run.seed), "recorded"),
         row("started", run.started_at, "recorded, UTC"),
