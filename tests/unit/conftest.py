@@ -27,6 +27,15 @@ def noisy_experiment():
     return _models().Experiment(dropout=0.5)
 
 
+@pytest.fixture(scope="module")
+def custom_layer():
+    """Return a layer of four features around an autograd Function of its own."""
+    import torch
+
+    torch.manual_seed(2)
+    return _models().Custom(4, 4)
+
+
 @pytest.fixture
 def lab(experiment):
     """Wrap the experiment's model; unwrap it after the test."""

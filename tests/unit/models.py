@@ -21,6 +21,27 @@ class Classifier(nn.Module):
         return self.head(hidden * 2 if doubled else hidden)
 
 
+class Tripled(torch.autograd.Function):
+    """A square whose gradient is not the one that a tracer finds, so that the two can be told apart."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x * gradient
+
+
+class Custom(nn.Linear):
+    """A layer whose gradients depend on `custom_autograd`: traced through, they are two thirds of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Tripled.apply(super().forward(x))
+
+
 class Experiment:
     """A model, an optimizer, a batch, and a training step over them."""
 

@@ -89,27 +89,9 @@ def sparse():
     lab.unwrap()
 
 
-class Tripled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
-        return 3 * x * gradient
-
-
-class Custom(nn.Linear):
-    def forward(self, x):
-        return Tripled.apply(super().forward(x))
-
-
 @pytest.fixture(scope="module")
-def custom():
-    torch.manual_seed(2)
-    lab = stepped(Custom(4, 4), torch.randn(3, 4))
+def custom(custom_layer):
+    lab = stepped(custom_layer, torch.randn(3, 4))
     yield lab
     lab.unwrap()
 

@@ -156,30 +156,10 @@ def test_without_either_a_checkpoint_is_refused_with_both_ways_out(checkpointed)
     assert "{" not in str(refusal.value)
 
 
-class Tripled(torch.autograd.Function):
-    """A square whose gradient is not the one that a tracer finds, so that the two can be told apart."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
-        return 3 * x * gradient
-
-
-class Custom(nn.Linear):
-    def forward(self, x):
-        return Tripled.apply(super().forward(x))
-
-
 @pytest.mark.row("C4", "C5")
-def test_custom_functions_run_as_they_are_or_are_traced_through_switched_live(monkeypatch):
+def test_custom_functions_run_as_they_are_or_are_traced_through_switched_live(custom_layer, monkeypatch):
     monkeypatch.setenv("ORTMODULE_ENABLE_CUSTOM_AUTOGRAD", "0")
-    torch.manual_seed(2)
-    model, x = Custom(4, 4), torch.randn(3, 4)
+    model, x = custom_layer, torch.randn(3, 4)
     reference = copy.deepcopy(model)
     reference(x).sum().backward()
     lab = ortlab.wrap(model)
