@@ -14,6 +14,8 @@ from ortlab.data.density import EMBED, LABEL, Density
 from ortlab.data.density_report import THRESHOLD, DensityReport, Reach, SwitchEffect
 from ortlab.data.padded_inputs import DensityProbe
 from ortlab.errors import OptionError, StepError
+from ortlab.graph_lab import GraphLab
+from ortlab.graphs.diff import diff
 from ortlab.graphs.flop_savings import FlopSavings
 from ortlab.graphs.flops import Flops
 from ortlab.options import Need, Options
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 _SWITCHES: Final = {LABEL: "label_sparse_optimizer", EMBED: "embedding_sparse_optimizer"}
 
 
-class DensityLab(SweepingLab, ProfilingLab):
+class DensityLab(SweepingLab, ProfilingLab, GraphLab):
     """The base of `Lab` that counts tokens, labels and FLOPs; the abstract parts are the lab's."""
 
     module: torch.nn.Module
@@ -138,14 +140,15 @@ class DensityLab(SweepingLab, ProfilingLab):
                 why="There is nothing to compare.",
                 fix="Set the switch the other way first: lab.set(compute_optimizer=True).",
             )
-        having = self.flops(part=part, progress=progress)
+        having, graph = self.flops(part=part, progress=progress), self.graph(part=part)
         try:
             self.configure(other)
             compared = self.flops(part=part, progress=progress)
+            same = dict(diff(self.graph(part=part), graph).matched)
         finally:
             self.configure(configuration)
         now = {name: getattr(configuration.options, name, configuration.engine) for name in wished}
-        return FlopSavings(compared, having, f"{_words(now)} against {_words(wished)}")
+        return FlopSavings(compared, having, same, f"{_words(now)} against {_words(wished)}")
 
     # ---- parts ------------------------------------------------------------------------------------------------
 

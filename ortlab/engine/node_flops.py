@@ -11,7 +11,7 @@ from onnx import helper
 from ortlab.engine.inspection.places import Places
 from ortlab.graphs.flop_formulas import Shape, flops
 from ortlab.graphs.flops import NodeFlops
-from ortlab.graphs.scopes import layer_of
+from ortlab.graphs.scopes import layer_of, node_names
 from ortlab.memory.recompute import COPY
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ def node_flops(profile: Profile, model: torch.nn.Module, part: str = "") -> tupl
         If no step has run to its end meanwhile.
     """
     origins = _Origins(Places(model, part))
+    graph = profile.graph
+    names = {_result(node): name for name, node in zip(node_names(graph), graph.node, strict=True)}
     found = []
     for node, event, backward, ms in profile.kernels():
         operator = _operator(node)
@@ -52,7 +54,7 @@ def node_flops(profile: Profile, model: torch.nn.Module, part: str = "") -> tupl
         module = origins.of(node)
         found.append(
             NodeFlops(
-                name=node.name,
+                name=names[_result(node)],
                 operator=operator,
                 module=module,
                 layer=layer_of(module),
@@ -93,6 +95,11 @@ class _Origins:
             module = next((self._of_value[name] for name in node.input if name in self._of_value), "")
         self._of_value.update(dict.fromkeys(filter(None, node.output), module))
         return module
+
+
+def _result(node: onnx.NodeProto) -> str:
+    """Return the name of a node's first result, which no other node makes."""
+    return next(filter(None, node.output), "")
 
 
 def _operator(node: onnx.NodeProto) -> str:

@@ -93,6 +93,11 @@ class Profile:
         self._events = json.loads(file.read_text(encoding="utf-8"))
         self._graph = onnx.load(self.graph_file).graph
 
+    @property
+    def graph(self) -> onnx.GraphProto:
+        """The graph that the session executes; empty until the profiler has ended."""
+        return self._graph
+
     def kernels(self) -> Iterator[tuple[onnx.NodeProto, Mapping[str, Any], bool, float]]:
         """Yield the nodes of the last step in the order in which they ran.
 

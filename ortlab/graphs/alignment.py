@@ -9,6 +9,7 @@ outwards from what is matched already. Each step takes time in proportion to the
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final
@@ -23,6 +24,8 @@ Key = Callable[[int], Hashable]
 
 _TRUST: Final = 0.5
 """Share of the nodes matched for what they compute that must bear the same name, for names to be trusted."""
+
+_PART: Final = re.compile(r"_grad_\d+$")
 
 _ROUNDS: Final = 8
 """How often what is left is looked at again, as long as anything is found."""
@@ -62,7 +65,7 @@ class Alignment:
         self.names_trusted = self._names_hold()
         self._match(up[0].__getitem__, up[1].__getitem__, several=True)
         if self.names_trusted:
-            for name in (lambda node: node.outputs[:1], lambda node: node.name):
+            for name in (_result, lambda node: node.name):
                 self._match(_by(before, name), _by(after, name))
         self._match(down[0].__getitem__, down[1].__getitem__)
         self._match(self._parameters(before, left=True), self._parameters(after, left=False))
@@ -260,6 +263,12 @@ class Alignment:
 def is_copy(node: WiredNode) -> bool:
     """Tell whether a node repeats another one in backward, as ORT's memory optimizer names it."""
     return node.name.endswith(COPY) or any(name.endswith(COPY) for name in node.outputs)
+
+
+def _result(node: WiredNode) -> str:
+    """Return the name of what a node makes; "" for a part of a gradient, whose number is that of its turn."""
+    name = next(iter(node.outputs), "")
+    return "" if _PART.search(name) else name
 
 
 def _by(graph: Wiring, told: Callable[[WiredNode], Hashable]) -> Key:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,7 +13,7 @@ from ortlab.graphs.flops import Flops, NodeFlops
 if TYPE_CHECKING:
     import pandas as pd
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2
 """Version of the JSON layout of `FlopSavings.to_dict`."""
 
 CHOOSING: Final = frozenset(
@@ -63,12 +63,15 @@ class FlopSavings:
     ----------
     without, having
         The same step, profiled without the switch and with it.
+    same
+        Which node of the one graph is which of the other, by their names, as `ortlab.graphs.diff` matches them.
     changed
         What differs between both, in words: "compute_optimizer=False against True".
     """
 
     without: Flops
     having: Flops
+    same: Mapping[str, str]
     changed: str = ""
 
     @property
@@ -83,14 +86,10 @@ class FlopSavings:
 
     @property
     def changes(self) -> tuple[NodeChange, ...]:
-        """Every node that calculates or makes something else, those that save most first.
-
-        Nodes are the same if they have the same name; of the rest, those of one module, pass and operator go together
-        in their order.
-        """
+        """Every node that calculates or makes something else, those that save most first."""
         found = [
             NodeChange(*pair)
-            for pair in _pairs(self.without.nodes, self.having.nodes)
+            for pair in self._pairs()
             if pair[0] is None or pair[1] is None or _made(pair[0]) != _made(pair[1])
         ]
         return tuple(sorted(found, key=lambda one: (-one.saved, -one.fewer_elements, one.node.name)))
@@ -110,16 +109,13 @@ class FlopSavings:
 
     @property
     def moved(self) -> tuple[NodeFlops, ...]:
-        """What leaves rows out in the forward of one graph with the switch, and not in the other at the same place."""
-        before = Counter(_place(node) for node in self.without.nodes if _leaves_out(node))
-        new = []
-        for node in self.having.nodes:
-            if _leaves_out(node):
-                if before[_place(node)]:
-                    before[_place(node)] -= 1
-                else:
-                    new.append(node)
-        return tuple(new)
+        """What leaves rows out in the forward of the graph with the switch, and not at that place in the other."""
+        before = {having.name: without for without, having in self._pairs() if having is not None}
+        return tuple(
+            node
+            for node in self.having.nodes
+            if _leaves_out(node) and ((other := before[node.name]) is None or _place(other) != _place(node))
+        )
 
     def by_module(self) -> dict[str, int]:
         """Add up what is saved by module, most first."""
@@ -154,6 +150,7 @@ class FlopSavings:
             "schema": SCHEMA,
             "without": self.without.to_dict(),
             "having": self.having.to_dict(),
+            "same": dict(self.same),
             "changed": self.changed,
         }
 
@@ -168,36 +165,15 @@ class FlopSavings:
         """
         fields = record_files.without_layout(record, SCHEMA, "This record of saved FLOPs")
         graphs = {key: Flops.from_dict(fields[key]) for key in ("without", "having")}
-        return cls(**graphs, changed=fields["changed"])
+        return cls(**graphs, same=fields["same"], changed=fields["changed"])
 
-
-_Pair = tuple[NodeFlops | None, NodeFlops | None]
-
-
-def _pairs(without: Iterable[NodeFlops], having: Iterable[NodeFlops]) -> Iterator[_Pair]:
-    named = {node.name: node for node in having if node.name}
-    rest, found = [], set()
-    for node in without:
-        same = named.get(node.name)
-        if same is not None and same.operator == node.operator:
-            found.add(id(same))
-            yield node, same
-        else:
-            rest.append(node)
-    groups: dict[object, list[NodeFlops]] = defaultdict(list)
-    for node in having:
-        if id(node) not in found:
-            groups[_group(node)].append(node)
-    for node in rest:
-        others = groups[_group(node)]
-        yield node, others.pop(0) if others else None
-    for others in groups.values():
-        for node in others:
+    def _pairs(self) -> Iterator[tuple[NodeFlops | None, NodeFlops | None]]:
+        """Yield each node with that of the other graph that is the same."""
+        left = {node.name: node for node in self.having.nodes}
+        for node in self.without.nodes:
+            yield node, left.pop(self.same.get(node.name, ""), None)
+        for node in left.values():
             yield None, node
-
-
-def _group(node: NodeFlops) -> tuple[object, ...]:
-    return node.module, node.backward, node.operator
 
 
 def _made(node: NodeFlops) -> tuple[object, ...]:
@@ -205,7 +181,7 @@ def _made(node: NodeFlops) -> tuple[object, ...]:
 
 
 def _place(node: NodeFlops) -> tuple[object, ...]:
-    return node.reads, node.operator, node.outputs
+    return node.reads, node.inputs[:1], node.outputs
 
 
 def _leaves_out(node: NodeFlops) -> bool:

@@ -138,6 +138,10 @@ def test_the_head_of_roberta_lets_the_last_layer_compute_one_token():
     assert {node.module for node in saved.moved} == {"classifier"}
     assert f"{last}.attention.self" in {node.reads for node in saved.moved}
     assert {one.node.module for one in saved.passed} >= set(saved.by_module())
+    assert saved.same.keys() <= {node.name for node in saved.without.nodes} | {"YieldOp"}
+    assert not [
+        one for one in saved.changes if one.without and one.having and one.without.module != one.having.module
+    ]
     table = saved.table()
     assert table["saved"].sum() == saved.saved == saved.without.total - saved.having.total
     assert FlopSavings.from_dict(json.loads(json.dumps(saved.to_dict()))) == saved
