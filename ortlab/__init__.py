@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ortlab.parity.upstream_folders import merge_folders
     from ortlab.preflights.preflight import Preflight
     from ortlab.preflights.running import preflight
+    from ortlab.recipes import Recipe, recipe
     from ortlab.render.figures import plot
     from ortlab.runs import Ledger, Run
     from ortlab.status import Status
@@ -62,6 +63,7 @@ _HOMES = {
     "Panel": "ortlab.widgets.panel",
     "Parity": "ortlab.parity.record",
     "Preflight": "ortlab.preflights.preflight",
+    "Recipe": "ortlab.recipes",
     "Run": "ortlab.runs",
     "Stash": "ortlab.memory.stash",
     "TensorSubscriber": "ortlab.engine.tensor_subscriber",
@@ -79,6 +81,7 @@ _HOMES = {
     "panel": "ortlab.widgets.panel",
     "plot": "ortlab.render.figures",
     "preflight": "ortlab.preflights.running",
+    "recipe": "ortlab.recipes",
     "register_graph_optimizer": "ortlab.graph_optimizers",
     "show_graph": "ortlab.widgets.graph_display",
     "unregister_graph_optimizer": "ortlab.graph_optimizers",
@@ -102,6 +105,7 @@ __all__ = [
     "Panel",
     "Parity",
     "Preflight",
+    "Recipe",
     "Run",
     "Stash",
     "Status",
@@ -119,6 +123,7 @@ __all__ = [
     "panel",
     "plot",
     "preflight",
+    "recipe",
     "register_graph_optimizer",
     "show_graph",
     "unregister_graph_optimizer",

@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 
     from ortlab.doctor import Report
     from ortlab.lab import Lab
+    from ortlab.recipes import Recipe
 
 _WRAP = Parser("%ort_wrap")
 _WRAP.add_argument("model", metavar="MODEL")
 _WRAP.add_argument("--only", nargs="+", action="extend", metavar="PART")
 _WRAP.add_argument("--engine", metavar="ort|eager|compile")
 _WRAP.add_argument("--no-panel", action="store_true")
+_WRAP.add_argument("--recipe", metavar="NAME")
 _WRAP.add_changes()
 
 _UNWRAP = Parser("%ort_unwrap")
@@ -53,12 +55,13 @@ class SetupMagics(Magics):
     @line_magic
     @no_var_expand
     @command(_WRAP)
-    def ort_wrap(self, args: argparse.Namespace) -> Lab:
+    def ort_wrap(self, args: argparse.Namespace) -> Lab | Recipe:
         """Run a model on ONNX Runtime from now on, and show its panel.
 
         ::
 
             %ort_wrap MODEL [--only PART ...] [--engine ort|eager|compile] [--no-panel] [option=value ...]
+            %ort_wrap MODEL --recipe fused_adam|deepspeed|apex|all
 
         Arguments:
 
@@ -70,6 +73,10 @@ class SetupMagics(Magics):
         - ``--engine``: who executes it: ``ort`` (ONNX Runtime, if not given), ``eager`` (PyTorch as it is) or
           ``compile`` (``torch.compile``).
         - ``--no-panel``: do not show the panel.
+        - ``--recipe NAME``: wrap nothing, but write a cell that does, with the optimizer that goes with it:
+          ``fused_adam``, ``deepspeed`` (ZeRO and FP16_Optimizer), ``apex`` (O2 and FP16_Optimizer), or ``all``
+          (FusedAdam, ZeRO and FP16_Optimizer). An Adam or AdamW over the model's parameters keeps its name and
+          its numbers.
         - ``option=value``: options to start with; ``%ort_options`` lists all; values are as in ``%ort_set``.
 
         Example::
@@ -85,6 +92,11 @@ class SetupMagics(Magics):
 
             lab = %ort_wrap model --only encoder decoder.layers.3
             lab = ortlab.wrap(model, only=["encoder", "decoder.layers.3"])
+
+        A cell with FusedAdam in the place of the optimizer that is there::
+
+            %ort_wrap model --recipe fused_adam
+            print(ortlab.recipe("fused_adam", model="model", optimizer="optimizer", like=optimizer).code)
         """
         from torch import nn
 
@@ -93,6 +105,8 @@ class SetupMagics(Magics):
         variables = self.shell.user_ns
         modules = [key for key, held in variables.items() if isinstance(held, nn.Module)]
         module = arguments.variable(args.model, variables, fitting=modules)
+        if args.recipe is not None:
+            return self._write_recipe(module, args)
         only, more = arguments.parts(args.only, variables)
         changes = arguments.changes([*args.changes, *more], variables)
         if args.engine is not None and "engine" in changes:
@@ -107,6 +121,34 @@ class SetupMagics(Magics):
                 lab.unwrap()  # the caller has no lab to do it with
                 raise
         return lab
+
+    def _write_recipe(self, module: object, args: argparse.Namespace) -> Recipe:
+        from torch import nn, optim
+
+        import ortlab
+        from ortlab.wrapping import is_wrapped
+
+        if args.changes or args.only or args.engine is not None:
+            raise ArgumentError(
+                "--recipe goes with no option.",
+                fix="Write the options into the cell: ortlab.wrap(model, memory_level=1).",
+            )
+        if not isinstance(module, nn.Module):
+            raise ArgumentError(f"{args.model} is a {type(module).__name__}, not a torch.nn.Module.")
+        own = {id(parameter) for parameter in module.parameters()}
+        optimizers = {
+            name: held
+            for name, held in self.shell.user_ns.items()
+            if isinstance(held, optim.Optimizer)
+            and not name.startswith("_")
+            and any(id(one) in own for group in held.param_groups for one in group["params"])
+        }
+        name, like = next(iter(optimizers.items()), ("optimizer", None))
+        made = ortlab.recipe(
+            args.recipe, model=args.model, optimizer=name, like=like, wrapped=is_wrapped(module)
+        )
+        self.shell.set_next_input(made.code)
+        return made
 
     @line_magic
     @no_var_expand

@@ -31,6 +31,7 @@ from ortlab.parity.functions import FunctionReport
 from ortlab.parity.record import Parity
 from ortlab.peers.peers import Peers
 from ortlab.preflights.preflight import Preflight
+from ortlab.recipes import Recipe
 from ortlab.render.balance_page import balance_page
 from ortlab.render.blame_page import blame_page
 from ortlab.render.budget_page import budget_page
@@ -50,6 +51,7 @@ from ortlab.render.parity_page import parity_page
 from ortlab.render.peers_page import peers_page
 from ortlab.render.plan_page import plan_page
 from ortlab.render.preflight_page import preflight_page
+from ortlab.render.recipe_page import recipe_page
 from ortlab.render.run_pages import comparison_page, ledger_page, run_page
 from ortlab.render.saved_plans_page import saved_plans_page
 from ortlab.render.stash_page import stash_page
@@ -104,6 +106,7 @@ compose.register(Messages, messages_page)
 compose.register(Sweep, sweep_page)
 compose.register(Peers, peers_page)
 compose.register(Preflight, preflight_page)
+compose.register(Recipe, recipe_page)
 compose.register(FunctionReport, function_page)
 compose.register(Parity, parity_page)
 compose.register(Budget, budget_page)
