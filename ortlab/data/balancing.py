@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -116,7 +116,8 @@ def balance(
 def measured(record: Balance, cluster: Cluster, make_step: MakeStep) -> Balance:
     """Run the epochs of a balance, and write down how long each rank computes, and waits for the slowest.
 
-    Epochs without and with balancing take turns, so that what else the machine does meets both alike.
+    An epoch without balancing and one with it run side by side, a step of each in turn, so that what else the machine
+    does meets both alike.
 
     Parameters
     ----------
@@ -145,8 +146,9 @@ def measured(record: Balance, cluster: Cluster, make_step: MakeStep) -> Balance:
         raise OptionError("There is nothing to run: no epoch has a step.", fix="Give more samples.")
     without, having = [], []
     for one, other in zip(record.without, record.having, strict=True):
-        without.append(_timed(cluster, make_step, one))
-        having.append(_timed(cluster, make_step, other))
+        first, second = _timed(cluster, make_step, (one, other))
+        without.append(first)
+        having.append(second)
     return replace(record, without=tuple(without), having=tuple(having))
 
 
@@ -259,12 +261,14 @@ def _balanced(
     return tuple(made)
 
 
-def _timed(cluster: Cluster, make_step: MakeStep, epoch: Epoch) -> Epoch:
+def _timed(cluster: Cluster, make_step: MakeStep, epochs: Sequence[Epoch]) -> Iterator[Epoch]:
+    """Yield the epochs with what was measured when they ran side by side."""
     found = cluster.run(
-        timed_steps, make_step, [list(map(list, rank)) for rank in epoch.batches], epoch.steps
+        timed_steps, make_step, [[list(map(list, rank)) for rank in one.batches] for one in epochs]
     )
-    busy, waited = zip(*found, strict=True)
-    return replace(epoch, timing=Timing(tuple(map(tuple, busy)), tuple(map(tuple, waited))))
+    for number, epoch in enumerate(epochs):
+        busy, waited = zip(*(rank[number] for rank in found), strict=True)
+        yield replace(epoch, timing=Timing(tuple(map(tuple, busy)), tuple(map(tuple, waited))))
 
 
 def _frozen(batches: Sequence[Sequence[int]]) -> Batches:

@@ -27,7 +27,7 @@ ROWS = {
     "memory_prediction": {"memory level 1"},
     "export_cache": {"with / without", "filling / without"},
     "graph_view": {"BERT, 1 layer"},
-    "load_balance": {"as they come", "balanced"},
+    "load_balance": {"balanced / as they come"},
 }
 STATED_ONLY = {"install_size", "export_cache"}
 
