@@ -48,6 +48,12 @@ def explain_build_failure(
     gradient = re.search(
         r"gradient (?:builder|definition)[^.\n]*?(?:for|op)[ :]+(\w+)", message, re.IGNORECASE
     )
+    if "two nodes with same node name (_recompute)" in message:
+        return BuildError(
+            "These memory plans cannot be applied together.",
+            why="They recompute several nodes that have no name, and 1.19.2 gives their copies the same one.",
+            fix="Use memory_level=1, which leaves them out, or other plans: lab.plan() lists all.",
+        )
     if operator:
         what = f"ONNX has no form for the operator {operator.group(1)}, so the model cannot be exported."
     elif gradient:

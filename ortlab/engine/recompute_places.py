@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ortlab.engine.layer_boundaries import boundaries
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 _CANDIDATE: Final = re.compile(
     r"Find candidate output named \[(?P<output>.+)\] of Node (?P<node>.*)\([^()]*\)$"
 )
-_COMPROMISED: Final = re.compile(r"Searching Node (?P<node>.*)\([^()]*\) for compromised recompute$")
+_COMPROMISED: Final = re.compile(r"Searching Node .* for compromised recompute$")
+_LOOKS: Final = re.compile(r"Enter SelectRecomputeSubgraph for Node (?P<node>.*)\((?P<operator>[^()]*)\)$")
 _FOUND: Final = re.compile(
     r"Node (?P<node>.*?)\((?P<operator>[^()]*)\) can be recomputed(?: with its precedent nodes: (?P<before>.*))?$"
 )
@@ -34,7 +35,7 @@ class _Found(NamedTuple):
     nodes: tuple[str, ...]
 
 
-def find_places(lines: Iterable[Line], graph: onnx.GraphProto) -> RecomputePlaces:
+def find_places(lines: Sequence[Line], graph: onnx.GraphProto) -> RecomputePlaces:
     """Read the places from ORT's messages.
 
     Parameters
@@ -50,22 +51,30 @@ def find_places(lines: Iterable[Line], graph: onnx.GraphProto) -> RecomputePlace
     RecomputePlaces
         In the order of the forward.
     """
+    makers = {output: node for node in graph.node for output in node.output if output}
     outputs: dict[str, list[str]] = {}
-    found: list[_Found] = []
-    compromised = ""
     for line in lines:
         if match := _CANDIDATE.match(line.text):
-            outputs.setdefault(match["node"], []).append(match["output"])
-        elif match := _COMPROMISED.match(line.text):
-            compromised = match["node"]
+            maker = makers.get(match["output"])
+            outputs.setdefault(_known_as(maker) if maker else match["node"], []).append(match["output"])
+    nameless = _Nameless(graph, outputs)
+    found: list[_Found] = []
+    node, strategy, compromises = "", 1, False
+    for line in lines:
+        if _COMPROMISED.match(line.text):
+            compromises = True
+        elif match := _LOOKS.match(line.text):
+            if not compromises:
+                node = match["node"] or nameless.next(match["operator"])
+            strategy, compromises = 2 if compromises else 1, False
         elif match := _FOUND.match(line.text):
             before = _BEFORE.findall(match["before"] or "")
             nodes = [*before, (match["node"], match["operator"])]
             found.append(
                 _Found(
                     cluster="".join(f"{operator}+" for _, operator in nodes),
-                    strategy=2 if compromised == match["node"] else 1,
-                    node=match["node"],
+                    strategy=strategy,
+                    node=node,
                     nodes=tuple(name for name, _ in nodes),
                 )
             )
@@ -83,6 +92,29 @@ def find_places(lines: Iterable[Line], graph: onnx.GraphProto) -> RecomputePlace
     return RecomputePlaces(
         places, tuple(output for node in graph.node for output in node.output if output in layers)
     )
+
+
+class _Nameless:
+    """The nodes without a name whose results are kept: those of a function that ORT has put in place of a node.
+
+    ORT tells them apart by their operator only, and looks at the last one first.
+    """
+
+    def __init__(self, graph: onnx.GraphProto, outputs: Mapping[str, Sequence[str]]) -> None:
+        self._left: dict[str, list[str]] = {}
+        for node in graph.node:
+            if not node.name and _known_as(node) in outputs:
+                self._left.setdefault(node.op_type, []).append(_known_as(node))
+
+    def next(self, operator: str) -> str:
+        """Return what the next one that ORT looks at is known as."""
+        left = self._left.get(operator)
+        return left.pop() if left else ""
+
+
+def _known_as(node: onnx.NodeProto) -> str:
+    """Return the name of a node, or where it has none that of its first result."""
+    return node.name or next(filter(None, node.output), "")
 
 
 def check_places(places: RecomputePlaces, report: str) -> None:

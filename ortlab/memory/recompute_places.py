@@ -21,9 +21,10 @@ class RecomputePlace:
     strategy
         1 recompute; 2 recompute with compromise.
     node
-        Name of the node whose results are kept, in the graph that is executed without any plan.
+        Name of the node whose results are kept, in the graph that is executed without any plan; of a nameless one that
+        of its first result.
     nodes
-        Names of the nodes that would run again, in the order of execution; `node` is the last.
+        Names of the nodes that would run again, in the order of execution; `node` is the last. "" for one without.
     outputs
         Results of `node` that backward needs.
     boundary
@@ -151,11 +152,19 @@ class RecomputePlaces:
         return self._choice(recomputed)
 
     def at_level(self, level: int) -> tuple[RecomputePlace, ...]:
-        """Return the places that memory level 1 or 2 recomputes: all but those at the boundaries of layers."""
+        """Return the places that memory level 1 or 2 recomputes: all but those at the boundaries of layers.
+
+        1.19.2 makes no session that recomputes two nodes without a name: it calls both copies "_recompute". Where there
+        are two, plans that recompute such nodes are left out.
+        """
         first: dict[str, RecomputePlace] = {}
         for place in self.places:
             if place.strategy <= level and not place.boundary:
                 first.setdefault(place.node, place)  # ORT offers the recomputation without compromise first
+        nameless = [place for place in first.values() if "" in place.nodes]
+        if sum(place.nodes.count("") for place in nameless) > 1:
+            left_out = {(place.cluster, place.strategy) for place in nameless}
+            return tuple(one for one in first.values() if (one.cluster, one.strategy) not in left_out)
         return tuple(first.values())
 
     def of_level(self, level: int) -> RecomputeChoice:

@@ -284,3 +284,41 @@ def test_a_level_without_layers_says_so() -> None:
     assert plan.level_set is not None
     assert plan.level_set.layer_ends == 0
     assert "found no transformer layer" in render(plan)
+
+
+def gelus(count: int) -> torch.nn.Sequential:
+    """Make a model whose Gelus ONNX Runtime writes out as nodes without names: it has none of half precision here."""
+    torch.manual_seed(2)
+    layers = [
+        layer
+        for _ in range(count)
+        for layer in (torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.BatchNorm1d(4))
+    ]
+    return torch.nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize(("count", "recomputed"), [(1, 1), (2, 0)])
+def test_nodes_without_a_name_are_recomputed_where_there_is_one(count: int, recomputed: int) -> None:
+    reference, model, x = gelus(count), gelus(count), torch.randn(16, 4)
+    reference(x).square().sum().backward()
+    lab = ortlab.wrap(model, cast_strategy="INSERT_AND_REDUCE", static_shape=True, memory_level=1)
+    model(x).square().sum().backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-2, atol=1e-3)
+    places = lab._ort.execution.recompute_places().places
+    graph = lab.graph("execution").model.graph
+    assert len({place.node for place in places}) == count
+    assert {place.node for place in places} <= {output for node in graph.node for output in node.output}
+    assert all(place.nodes == ("",) and place.outputs == (place.node,) for place in places)
+    assert sum(output.endswith(COPY) for node in graph.node for output in node.output) == recomputed
+    lab.unwrap()
+
+
+def test_plans_that_recompute_several_nodes_without_a_name_are_refused_with_a_way_out() -> None:
+    lab = ortlab.wrap(
+        gelus(2), cast_strategy="INSERT_AND_REDUCE", static_shape=True, memory_plan=["Mul+:1:-1"]
+    )
+    with pytest.raises(BuildError, match="several nodes that have no name") as refused:
+        lab.module(torch.randn(16, 4))
+    assert "memory_level=1" in refused.value.fix
+    lab.unwrap()
