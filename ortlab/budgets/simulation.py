@@ -43,7 +43,6 @@ class SimulatedStep:
     def __init__(self, trace: Trace, places: RecomputePlaces) -> None:
         self._trace = trace
         self._places = places
-        self._position = {node.name: position for position, node in enumerate(trace.nodes)}
         live = lifetimes(trace).live.astype(np.float64)
         least = max(_LEAST_SHARE * live.max(), _LEAST_BYTES)
         worth = [name for name in _names(places) if self._takes_off(name, live) > least]
@@ -91,17 +90,12 @@ class SimulatedStep:
 
     def _at_nodes(self, trace: Trace) -> Floats:
         """Return the bytes at each node of the step without plans, those of recomputed nodes before it included."""
-        live = np.zeros(len(self._position))
-        highest = 0.0
-        position = 0
-        for node, size in zip(trace.nodes, lifetimes(trace).live, strict=True):
-            highest = max(highest, float(size))
-            found = self._position.get(node.name)
-            if found is not None:
-                position = found
-                live[position], highest = highest, 0.0
-        live[position] = max(live[position], highest)
-        return live
+        sizes = lifetimes(trace).live
+        # By order, not by name: ORT leaves nodes of a gradient graph unnamed (Llama's rotary embedding has some).
+        kept = np.array([not node.recomputes for node in trace.nodes])
+        # A copy's instants count at the node of the step that comes after it; a copy comes before a node that reads it.
+        first = np.concatenate(([0], np.flatnonzero(kept)[:-1] + 1))
+        return np.maximum.reduceat(sizes.astype(np.float64), first)
 
     def _exclusive(self, names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Pair plans that recompute the same node: one of them at most acts there."""

@@ -83,6 +83,38 @@ def reachable(lab) -> int:
     return int((budget.without.peak_bytes + budget.floor.peak_bytes) / 2)
 
 
+def test_a_step_with_unnamed_nodes_is_budgeted():
+    """The gradient of Llama's rotary embedding and norm has nodes to which ORT gives no name."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        num_hidden_layers=3,
+        hidden_size=64,
+        intermediate_size=192,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=96,
+        use_cache=False,
+    )
+    model = LlamaForCausalLM(config).train()
+    ids = torch.randint(3, 96, (12, 96))
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+
+    lab = ortlab.wrap(model, name="llama")
+    try:
+        lab.step(step, progress=False)
+        assert not all(node.name for node in lab.profile().nodes)
+        limit = reachable(lab)
+        budget = lab.budget(limit, progress=False)
+    finally:
+        lab.unwrap()
+    assert budget.outcome == "met"
+    assert budget.best.peak_bytes <= limit
+
+
 def test_a_budget_is_met_as_measured(unchanged):
     limit = reachable(unchanged)
     budget = unchanged.budget(limit, progress=False)
