@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ortlab.preflights.preflight import Preflight
     from ortlab.preflights.running import preflight
     from ortlab.recipes import Recipe, recipe
+    from ortlab.ranks.ranks import Ranks
     from ortlab.render.figures import plot
     from ortlab.runs import Ledger, Run
     from ortlab.status import Status
@@ -64,6 +65,7 @@ _HOMES = {
     "Parity": "ortlab.parity.record",
     "Preflight": "ortlab.preflights.preflight",
     "Recipe": "ortlab.recipes",
+    "Ranks": "ortlab.ranks.ranks",
     "Run": "ortlab.runs",
     "Stash": "ortlab.memory.stash",
     "TensorSubscriber": "ortlab.engine.tensor_subscriber",
@@ -105,6 +107,7 @@ __all__ = [
     "Panel",
     "Parity",
     "Preflight",
+    "Ranks",
     "Recipe",
     "Run",
     "Stash",

@@ -1,43 +1,57 @@
-"""Processes that train together, started from a notebook: ipyparallel engines in one gloo process group."""
+"""Processes that train together, started from a notebook: ipyparallel engines in one `torch.distributed` group."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
-import signal
-import sys
-import tempfile
+import threading
+import time
+import warnings
 import weakref
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
-from ortlab.errors import ExecutionError, InstallError, OptionError
+from ortlab.errors import ExecutionError, OptionError
+from ortlab.ranks.cluster_status import ClusterStatus, RankStatus
+from ortlab.ranks.in_rank import ledger, position, set_variables, value
+from ortlab.ranks.outputs import RankError, RankOutput, rank_output
+from ortlab.ranks.processes import Lost, Processes
+from ortlab.ranks.resources import chosen_backend, cores
+from ortlab.ranks.waiting import RankDiedError, RanksStuckError, Waiting
 
-START_SECONDS: Final = 120
-"""How long engines may take to start; on a busy machine Python alone takes seconds."""
+if TYPE_CHECKING:
+    from ortlab.ranks.ranks import Ranks
 
-_END_SECONDS: Final = 15
+_clusters: list[weakref.ref[Cluster]] = []
+"""Every cluster that was started and lives, in the order of their starts."""
+
+_WATCH_SECONDS: Final = 0.5
+_OUTPUT_SECONDS: Final = 10.0
 
 
 class Cluster:
-    """Some processes on this machine, each a rank of a `torch.distributed` group over gloo.
+    """Some processes on this machine, each a rank of one `torch.distributed` group.
 
     Use it in a `with` statement, or call `start` and `stop`. The processes end with it; with the interpreter; and,
-    where the interpreter is killed, by themselves.
+    where the interpreter is killed, by themselves. Nothing listens then, and while they run, on the loopback only.
+
+    Where a rank raises, or the user interrupts, all ranks come back and keep their variables. Where one dies, also
+    between two calls, the others are ended, and the next call says so.
 
     Parameters
     ----------
     ranks
-        How many.
+        How many. A warning says so where there are more than cores.
     threads
         Threads that each computes with; by default the machine's cores, divided among them.
+    backend
+        "gloo" or "nccl"; by default NCCL where there is a GPU for each rank, gloo otherwise.
+    tell
+        Called with a sentence when a rank dies between two calls; by default nobody is told before the next call.
 
     Raises
     ------
     OptionError
-        If `ranks` is no whole number above 0.
+        If `ranks` is no whole number above 0, or the backend is unknown or lacks GPUs.
 
     Examples
     --------
@@ -45,15 +59,37 @@ class Cluster:
     ...     cluster.run(train, epochs=3)  # a list: what each rank returned
     """
 
-    def __init__(self, ranks: int, *, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        ranks: int,
+        *,
+        threads: int | None = None,
+        backend: str | None = None,
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> None:
         if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
             raise OptionError(
                 f"A cluster of {ranks!r} ranks.", fix="Give a whole number above 0: Cluster(2)."
             )
+        if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
+            raise OptionError(f"Ranks of {threads!r} threads.", fix="Give a whole number above 0, or none.")
         self.ranks = ranks
-        self.threads = threads or max(1, (os.cpu_count() or 1) // ranks)
-        self._held: _Processes | None = None
-        self._end: weakref.finalize[[_Processes], Cluster] | None = None
+        self.threads = threads or max(1, cores() // ranks)
+        self.backend = chosen_backend(backend, ranks)
+        if ranks > (available := cores()):
+            warnings.warn(
+                f"{ranks} ranks share {available} core{'s' if available > 1 else ''}: they take turns, so their times "
+                "say nothing about as many cores or GPUs.",
+                stacklevel=2,
+            )
+        self._tell = tell
+        self._held: Processes | None = None
+        self._end: weakref.finalize[[Processes], Cluster] | None = None
+        self._died: tuple[Lost, str] | None = None
+        self._renewed = False
+        # A call holds it; the watch looks only between calls.
+        self._calling = threading.Lock()
+        self._changing = threading.Lock()
 
     @property
     def running(self) -> bool:
@@ -73,18 +109,38 @@ class Cluster:
         InstallError
             If ipyparallel is missing.
         ExecutionError
-            If they do not start.
+            If they do not start; it has the end of their log.
         """
         if self._held is None:
-            self._held = _Processes(self.ranks, self.threads)
-            self._end = weakref.finalize(self, _Processes.end, self._held)
+            self._died = None
+            _clusters[:] = [one for one in _clusters if one() not in (None, self)] + [weakref.ref(self)]
+            self._held = held = Processes(self.ranks, self.threads, self.backend)
+            self._end = weakref.finalize(self, Processes.end, held)
+            reference = weakref.ref(self)
+            threading.Thread(
+                target=_watch, args=(reference, held), daemon=True, name="ortlab-cluster"
+            ).start()
         return self
 
     def stop(self) -> None:
         """End the processes, and wait until they have ended; does nothing if none run."""
-        if self._end is not None:
-            self._end()
-        self._held = self._end = None
+        with self._changing:
+            end, self._held, self._end = self._end, None, None
+        if end is not None:
+            end()
+
+    def status(self) -> ClusterStatus:
+        """Say how many ranks there are, whether they run, and what each takes."""
+        import psutil
+
+        found = []
+        for rank, pid in enumerate(self.processes):
+            size = None
+            with contextlib.suppress(psutil.Error):
+                size = int(psutil.Process(pid).memory_info().rss)
+            found.append(RankStatus(rank, pid, size))
+        died = "" if self._died is None else RankDiedError(*self._died).what
+        return ClusterStatus(self.ranks, self.backend, self.threads, cores(), tuple(found), died)
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call a function on every rank at the same time.
@@ -104,17 +160,121 @@ class Cluster:
         Raises
         ------
         ExecutionError
-            If it raises on a rank, or the cluster does not run. The others are ended then: they would wait forever.
+            If it raises on a rank, if a rank dies, or the cluster does not run.
         KeyboardInterrupt
-            If the user interrupts; the processes are ended.
+            If the user interrupts; the ranks have come back then.
         """
-        if self._held is None:
-            raise ExecutionError("The cluster does not run.", fix="with Cluster(2) as cluster: ...")
+        pending = self._finished(lambda view: view.apply_async(function, *args, **kwargs), range(self.ranks))
+        causes = {rank: cause for rank, one in enumerate(pending) if (cause := one.exception()) is not None}
+        self._raise_failure({rank: _rank_error(cause) for rank, cause in causes.items()}, causes)
+        return [one.get() for one in pending]
+
+    def run_cell(
+        self,
+        source: str,
+        *,
+        on: Sequence[int] | None = None,
+        seen: Callable[[tuple[RankOutput, ...]], None] = lambda _: None,
+    ) -> tuple[RankOutput, ...]:
+        """Run a notebook cell, magics included, on every rank at the same time; its variables stay there.
+
+        Parameters
+        ----------
+        source
+            The cell.
+        on
+            Ranks that run it; all if not given. Collective operations need all.
+        seen
+            Called with the outputs so far, again and again, and with all of them at the end, also before an error.
+
+        Returns
+        -------
+        tuple of RankOutput
+            What each printed, showed and returned.
+
+        Raises
+        ------
+        OptionError
+            If there is no such rank.
+        ExecutionError
+            If it raises on a rank, if a rank dies, or the cluster does not run.
+        KeyboardInterrupt
+            If the user interrupts; the ranks have come back then.
+        """
+        ranks = tuple(range(self.ranks)) if on is None else tuple(on)
+        if unknown := [rank for rank in ranks if rank not in range(self.ranks)]:
+            raise OptionError(f"There is no rank {unknown[0]!r}.", fix=f"Ranks are 0 to {self.ranks - 1}.")
+        asked: list[Any] = []
+
+        def ask(view: Any) -> Any:
+            asked.append(view.execute(source, silent=False, block=False))
+            return asked[-1]
+
+        def outputs() -> tuple[RankOutput, ...]:
+            return tuple(rank_output(rank, one.metadata) for rank, one in zip(ranks, asked, strict=False))
+
         try:
-            return self._held.call(function, args, kwargs)
-        except BaseException:
-            self.stop()
-            raise
+            self._finished(ask, ranks, lambda: seen(outputs()))
+            for one in asked:  # what was printed comes on a channel of its own
+                one.wait_for_output(_OUTPUT_SECONDS)
+        finally:
+            seen(outputs())
+        found = outputs()
+        self._raise_failure({one.rank: one.error for one in found if one.error is not None}, {})
+        return found
+
+    def values(self, expression: str) -> list[Any]:
+        """Evaluate a Python expression among the variables of each rank, and bring the values here.
+
+        Parameters
+        ----------
+        expression
+            A variable, or more: "lab.runs[-1].step_ms". Its value has to be one that can be pickled.
+
+        Returns
+        -------
+        list
+            The values, by rank.
+
+        Raises
+        ------
+        ExecutionError
+            If it cannot be evaluated, or the cluster does not run.
+        """
+        return self.run(value, expression)
+
+    def push(self, **variables: Any) -> None:
+        """Set variables on every rank; their values are copied.
+
+        Raises
+        ------
+        ExecutionError
+            If the cluster does not run, or a value cannot be pickled.
+        """
+        self.run(set_variables, variables)
+
+    def gather(self, lab: str | None = None) -> Ranks:
+        """Bring the ledgers of all ranks here.
+
+        Parameters
+        ----------
+        lab
+            Name of the variable that holds the lab on each rank; the one wrapped last if not given.
+
+        Returns
+        -------
+        Ranks
+            What each rank has measured, run by run.
+
+        Raises
+        ------
+        ExecutionError
+            If a rank has no lab, or the cluster does not run.
+        """
+        from ortlab.ranks.rank_ledger import RankLedger
+        from ortlab.ranks.ranks import Ranks
+
+        return Ranks(tuple(RankLedger.from_dict(one) for one in self.run(ledger, lab)))
 
     def __enter__(self) -> Cluster:  # noqa: PYI034 - Self needs Python 3.11
         """Start."""
@@ -128,155 +288,100 @@ class Cluster:
         """Show how many ranks there are and whether they run."""
         return f"Cluster({self.ranks}, {'running' if self.running else 'not running'})"
 
+    def _finished(
+        self, ask: Callable[[Any], Any], ranks: Sequence[int], look: Callable[[], None] = lambda: None
+    ) -> list[Any]:
+        """Ask ranks for something, wait for all of them, and put them into one group again where that broke."""
+        with self._calling:
+            held = self._held
+            if held is None:
+                if self._died is not None:
+                    raise RankDiedError(*self._died)
+                raise ExecutionError(
+                    "The cluster does not run.", fix="%ort_cluster -n 2, or Cluster(2).start()."
+                )
+            try:
+                pending = [ask(held.client[rank]) for rank in ranks]
+                waiting = Waiting(held, pending, ranks, look)
+                waiting.finish()
+                if waiting.interrupt is not None or not all(one.successful() for one in pending):
+                    self._put_together(held, broken=waiting.broken)
+            except RankDiedError as error:
+                self._died = error.lost, error.when
+                self.stop()
+                raise
+            except (RanksStuckError, KeyboardInterrupt):
+                self.stop()
+                raise
+        if waiting.interrupt is not None:
+            raise waiting.interrupt
+        return pending
 
-class _Processes:
-    """What has to be ended: ipyparallel's controller and its engines."""
+    def _put_together(self, held: Processes, *, broken: bool) -> None:
+        """Give the ranks a new process group, unless they stand at the same place in the one they have."""
+        if not broken:
+            asked = [held.client[rank].apply_async(position) for rank in range(self.ranks)]
+            waiting = Waiting(held, asked, range(self.ranks))
+            waiting.finish()
+            broken = len({one.get() for one in asked}) > 1
+        if broken:
+            held.renew_group()
+        self._renewed = broken
 
-    def __init__(self, ranks: int, threads: int) -> None:
+    def look_between_calls(self, held: Processes) -> bool:
+        """End the ranks if one of them has died while nobody called; return whether to look again."""
+        if not self._calling.acquire(blocking=False):
+            return self._held is held
         try:
-            import ipyparallel
-        except ImportError as error:
-            raise InstallError(
-                "ipyparallel is missing.", why=str(error), fix="pip install ipyparallel"
-            ) from error
-        self._folder = tempfile.TemporaryDirectory(prefix="ortlab-cluster-")
-        environment = {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": _loopback()}
-        self._cluster = ipyparallel.Cluster(
-            n=ranks,
-            profile_dir=str(Path(self._folder.name) / "profile"),
-            cluster_id=f"ortlab-{os.getpid()}-{id(self):x}",
-            log_level=logging.ERROR,
-            engine_timeout=START_SECONDS,
-            controller_ip="127.0.0.1",
-        )
-        self._client: Any = None
-        self._all: list[Any] = []
-        self.ranks: tuple[int, ...] = ()
-        before = _children()
-        try:
-            with _environment(environment):
-                self._cluster.start_cluster_sync()
-                self._client = self._cluster.connect_client_sync()
-                # Its progress bar would stay in the output of the cell.
-                self._client.wait_for_engines(ranks, timeout=START_SECONDS, interactive=False)
-            view = self._client[:]
-            view.block = True
-            self._all = [one for one in _children() if one not in before]
-            store = str(Path(self._folder.name) / "store")
-            joined = [
-                self._client[rank].apply_async(_join, rank, ranks, store, threads, os.getpid())
-                for rank in range(ranks)
-            ]
-            self.ranks = tuple(one.get(START_SECONDS) for one in joined)
-        except Exception as error:
-            self._all = [one for one in _children() if one not in before]
-            self.end()
-            raise ExecutionError(
-                f"The {ranks} processes of the cluster did not start.",
-                why=f"{type(error).__name__}: {error}",
-                fix="Try fewer ranks; the machine may be short of memory or of open ports.",
-            ) from error
-        except BaseException:
-            self._all = [one for one in _children() if one not in before]
-            self.end()
-            raise
+            with self._changing:
+                lost = held.lost() if self._held is held else None
+                if lost is None:
+                    return self._held is held
+                self._died = lost, "between two calls"
+                end, self._held, self._end = self._end, None, None
+            if end is not None:
+                end()
+        finally:
+            self._calling.release()
+        self._tell(str(RankDiedError(*self._died)))
+        return False
 
-    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        import ipyparallel
-
-        pending = [
-            self._client[rank].apply_async(function, *args, **kwargs) for rank in range(len(self.ranks))
-        ]
-        waiting = dict(enumerate(pending))
-        while waiting:
-            for rank, one in list(waiting.items()):
-                one.wait(0.05)
-                if one.ready():
-                    del waiting[rank]
-                    if not one.successful():
-                        cause = one.exception()
-                        raise ExecutionError(
-                            f"Rank {rank} failed, and the cluster was stopped: the other ranks wait for it.",
-                            why=f"{getattr(cause, 'ename', type(cause).__name__)}: "
-                            f"{getattr(cause, 'evalue', cause)}",
-                            fix="Mend the function that the ranks run, and start the cluster again.",
-                        ) from (cause if isinstance(cause, ipyparallel.RemoteError) else None)
-        return [one.get() for one in pending]
-
-    def end(self) -> None:
-        """End what was started, whatever state it is in; only processes that were started here."""
-        import psutil
-
-        with contextlib.suppress(Exception):  # nothing may keep the processes from being ended below
-            if self._client is not None:
-                self._client.close(linger=0)
-        with contextlib.suppress(Exception):
-            self._cluster.stop_cluster_sync()
-        for one in self._all:
-            with contextlib.suppress(psutil.Error):
-                one.terminate()
-        _, alive = psutil.wait_procs(self._all, timeout=_END_SECONDS)
-        for one in alive:
-            with contextlib.suppress(psutil.Error):
-                one.kill()
-        psutil.wait_procs(alive, timeout=_END_SECONDS)
-        self._all = []
-        self._folder.cleanup()
+    def _raise_failure(self, errors: Mapping[int, RankError], causes: Mapping[int, BaseException]) -> None:
+        """Raise what the user can mend: of several errors, not one that only follows from another."""
+        if not errors:
+            return
+        rank = min(errors, key=lambda one: errors[one].is_consequence)
+        others = "" if len(errors) == 1 else f", as did {len(errors) - 1} more"
+        fix = "Mend it and run it again."
+        if self._renewed:
+            fix += (
+                " The ranks have a new process group, since some were torn out of the old one: put "
+                "DistributedDataParallel around the model again."
+            )
+        raise ExecutionError(
+            f"Rank {rank} failed{others}; all ranks have come back and keep their variables.",
+            why=str(errors[rank]),
+            fix=fix,
+        ) from causes.get(rank)
 
 
-def _join(rank: int, ranks: int, store: str, threads: int, parent: int) -> int:
-    """Join the process group, and watch the notebook's process; runs in an engine, which imports this module."""
-    import torch
-    import torch.distributed as dist
-
-    from ortlab.cluster import _end_with
-
-    torch.set_num_threads(threads)
-    _end_with(parent)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    return os.getpid()
+def _rank_error(cause: BaseException) -> RankError:
+    """Read what ipyparallel raises for an exception of another process."""
+    name, value = getattr(cause, "ename", type(cause).__name__), getattr(cause, "evalue", str(cause))
+    return RankError(name, value, getattr(cause, "traceback", "") or "")
 
 
-def _end_with(parent: int) -> None:
-    """End this process soon after another one has ended: ipyparallel's engines outlive a kernel that is killed."""
-    import threading
-    import time
-
-    import psutil
-
-    def watch() -> None:
-        watched = psutil.Process(parent)
-        controllers = [one for one in watched.children(recursive=True) if one.pid != os.getpid()]
-        while watched.is_running():
-            time.sleep(1)
-        for one in controllers:
-            with contextlib.suppress(psutil.Error):
-                if "ipyparallel" in " ".join(one.cmdline()):
-                    one.terminate()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True, name="ortlab-parent").start()
+def latest() -> Cluster | None:
+    """Return the cluster that was started last and still runs; if none runs, the last one; None if there is none."""
+    living = [one for one in (reference() for reference in _clusters) if one is not None]
+    return next((one for one in reversed(living) if one.running), living[-1] if living else None)
 
 
-def _children() -> list[Any]:
-    import psutil
-
-    return list(psutil.Process().children(recursive=True))
-
-
-def _loopback() -> str:
-    return "lo" if sys.platform == "linux" else "lo0"
-
-
-@contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Any:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+def _watch(cluster: weakref.ref[Cluster], held: Processes) -> None:
+    """Look between two calls whether a rank has died, end the others then, and tell."""
+    while True:
+        time.sleep(_WATCH_SECONDS)
+        living = cluster()
+        if living is None or not living.look_between_calls(held):
+            return
+        del living

@@ -37,6 +37,7 @@ from ortlab.parts import find_parts
 from ortlab.peers.comparing_lab import ComparingLab
 from ortlab.pricing_lab import PricingLab
 from ortlab.profiling_lab import ProfilingLab
+from ortlab.ranks.ranking_lab import RankingLab
 from ortlab.recording import Recording
 from ortlab.runs import Initialization, Ledger, Run
 from ortlab.snapshot import Snapshot
@@ -69,6 +70,7 @@ class Lab(
     GraphDiffLab,
     BlamingLab,
     SubscribingLab,
+    RankingLab,
 ):
     """One model under experiment; `ortlab.wrap` makes it.
 

@@ -10,6 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ortlab.errors import StepError
 from ortlab.interrupts import interrupts_kept
+from ortlab.ranks.exchange import exchange_watched
 from ortlab.recording import Recording
 from ortlab.runs import Step
 
@@ -38,7 +39,8 @@ class LoopRecording(Recording):
         self._is_open = False
         self._measured: Step | None = None
         self._probe.start()
-        with self._stopwatch.watching(), interrupts_kept():
+        exchange = exchange_watched(self._module, self._stopwatch, self._device)
+        with exchange, self._stopwatch.watching(), interrupts_kept():
             hook = register_optimizer_step_post_hook(self._optimizer_stepped)
             try:
                 self._experiment.step()
@@ -94,6 +96,7 @@ class LoopRecording(Recording):
             initialization_ms=watch.initialization_ms,
             loss=sum(self._losses) if self._losses else None,
             executed_by=self._who(),
+            exchange_ms=watch.exchange_ms,
         )
 
     def _note_loss(self) -> None:

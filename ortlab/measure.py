@@ -66,6 +66,8 @@ class Stopwatch:
             0.0
         )
         self.forward_calls = self.backward_calls = 0
+        self.exchange_ms: float | None = None
+        self._last_gradient: float | None = None
         self.backward_root: torch.Tensor | None = None
         self._depth = self._optimizer_depth = 0
         self._started = self.now_ms()
@@ -120,7 +122,11 @@ class Stopwatch:
             try:
                 original(tensors, *args, **kwargs)
             finally:
-                self.backward_ms += self.now_ms() - start
+                end = self.now_ms()
+                self.backward_ms += end - start
+                if self._last_gradient is not None:
+                    self.exchange_ms = (self.exchange_ms or 0.0) + end - self._last_gradient
+                    self._last_gradient = None
                 self._depth -= 1
             self._reach("post_backward")
 
@@ -130,6 +136,10 @@ class Stopwatch:
             stack.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_optimizer).remove)
             yield
+
+    def gradient_arrived(self) -> None:
+        """Note that a parameter has its gradient; what a backward takes after the last of them is the exchange."""
+        self._last_gradient = self._clock() * 1000
 
     def _reach(self, phase: str) -> None:
         if self.on_phase is not None:

@@ -18,6 +18,7 @@ from ortlab.measure import MemoryProbe, Stopwatch, memory_probe, synchronizer
 from ortlab.memory.phases import MemoryPhases
 from ortlab.optimizer_names import optimizer_name
 from ortlab.phase_probe import PhaseProbe
+from ortlab.ranks.exchange import exchange_watched
 from ortlab.runs import EXECUTED_BY_EAGER, EXECUTED_BY_FALLBACK, Initialization, Run, Step
 from ortlab.snapshot import DataDigest
 
@@ -169,7 +170,8 @@ class Recording:
         self._probe.start()
         # With disable=None tqdm draws on terminals only; a notebook shows the panel's bar instead.
         bar = tqdm(total=count, unit="step", leave=False, disable=None if show else True)
-        with self._stopwatch.watching(), interrupts_kept() as raise_lost, bar:
+        exchange = exchange_watched(self._module, self._stopwatch, self._device)
+        with exchange, self._stopwatch.watching(), interrupts_kept() as raise_lost, bar:
             for number in range(1, count + 1):
                 raise_lost()
                 self._number = number
@@ -216,6 +218,7 @@ class Recording:
             initialization_ms=watch.initialization_ms,
             loss=_loss(result, watch.backward_root),
             executed_by=self._who(),
+            exchange_ms=watch.exchange_ms,
         )
 
     def _note_optimizer(self, optimizer: object) -> None:

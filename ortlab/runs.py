@@ -47,6 +47,9 @@ class Step:
     executed_by
         Who executed the forward pass: "ort", "ort parts" (ORT the wrapped parts, PyTorch the rest), "eager",
         "checkpoint", "compile" (with what it was told: "compile:0.5") or "fallback" (PyTorch, because ORT could not).
+    exchange_ms
+        The part of `backward_ms` after the last gradient of this process: the exchange with other ranks, and the wait
+        for slower ones. None where one process trains alone, and on CUDA, where it cannot be told apart.
     """
 
     total_ms: float
@@ -56,6 +59,7 @@ class Step:
     initialization_ms: float
     loss: float | None
     executed_by: str
+    exchange_ms: float | None = None
 
     @property
     def other_ms(self) -> float:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from ortlab.magics.blame import BlameMagics
+from ortlab.magics.cluster import ClusterMagics
 from ortlab.magics.density import DensityMagics
 from ortlab.magics.experiment import ExperimentMagics
 from ortlab.magics.graphs import GraphMagics
@@ -30,6 +31,7 @@ _MAGICS = (
     GraphMagics,
     NumberMagics,
     DensityMagics,
+    ClusterMagics,
 )
 _replaced: WeakKeyDictionary[InteractiveShell, dict[tuple[str, str], Any]] = WeakKeyDictionary()
 """By shell: the magics of the same kind and name that were there before ours, None where there was none."""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.memory.stash import Stash
+from ortlab.ranks.ranks import Ranks
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 
 def register(shell: InteractiveShell) -> None:
-    """Let a notebook show a stash that `%ort_stash` has returned in its explorer."""
+    """Let a notebook show a stash in its explorer, and ranks in a table that can be sorted."""
     if shell.display_formatter is not None:
-        shell.display_formatter.mimebundle_formatter.for_type(Stash, _bundle)
+        for kind, bundle in _BUNDLES.items():
+            shell.display_formatter.mimebundle_formatter.for_type(kind, bundle)
 
 
 def unregister(shell: InteractiveShell) -> None:
@@ -21,11 +24,21 @@ def unregister(shell: InteractiveShell) -> None:
     if shell.display_formatter is None:
         return
     formatter = shell.display_formatter.mimebundle_formatter
-    if formatter.type_printers.get(Stash) is _bundle:
-        formatter.pop(Stash)
+    for kind, bundle in _BUNDLES.items():
+        if formatter.type_printers.get(kind) is bundle:
+            formatter.pop(kind)
 
 
-def _bundle(stash: Stash, **_: Any) -> dict[str, Any]:
+def _stash_bundle(stash: Stash, **_: Any) -> dict[str, Any]:
     from ortlab.widgets.stash_display import bundle_of
 
     return bundle_of(stash)
+
+
+def _ranks_bundle(ranks: Ranks, **_: Any) -> dict[str, Any]:
+    from ortlab.widgets.ranks_part import bundle_of
+
+    return bundle_of(ranks)
+
+
+_BUNDLES: Final[dict[type, Callable[..., Any]]] = {Stash: _stash_bundle, Ranks: _ranks_bundle}

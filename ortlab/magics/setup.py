@@ -15,6 +15,7 @@ from ortlab.magics.chosen_lab import chosen_lab
 from ortlab.magics.command import command
 from ortlab.option_list import OptionList
 from ortlab.options import Options
+from ortlab.ranks.in_rank import place
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -72,7 +73,7 @@ class SetupMagics(Magics):
           paths or a sub-module. The whole model if not given.
         - ``--engine``: who executes it: ``ort`` (ONNX Runtime, if not given), ``eager`` (PyTorch as it is) or
           ``compile`` (``torch.compile``).
-        - ``--no-panel``: do not show the panel.
+        - ``--no-panel``: do not show the panel. On a rank of ``%ort_cluster`` it is not shown in any case.
         - ``--recipe NAME``: wrap nothing, but write a cell that does, with the optimizer that goes with it:
           ``fused_adam``, ``deepspeed`` (ZeRO and FP16_Optimizer), ``apex`` (O2 and FP16_Optimizer), or ``all``
           (FusedAdam, ZeRO and FP16_Optimizer). An Adam or AdamW over the model's parameters keeps its name and
@@ -114,7 +115,8 @@ class SetupMagics(Magics):
         if args.engine is not None:
             changes["engine"] = args.engine
         lab = ortlab.wrap(module, only=only, name=args.model, **changes)
-        if not args.no_panel:
+        # A rank's widgets would have no page to stand on: its notebook is that of another process.
+        if not args.no_panel and place() is None:
             try:
                 display(ortlab.panel(lab))
             except BaseException:

@@ -16,6 +16,7 @@ from ortlab.memory.phases import MemoryPhases
 from ortlab.memory.stash import Stash
 from ortlab.parity.record import Parity
 from ortlab.peers.peers import Peers
+from ortlab.ranks.ranks import Ranks
 from ortlab.render import budget_plot, hunt_plot, sweep_plot
 from ortlab.render.balance_plot import balance_plot
 from ortlab.render.density_plot import density_plot
@@ -23,6 +24,7 @@ from ortlab.render.flops_plot import flops_plot, savings_plot
 from ortlab.render.memory_plot import measurement_plot, phases_plot
 from ortlab.render.parity_plot import parity_plot
 from ortlab.render.peers_plot import peers_plot
+from ortlab.render.ranks_plot import ranks_plot
 from ortlab.render.stash_plot import stash_plot
 from ortlab.sweeps.sweep import Sweep
 
@@ -44,7 +46,7 @@ def plot(record: object) -> Figure:
         `Parity`: distances over the depth of the model and over the steps.
         `MemoryMeasurement`: the phases of a step. `MemoryPhases`: memory at the points of the steps.
         `DensityReport`: the density of each input. `Flops`: FLOPs by module. `FlopSavings`: with a switch and without.
-        `Balance`: tokens of each rank, step by step.
+        `Balance`: tokens of each rank, step by step. `Ranks`: where the time of each goes, and its memory.
 
     Returns
     -------
@@ -73,3 +75,4 @@ plot.register(DensityReport, density_plot)
 plot.register(Flops, flops_plot)
 plot.register(FlopSavings, savings_plot)
 plot.register(Balance, balance_plot)
+plot.register(Ranks, ranks_plot)

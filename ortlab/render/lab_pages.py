@@ -9,6 +9,7 @@ from ortlab.render.coverage_words import coverage_blocks, extent
 from ortlab.render.message_pages import summary
 from ortlab.render.option_pages import difference_page
 from ortlab.render.page import Block, Cell, Column, Mark, Note, Page, Table, row
+from ortlab.render.ranks_page import rank_blocks
 from ortlab.render.rebuild_words import pending_note
 from ortlab.render.run_pages import engine_words, ledger_page
 
@@ -67,6 +68,8 @@ def lab_page(lab: Lab) -> Page:
     else:
         blocks.append(Note("All switches are at their defaults.", Mark.QUIET))
     blocks += ledger_page(lab.runs).blocks
+    if lab.ranks is not None:
+        blocks += rank_blocks(lab.ranks)
     messages = lab.messages
     if len(messages):
         blocks.append(

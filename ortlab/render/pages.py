@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ortlab.blame.blame import Blame
 from ortlab.budgets.budget import Budget
+from ortlab.cluster import Cluster
 from ortlab.comparison import Comparison
 from ortlab.data.balance import Balance
 from ortlab.data.density_report import DensityReport
@@ -31,6 +32,8 @@ from ortlab.parity.functions import FunctionReport
 from ortlab.parity.record import Parity
 from ortlab.peers.peers import Peers
 from ortlab.preflights.preflight import Preflight
+from ortlab.ranks.cluster_status import ClusterStatus
+from ortlab.ranks.ranks import Ranks
 from ortlab.recipes import Recipe
 from ortlab.render.balance_page import balance_page
 from ortlab.render.blame_page import blame_page
@@ -51,13 +54,16 @@ from ortlab.render.parity_page import parity_page
 from ortlab.render.peers_page import peers_page
 from ortlab.render.plan_page import plan_page
 from ortlab.render.preflight_page import preflight_page
+from ortlab.render.ranks_page import cluster_page, ranks_page
 from ortlab.render.recipe_page import recipe_page
 from ortlab.render.run_pages import comparison_page, ledger_page, run_page
 from ortlab.render.saved_plans_page import saved_plans_page
+from ortlab.render.selftest_page import selftest_page
 from ortlab.render.stash_page import stash_page
 from ortlab.render.sweep_page import sweep_page
 from ortlab.render.trace_page import trace_page
 from ortlab.runs import Ledger, Run
+from ortlab.selftest.record import SelfTest
 from ortlab.status import Status
 from ortlab.sweeps.sweep import Sweep
 from ortlab.viewer.embedded import EmbeddedGraph
@@ -107,6 +113,7 @@ compose.register(Sweep, sweep_page)
 compose.register(Peers, peers_page)
 compose.register(Preflight, preflight_page)
 compose.register(Recipe, recipe_page)
+compose.register(SelfTest, selftest_page)
 compose.register(FunctionReport, function_page)
 compose.register(Parity, parity_page)
 compose.register(Budget, budget_page)
@@ -115,5 +122,8 @@ compose.register(DensityReport, density_page)
 compose.register(Flops, flops_page)
 compose.register(FlopSavings, savings_page)
 compose.register(Balance, balance_page)
+compose.register(Ranks, ranks_page)
+compose.register(ClusterStatus, cluster_page)
+compose.register(Cluster, lambda cluster: cluster_page(cluster.status()))
 compose.register(Blame, blame_page)
 compose.register(GraphDiff, graph_diff_page)

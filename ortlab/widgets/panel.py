@@ -21,6 +21,7 @@ from ortlab.widgets.header import Header
 from ortlab.widgets.memory_part import MemoryPart
 from ortlab.widgets.message_list import MessageList
 from ortlab.widgets.plan_table import PlanTable
+from ortlab.widgets.ranks_part import RanksPart
 from ortlab.widgets.runs_part import RunsPart
 from ortlab.widgets.saved_form import SavedForm
 from ortlab.widgets.stash_explorer import StashExplorer
@@ -85,6 +86,7 @@ class Panel(widgets.VBox):
         self._measured = looks.html()
         self._plans: PlanTable | None = None
         self._explorer: StashExplorer | None = None
+        self._ranks: RanksPart | None = None
         self._asked_for = widgets.VBox(layout=looks.layout)
         self.switches = SwitchList(lab.have, self._switch_chosen, self._cost_of, lab.from_environment, looks)
         self.graph = GraphPart(lab, self.errors, looks)
@@ -131,6 +133,14 @@ class Panel(widgets.VBox):
             self._explorer.pointed = lambda nodes: highlight(self.lab, nodes)
             self._asked_for.children = (*self._asked_for.children, self._explorer)
         return self._explorer
+
+    @property
+    def ranks(self) -> RanksPart:
+        """What other ranks have measured, empty until the lab is told; made when it is first asked for."""
+        if self._ranks is None:
+            self._ranks = RanksPart(self._looks)
+            self._asked_for.children = (self._ranks, *self._asked_for.children)
+        return self._ranks
 
     def _add_buttons(self) -> None:
         add = self.actions.add
@@ -202,6 +212,8 @@ class Panel(widgets.VBox):
 
     def _show_runs(self) -> None:
         self.runs.show()
+        if self.lab.ranks is not None and (self._ranks is None or self._ranks.ranks is not self.lab.ranks):
+            self.ranks.show(self.lab.ranks)
         self._memory.show()
         self._show_costs()
         self.messages.show()

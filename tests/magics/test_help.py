@@ -31,6 +31,9 @@ PYTHON = {
     "%ort_density": "lab.density(batch)\n    lab.set(print_input_density=True)  # on\n    lab.density(measure=3)",
     "%ort_flops": "lab.flops()\n    lab.flops_saved(label_sparse_optimizer=False)",
     "%ort_balance": "record = balance(lengths, 8, ranks=2)\n    with Cluster(2) as cluster:",
+    "%ort_cluster": "cluster = Cluster(2).start()",
+    "%ort_ranks": "ranks = cluster.gather()\n    ranks = ortlab.Ranks.load(folder)  # --from",
+    "%%ort_ranks": "outputs = cluster.run_cell(source)",
     "%ort_doctor": "report = ortlab.examine()",
 }
 

@@ -195,9 +195,11 @@ def test_processes_train_together_and_end():
         assert all(map(psutil.pid_exists, started))
         with pytest.raises(ExecutionError, match=r"Rank 1 failed.*\n.*rank one gives up"):
             cluster.run(failing)
-        assert not cluster.running
-        with pytest.raises(ExecutionError, match="does not run"):
-            cluster.run(summed, 5)
+        # The rank that waited for the other has come back, too, and both train together again.
+        assert cluster.processes == started
+        assert cluster.run(summed, 5) == [11.0, 11.0]
+    with pytest.raises(ExecutionError, match="does not run"):
+        cluster.run(summed, 5)
     assert not any(map(psutil.pid_exists, started))
     assert {one.pid for one in psutil.Process().children(recursive=True)} <= before
     for epoch in (*record.without, *record.having):

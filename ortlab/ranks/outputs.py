@@ -1,0 +1,85 @@
+"""What a cell printed, showed and raised on each rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True)
+class RankError:
+    """What a cell raised on a rank.
+
+    Attributes
+    ----------
+    name, value
+        Class and text of the exception.
+    traceback
+        As IPython shows it, with the colours of a terminal.
+    """
+
+    name: str
+    value: str
+    traceback: str
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether it says no more than that another rank is gone, or that this one was told to stop."""
+        return self.name == "KeyboardInterrupt" or "Connection closed by peer" in self.value
+
+    def __str__(self) -> str:
+        """Write it as the last line of a traceback."""
+        return f"{self.name}: {self.value}" if self.value else self.name
+
+
+@dataclass(frozen=True)
+class RankOutput:
+    """What one rank gave back, so far or at the end.
+
+    Attributes
+    ----------
+    rank
+        Its number, from 0 on.
+    stdout, stderr
+        What it printed.
+    displays
+        What it displayed, in order, the value of the cell's last line among it: data by MIME type.
+    error
+        What the cell raised; None if it raised nothing, or has not ended.
+    """
+
+    rank: int
+    stdout: str = ""
+    stderr: str = ""
+    displays: tuple[Mapping[str, Any], ...] = field(default=())
+    error: RankError | None = None
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether its error says no more than that another rank is gone, or that this one was told to stop."""
+        return self.error is not None and self.error.is_consequence
+
+
+def rank_output(rank: int, metadata: Mapping[str, Any]) -> RankOutput:
+    """Read what ipyparallel keeps of a request.
+
+    Parameters
+    ----------
+    rank
+        Who answered it.
+    metadata
+        What `ipyparallel.Client.metadata` holds for it; it grows while the request runs.
+    """
+    shown = [content["data"] for content in metadata["outputs"]]
+    value = metadata["execute_result"]
+    if value:
+        shown.append(value["data"])
+    raised = metadata["error"]
+    error = None
+    if raised is not None:
+        lines = getattr(raised, "traceback", "") or ""
+        error = RankError(raised.ename, raised.evalue, lines if isinstance(lines, str) else "\n".join(lines))
+    return RankOutput(rank, metadata["stdout"] or "", metadata["stderr"] or "", tuple(shown), error)

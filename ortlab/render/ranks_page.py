@@ -1,0 +1,145 @@
+"""Pages of many processes: what each rank has measured in a run, and how a cluster stands."""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING
+
+from ortlab.render import units
+from ortlab.render.page import Block, Cell, Column, Mark, Note, Page, Table, row
+from ortlab.render.run_pages import engine_words
+from ortlab.runs import EXECUTED_BY_FALLBACK
+
+if TYPE_CHECKING:
+    from ortlab.ranks.cluster_status import ClusterStatus
+    from ortlab.ranks.ranks import RankRun, Ranks
+
+_SLOW = 1.1
+"""From this share of the mean on, the time of a rank is marked."""
+
+RANK_COLUMNS = (
+    Column("rank", meaning="number of the process, from 0 on"),
+    Column("executed by"),
+    Column("steps", numeric=True),
+    Column("step", numeric=True, meaning="measured: median wall time of a warm step, start-up left out"),
+    Column(
+        "computing",
+        numeric=True,
+        meaning="measured: forward, backward up to the rank's last gradient, optimizer; median of warm steps",
+    ),
+    Column(
+        "exchange",
+        numeric=True,
+        meaning="measured: from the rank's last gradient to the end of backward, waiting for slower ranks included",
+    ),
+    Column("peak memory", numeric=True, meaning="measured: highest memory of the run"),
+    Column("tokens", numeric=True, meaning="counted: in all steps, padding left out"),
+    Column("last loss", numeric=True, meaning="measured: loss of the rank's own part of the last batch"),
+)
+"""Columns of a table of ranks; `rank_cells` gives the cells."""
+
+
+def ranks_page(ranks: Ranks) -> Page:
+    """Set the ranks of a run under one another, after what is wrong with them."""
+    return Page(_title(ranks), rank_blocks(ranks, ""))
+
+
+def rank_blocks(ranks: Ranks, caption: str | None = None) -> tuple[Block, ...]:
+    """Return the same to stand on another page.
+
+    Parameters
+    ----------
+    ranks
+        The ranks.
+    caption
+        Of their table; its title if not given.
+    """
+    rows = ranks.rows()
+    blocks: list[Block] = [Note(sentence, Mark.WARN) for sentence in ranks.cautions()]
+    if not rows:
+        return (*blocks, Note("The ranks have no run in common yet.", Mark.QUIET))
+    times = [time for one in rows if (time := one.computing_ms) is not None]
+    mean = statistics.mean(times) if len(times) == len(rows) else None
+    head = _title(ranks) if caption is None else caption
+    blocks.append(Table(head, RANK_COLUMNS, tuple(rank_cells(one, mean) for one in rows)))
+    spread = ranks.spread()
+    if spread is not None:
+        blocks.append(
+            Note(
+                f"In a step, the slowest rank computes {units.ratio(spread)} as long as the mean, measured; the others "
+                "wait for it in the exchange of gradients."
+            )
+        )
+    places = list(dict.fromkeys(one.run.device for one in rows))
+    hosts = sorted({one.ledger.host for one in rows})
+    where = f"{', '.join(hosts)}: {', '.join(places)}" if len(hosts) > 1 else ", ".join(places)
+    memory = dict.fromkeys(
+        f"{one.run.memory.kind} of {one.run.memory.scope}" for one in rows if one.run.memory
+    )
+    counted = any(one.tokens is not None for one in rows)
+    sources = f"Times: measured on {where}. " + (f"Memory: measured, {'; '.join(memory)}. " if memory else "")
+    blocks.append(
+        Note(sources + ("" if counted else "Tokens are counted with print_input_density=True."), Mark.QUIET)
+    )
+    return tuple(blocks)
+
+
+def rank_cells(one: RankRun, mean_ms: float | None = None) -> tuple[Cell, ...]:
+    """Say in the columns of `RANK_COLUMNS` what a rank has measured.
+
+    Parameters
+    ----------
+    one
+        The run of a rank.
+    mean_ms
+        Mean over the ranks of what they compute in a step, in ms; a rank that takes much longer is marked.
+    """
+    run, time = one.run, one.computing_ms
+    slow = time is not None and mean_ms is not None and time > _SLOW * mean_ms
+    fell = run.executed_by == EXECUTED_BY_FALLBACK
+    return row(
+        str(one.rank),
+        Cell(
+            "PYTORCH (fallback)" if fell else engine_words(run.executed_by), Mark.BAD if fell else Mark.PLAIN
+        ),
+        units.count(len(run.steps)),
+        units.duration(one.step_ms),
+        Cell(units.duration(time) if time is not None else "-", Mark.WARN if slow else Mark.PLAIN),
+        units.duration(one.exchange_ms) if one.exchange_ms is not None else "-",
+        units.size(one.peak_bytes),
+        units.count(one.tokens) if one.tokens is not None else "-",
+        units.loss(run.losses[-1]),
+    )
+
+
+def cluster_page(status: ClusterStatus) -> Page:
+    """Say whether a cluster runs, and what each of its processes takes."""
+    many = f"{units.count(status.ranks)} rank{'s' if status.ranks > 1 else ''}"
+    blocks: list[Block] = []
+    if status.died:
+        blocks.append(Note(status.died, Mark.BAD))
+    if not status.running:
+        blocks.append(Note(f"Not running: {many}. %ort_cluster -n {status.ranks} starts them.", Mark.QUIET))
+        return Page("Cluster", tuple(blocks))
+    columns = (
+        Column("rank"),
+        Column("process", meaning="its id on this machine"),
+        Column("memory", numeric=True, meaning="measured: resident set of the process, now"),
+    )
+    rows = tuple(
+        row(str(one.rank), f"pid {one.process}", units.size(one.resident_bytes)) for one in status.running
+    )
+    threads = f"{units.count(status.threads)} thread{'s' if status.threads > 1 else ''} each"
+    blocks += [
+        Table("", columns, rows),
+        Note(f"Running: {many} over {status.backend}, {threads}.", Mark.GOOD),
+    ]
+    if status.ranks > status.cores:
+        cores = f"{units.count(status.cores)} core{'s' if status.cores > 1 else ''}"
+        blocks.append(Note(f"They share {cores}, so they take turns.", Mark.WARN))
+    return Page("Cluster", tuple(blocks))
+
+
+def _title(ranks: Ranks) -> str:
+    many = f"{units.count(ranks.ranks)} rank{'s' if ranks.ranks > 1 else ''}"
+    return f"Run {units.count(ranks.shown)} on {many}" if ranks.shown else f"No run on {many}"
