@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Final
 from ortlab.budgets.budget import MET, NO_PLANS_NEEDED, PREDICTED, Budget, Compared
 from ortlab.budgets.request import read_request
 from ortlab.errors import OptionError
-from ortlab.snapshot import Snapshot
 
 if TYPE_CHECKING:
     import torch
@@ -107,7 +106,6 @@ class BudgetingLab(ABC):
         engine = self._engine_to_plan()
         configuration = kept = self.configuration
         plain = configuration.changed({"memory_plan": [], "memory_level": 0}, self.have)
-        before = Snapshot(self.module, experiment.start.stateful)
         stages = _Stages(self._report_progress, show=progress)
 
         def run(plans: tuple[str, ...]) -> Compared:
@@ -122,9 +120,8 @@ class BudgetingLab(ABC):
                 plans = () if found.outcome == NO_PLANS_NEEDED else found.plans
                 kept = plain.changed({"memory_plan": list(plans)}, self.have)
                 found = replace(found, applied=True)
-        finally:
+        finally:  # profiles and measurements have put back what they trained, each by itself
             stages.close()
-            before.put_back()
             self.configure(kept)
         self.budgets.append(found)
         return found
