@@ -14,13 +14,15 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import psutil
 
+from ortlab.checks import Check
 from ortlab.engine import installation
 from ortlab.engine.functions import library as function_library
 from ortlab.errors import InstallError, OptionError
+from ortlab.gpu_checks import gpu_checks, gpu_step, provider_check
 from ortlab.options import Need, Options, declaration, switches
 from ortlab.switches import REASONS
 
@@ -28,12 +30,13 @@ if TYPE_CHECKING:
     import pandas as pd
     import torch
 
-Status: TypeAlias = Literal["ok", "warn", "fail"]
-
 # Loss and gradients in float32 differ by rounding only; with so few units that stays far below this.
 _TOLERANCE: Final = 1e-5
 # Importing takes seconds, and longer from a cold disk; compiling the Function runner comes once on top.
 _SELFTEST_SECONDS: Final = 300
+_Judge: TypeAlias = tuple[str, Callable[[Mapping[str, Any]], list[Check]]]
+"""Name of the check that a stage stands for, and what makes its checks of the findings."""
+
 # ortlab's folder goes to the end of the path: if it is site-packages, it would hide the standard library at the
 # front.
 _SELFTEST: Final = """
@@ -42,28 +45,6 @@ sys.path.append(sys.argv[1])
 runpy.run_module("ortlab.engine.selftest", run_name="__main__")
 """
 _MIB: Final = 2**20
-
-
-@dataclass(frozen=True)
-class Check:
-    """One thing that was looked at.
-
-    Attributes
-    ----------
-    name
-        What, in a word or two.
-    status
-        "ok", "warn" (works, but not as well as it could) or "fail".
-    found
-        What was found, one line.
-    fix
-        Command or step that mends it; "" if nothing has to be mended.
-    """
-
-    name: str
-    status: Status
-    found: str
-    fix: str = ""
 
 
 @dataclass(frozen=True)
@@ -112,7 +93,7 @@ def examine(environ: Mapping[str, str] | None = None, *, module: torch.nn.Module
     environ = os.environ if environ is None else environ
     checks = [_python(), _packages(), _onnxruntime()]
     if all(check.status == "ok" for check in checks):
-        trained = _trained(*_selftest(environ))
+        trained = _trained(*_selftest(environ), environ)
         checks += trained
         if all(
             check.status != "fail" for check in trained
@@ -206,16 +187,20 @@ def _selftest(environ: Mapping[str, str]) -> tuple[dict[str, dict[str, Any]], st
     return stages, f"The process that trains ended with code {done.returncode}: {last}"
 
 
-def _trained(stages: Mapping[str, dict[str, Any]], end: str) -> list[Check]:
-    names = {
-        "load": "ORTModule",
-        "devices": "GPU",
-        "train": "Training step",
-        "functions": "Autograd Functions",
+def _trained(stages: Mapping[str, dict[str, Any]], end: str, environ: Mapping[str, str]) -> list[Check]:
+    def one(judge: Callable[[str, Mapping[str, Any]], Check], name: str) -> _Judge:
+        return name, lambda findings: [judge(name, findings)]
+
+    judges: dict[str, _Judge] = {
+        "load": one(_load, "ORTModule"),
+        "devices": ("GPU", lambda findings: gpu_checks(findings, environ)),
+        "train": one(_step, "Training step"),
+        "functions": one(_step, "Autograd Functions"),
+        "provider": ("CUDA provider", provider_check),
+        "on_gpu": ("GPU step", lambda findings: gpu_step(findings, lambda name: _step(name, findings))),
     }
-    judges = {"load": _load, "devices": _devices, "train": _step, "functions": _step}
     checks = []
-    for stage, name in names.items():
+    for stage, (name, judge) in judges.items():
         findings = stages.get(stage)
         if findings is None:
             checks.append(
@@ -227,7 +212,7 @@ def _trained(stages: Mapping[str, dict[str, Any]], end: str) -> list[Check]:
             if stage == "load":
                 break
         else:
-            checks.append(judges[stage](name, findings))
+            checks += judge(findings)
     return checks
 
 
@@ -240,22 +225,6 @@ def _load(name: str, findings: Mapping[str, Any]) -> Check:
         fix = "Install a C++ compiler, then run `ortlab build`; only models with autograd Functions need it."
         return Check(name, "warn", found, fix)
     return Check(name, "ok", found)
-
-
-def _devices(name: str, findings: Mapping[str, Any]) -> Check:
-    driver = Path("/proc/driver/nvidia/version").exists()
-    by_ort = "CUDAExecutionProvider" in findings["providers"]
-    if findings["gpus"] and by_ort:
-        return Check(name, "ok", f"{', '.join(findings['gpus'])}; torch for CUDA {findings['torch_cuda']}")
-    if findings["gpus"]:
-        found = f"{', '.join(findings['gpus'])}, which this ONNX Runtime cannot use: the CPU will be used"
-        return Check(name, "warn", found, f"Install {installation.CUDA}=={installation.ORT_VERSION} instead.")
-    if driver:
-        found = "an NVIDIA driver, but PyTorch sees no GPU: the CPU will be used"
-        return Check(
-            name, "warn", found, "Install a torch for CUDA: https://pytorch.org/get-started/locally/"
-        )
-    return Check(name, "ok", "not present: the CPU will be used")
 
 
 def _step(name: str, findings: Mapping[str, Any]) -> Check:

@@ -53,7 +53,6 @@ class Need(enum.Enum):
     AMPERE = "ampere"
     TRITON = "triton"
     TRITON_BUILD = "triton_build"
-    GPU_ALLOCATOR = "gpu_allocator"
     DEEPSPEED = "deepspeed"
 
 
@@ -65,10 +64,6 @@ REASONS: Mapping[Need, str] = {
     Need.AMPERE: "needs an NVIDIA GPU of compute capability 8.0 or newer, such as an A100",
     Need.TRITON: "needs the triton package: `pip install triton`",
     Need.TRITON_BUILD: "needs an ONNX Runtime that was built with Triton: install `ortlab[cuda]`",
-    Need.GPU_ALLOCATOR: (
-        "needs ORT's extension torch_gpu_allocator, compiled with the CUDA toolkit: "
-        "`python -m onnxruntime.training.ortmodule.torch_cpp_extensions.install`"
-    ),
     Need.DEEPSPEED: "needs DeepSpeed: `pip install deepspeed`",
 }
 

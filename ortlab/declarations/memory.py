@@ -47,7 +47,7 @@ class Memory:
     external_gpu_allocator: bool = switch(
         default=True,
         effect=Effect.WRAP,
-        needs=(Need.CUDA, Need.GPU_ALLOCATOR),
+        needs=(Need.CUDA,),
         help=(
             "ORT takes GPU memory from PyTorch's pool. Off, each keeps a pool of its own, and memory that "
             "one has freed is not there for the other."

@@ -44,13 +44,22 @@ def load() -> ModuleType:
 
 
 def _load() -> ModuleType:
-    from ortlab.engine import exporter, extensions, gradient_release, graph_optimizers, installation, repairs
+    from ortlab.engine import (
+        cuda_libraries,
+        exporter,
+        extensions,
+        gradient_release,
+        graph_optimizers,
+        installation,
+        repairs,
+    )
     from ortlab.engine.build_environment import build_environment
     from ortlab.engine.operators import gradients, symbolics, untrained_operators
     from ortlab.engine.passes import graph_passes
     from ortlab.engine.tracing import taps
 
     installation.check()
+    cuda_libraries.preload()
     # Without the user's variables: 1.19.2 takes some for the whole process here, and takes a number only (int("on")).
     with _root_logger_kept(), build_environment({}):
         exporter.prepare_torch()  # the torch.onnx of torch 2.4 imports onnxruntime itself

@@ -1,10 +1,11 @@
-"""What stands in for the two C++ extensions of torch that ORTModule 1.19.2 asks for.
+"""What stands in for the C++ extensions of torch that ORTModule 1.19.2 asks for.
 
 ORTModule wants its users to compile ``aten_op_executor`` and ``torch_interop_utils`` into site-packages
 (``python -m onnxruntime.training.ortmodule.torch_cpp_extensions.install``), which takes minutes, needs a
 compiler and fails beside today's torch. Without them it falls back to PyTorch. It uses five functions of
 them, four of which only return addresses of C functions; :mod:`ortlab.engine.operators.aten_executor` and
-:mod:`ortlab.engine.functions.abi` make those.
+:mod:`ortlab.engine.functions.abi` make those. On a GPU it asks for ``torch_gpu_allocator`` as well, which needs CUDA's
+headers: :mod:`ortlab.engine.gpu_allocator`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
+from ortlab.engine import gpu_allocator
 from ortlab.engine.functions import abi as function_abi
 from ortlab.engine.functions import export as function_export
 from ortlab.engine.functions import library as function_library
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 _PACKAGE: Final = "onnxruntime.training.ortmodule.torch_cpp_extensions"
 _ATEN: Final = "aten_op_executor"
 _FUNCTIONS: Final = "torch_interop_utils"
+_ALLOCATOR: Final = "torch_gpu_allocator"
 _OWN: Final = "ONNX Runtime's own extension"
 
 
@@ -46,11 +49,14 @@ class ExtensionStatus:
         ``"unavailable: ..."`` with the reason.
     cache
         The folder for what is compiled; it need not exist.
+    allocator
+        How ORT takes GPU memory from torch's pool: ``"ctypes"``, or ORT's own extension.
     """
 
     aten: str
     functions: str
     cache: Path
+    allocator: str = "ctypes"
 
     @property
     def functions_available(self) -> bool:
@@ -63,10 +69,11 @@ class _Installed:
 
     aten = ""
     functions = ""
+    allocator = ""
 
 
 def install() -> None:
-    """Give ORTModule its two extensions; call it once ``onnxruntime.training.ortmodule`` can be imported.
+    """Give ORTModule its extensions; call it once ``onnxruntime.training.ortmodule`` can be imported.
 
     Extensions that were compiled into onnxruntime stay if they can be imported. Nothing is compiled where
     ctypes can do it (x86-64 Linux and macOS); elsewhere the Function runner is, which takes a second or
@@ -84,6 +91,9 @@ def install() -> None:
         _Installed.functions = _OWN
     else:
         use_runners(_choose_runners())
+    _Installed.allocator = _OWN if _imports(_ALLOCATOR) else "ctypes"
+    if _Installed.allocator != _OWN:
+        _insert(_ALLOCATOR, gpu_allocator)
     function_export.install()
     importlib.import_module(_PACKAGE).is_installed = lambda _path: True  # type: ignore[attr-defined]
     # Set when the package was imported, because its folder holds no library.
@@ -141,7 +151,12 @@ def status() -> ExtensionStatus:
     functions = _Installed.functions
     if not functions:
         functions = "ctypes x86-64 System V" if function_abi.system_v_is_spoken() else "not chosen yet"
-    return ExtensionStatus(_Installed.aten or "ctypes", functions, function_library.cache_folder())
+    return ExtensionStatus(
+        _Installed.aten or "ctypes",
+        functions,
+        function_library.cache_folder(),
+        _Installed.allocator or "ctypes",
+    )
 
 
 def _choose_runners() -> Runners:

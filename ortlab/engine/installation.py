@@ -265,7 +265,4 @@ def have() -> frozenset[Need]:
             present.add(Need.AMPERE)
     if getattr(_pybind_state, "is_triton_enabled", bool)():
         present.add(Need.TRITON_BUILD)
-    extensions = Path(onnxruntime.__file__).parent / "training" / "ortmodule" / "torch_cpp_extensions"
-    if any(extensions.glob("torch_gpu_allocator*.so")):
-        present.add(Need.GPU_ALLOCATOR)
     return frozenset(present)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Final
 
+from ortlab.engine import cuda_libraries
+from ortlab.engine.installation import pip
 from ortlab.errors import BuildError
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ def check_device(device: torch.device, available: Collection[str]) -> None:
     Raises
     ------
     BuildError
-        If there is no provider for the device.
+        If there is no provider for the device, or a library that it needs.
     """
     provider = PROVIDERS.get(device.type)
     if provider is None:
@@ -42,3 +44,33 @@ def check_device(device: torch.device, available: Collection[str]) -> None:
             why="onnxruntime-training-cpu executes on the CPU only.",
             fix="Move the model to the CPU (model.cpu()), or install ortlab[cuda] in a fresh environment.",
         )
+    if device.type == "cuda":
+        check_libraries(cuda_libraries.examine())
+
+
+def check_libraries(found: Collection[cuda_libraries.Found]) -> None:
+    """Refuse to go on without a library of CUDA 11 that the provider needs.
+
+    Parameters
+    ----------
+    found
+        What `cuda_libraries.examine` found.
+
+    Raises
+    ------
+    BuildError
+        It names each that is missing, what was found in its place, and the command that installs all of them.
+    """
+    lacking = [one for one in found if not one.serves]
+    if not lacking:
+        return
+    names = ", ".join(f"{one.library.name} ({one.library.soname})" for one in lacking)
+    why = ["ONNX Runtime 1.19.2 is built for CUDA 11.8 and cuDNN 8, which this torch does not bring."]
+    why += [f"{one.library.soname}: {one.fault}." for one in lacking if one.fault]
+    why += [f"There is {', '.join(one.others)}, of another version." for one in lacking if one.others]
+    packages = dict.fromkeys(one.library.package for one in lacking)
+    raise BuildError(
+        f"Libraries that ONNX Runtime needs on a GPU are missing: {names}.",
+        why=" ".join(why),
+        fix=f"Run `{pip('install', *packages)}` and restart the kernel.",
+    )

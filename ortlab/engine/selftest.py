@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from ortlab.engine import cuda_libraries
+
 if TYPE_CHECKING:
     import torch
 
@@ -40,23 +42,87 @@ def load() -> Findings:
 
 
 def devices() -> Findings:
-    """Look for GPUs.
+    """Look for the driver, GPUs, and what ONNX Runtime needs to use them.
 
     Returns
     -------
     dict
-        "gpus": names of those that torch sees; "torch_cuda": CUDA version that torch was built for, or None;
-        "providers": execution providers that ORT has.
+        "driver", "driver_fault": see `ortlab.engine.cuda_libraries.Driver`; "gpus": a dict for each GPU that torch
+        sees, with its name, compute capability, and free and total memory in bytes (None where it cannot be asked);
+        "torch_cuda": CUDA version that torch was built for, or None; "providers": execution providers that ORT has;
+        "libraries": see `ortlab.engine.cuda_libraries.Found`, empty unless ORT has a CUDA provider.
     """
     import onnxruntime
     import torch
 
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    driver = cuda_libraries.driver()
+    found = cuda_libraries.examine() if cuda_libraries.provider() else ()
     return {
-        "gpus": gpus,
+        "driver": driver.cuda,
+        "driver_fault": driver.fault,
+        "gpus": [_gpu(index) for index in range(torch.cuda.device_count())],
         "torch_cuda": torch.version.cuda,
         "providers": onnxruntime.get_available_providers(),
+        "libraries": [dataclasses.asdict(one) | {"serves": one.serves} for one in found],
     }
+
+
+def _gpu(index: int) -> Findings:
+    import torch
+
+    try:
+        free, total = torch.cuda.mem_get_info(index)
+    except RuntimeError as error:
+        free, total = None, None
+        fault = str(error).splitlines()[0]
+    else:
+        fault = ""
+    facts = torch.cuda.get_device_properties(index)
+    capability = (facts.major, facts.minor)
+    return {"name": facts.name, "capability": capability, "free": free, "total": total, "fault": fault}
+
+
+def provider() -> Findings:
+    """Load ORT's CUDA provider, where there is a driver and every library; it ends the process if it cannot start.
+
+    Returns
+    -------
+    dict
+        "loaded": whether it was; "why" it was not tried.
+    """
+    file = cuda_libraries.provider()
+    if file is None:
+        return {"loaded": False, "why": "this ONNX Runtime has none"}
+    if cuda_libraries.driver().cuda is None:
+        return {"loaded": False, "why": "there is no driver"}
+    if not all(one.serves for one in cuda_libraries.preload()):
+        return {"loaded": False, "why": "libraries are missing"}
+    import ctypes
+
+    import onnxruntime  # noqa: F401 - the provider asks it for its host
+
+    ctypes.CDLL(str(file.with_name("libonnxruntime_providers_shared.so")), mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(file))
+    return {"loaded": True, "why": ""}
+
+
+def on_gpu() -> Findings:
+    """Take the step of `train` on the first GPU, with ORT's memory from torch's pool; nothing where there is none.
+
+    Returns
+    -------
+    dict
+        See :func:`_compare`, and "allocator": what is wrong with the bridge; empty if there is no GPU.
+    """
+    import torch
+
+    if not torch.cuda.is_available() or cuda_libraries.provider() is None:
+        return {}
+    from ortlab.engine import gpu_allocator
+
+    model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4)).cuda()
+    allocator = gpu_allocator.fault()
+    return _compare(model, torch.arange(6, device="cuda").reshape(2, 3)) | {"allocator": allocator}
 
 
 def train() -> Findings:
@@ -148,6 +214,8 @@ STAGES: Final[dict[str, Callable[[], Findings]]] = {
     "devices": devices,
     "train": train,
     "functions": functions,
+    "provider": provider,
+    "on_gpu": on_gpu,
 }
 
 

@@ -11,7 +11,6 @@ from ortlab.errors import StepError
 from ortlab.experiment import Experiment, check_count
 from ortlab.memory.measuring import Measuring
 from ortlab.memory.phases import MemoryPhases
-from ortlab.options import Need
 from ortlab.recording import Recording
 from ortlab.snapshot import Snapshot
 
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from ortlab.configuration import Configuration
     from ortlab.memory.measured import MemoryMeasurement
     from ortlab.memory.stash import Stash
+    from ortlab.options import Need
     from ortlab.runs import Ledger
 
 
@@ -136,11 +136,11 @@ class MeasuringLab(ABC):
             return configuration
         if device == "cpu":
             return configuration.changed({"cpu_memory_arena": False}, self.have)
-        if not configuration.options.external_gpu_allocator or Need.GPU_ALLOCATOR not in self.have:
+        if not configuration.options.external_gpu_allocator:
             raise StepError(
                 "The GPU memory of ONNX Runtime cannot be told.",
-                why="It keeps a pool of its own, because external_gpu_allocator is off or its extension is missing.",
-                fix="Switch external_gpu_allocator on; ortlab doctor says what it needs.",
+                why="It keeps a pool of its own, because external_gpu_allocator is off.",
+                fix="Switch it on: lab.set(external_gpu_allocator=True).",
             )
         return configuration
 

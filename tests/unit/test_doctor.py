@@ -147,21 +147,6 @@ def test_the_compiler_of_torch_compile_is_looked_for_as_it_will_be(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("findings", "status"),
-    [
-        ({"gpus": ["NVIDIA A100"], "torch_cuda": "12.8", "providers": ["CUDAExecutionProvider"]}, "ok"),
-        ({"gpus": ["NVIDIA A100"], "torch_cuda": "12.8", "providers": ["CPUExecutionProvider"]}, "warn"),
-    ],
-)
-def test_a_gpu_that_ort_cannot_use_is_a_warning(findings, status):
-    check = doctor._devices("GPU", findings)
-
-    assert check.status == status
-    assert "NVIDIA A100" in check.found
-    assert bool(check.fix) == (status == "warn")
-
-
-@pytest.mark.parametrize(
     ("difference", "status"), [(0.0, "ok"), (9e-6, "ok"), (1e-3, "fail"), (float("nan"), "fail")]
 )
 def test_a_step_with_other_numbers_fails(difference, status):
