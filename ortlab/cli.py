@@ -1,4 +1,4 @@
-"""The command line: `ortlab demo`, `ortlab lab`, `ortlab doctor`, `ortlab build`."""
+"""The command line: `ortlab demo`, `ortlab lab`, `ortlab doctor`, `ortlab selftest`, `ortlab build`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -122,6 +123,23 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
     doctor.set_defaults(action=_doctor)
 
+    test = commands.add_parser(
+        "selftest",
+        help="try models, switches, optimizers, memory and the headline experiment; under ten minutes",
+        description="Try what ortlab promises on this machine, in under ten minutes, and write selftest.json and the"
+        " readable selftest.txt. What is not tried is named with the reason. The exit code is 0 if everything held.",
+    )
+    test.add_argument("--gpu", action="store_true", help="train on the first GPU instead of the CPU")
+    test.add_argument("--tiny", action="store_true", help="as little as shows that it runs")
+    test.add_argument("--only", nargs="+", metavar="PART", help="parts to run (default: all)")
+    test.add_argument(
+        "--output",
+        type=Path,
+        default=Path("ortlab-selftest"),
+        help="folder of the files (default: %(default)s)",
+    )
+    test.set_defaults(action=_selftest)
+
     build = commands.add_parser(
         "build",
         help="compile what runs autograd Functions where it is needed (not on x86-64 Linux)",
@@ -175,6 +193,30 @@ def _doctor(args: argparse.Namespace) -> int:
 
         print(text.render(report))
     return 0 if report.ok else FAILED
+
+
+def _selftest(args: argparse.Namespace) -> int:
+    _check_folder(args.output)  # now, not after ten minutes
+    from ortlab.selftest import running
+
+    test = running.run_selftest(gpu=args.gpu, tiny=args.tiny, only=args.only or running.NAMES)
+    data, report = running.write(test, args.output)
+    print(f"\n{report.read_text(encoding='utf-8')}")
+    print(f"Written to {report} and {data}; ortlab.selftest.record.SelfTest.load reads the second.")
+    if test.interrupted:
+        return INTERRUPTED
+    return 0 if test.ok else FAILED
+
+
+def _check_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OrtlabError(
+            f"{folder} cannot be written.", why=str(error), fix="Give another --output."
+        ) from error
 
 
 def _build(_: argparse.Namespace) -> int:

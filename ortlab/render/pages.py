@@ -62,10 +62,12 @@ from ortlab.render.selftest_page import selftest_page
 from ortlab.render.stash_page import stash_page
 from ortlab.render.sweep_page import sweep_page
 from ortlab.render.trace_page import trace_page
+from ortlab.render.tuning_page import tuning_page
 from ortlab.runs import Ledger, Run
 from ortlab.selftest.record import SelfTest
 from ortlab.status import Status
 from ortlab.sweeps.sweep import Sweep
+from ortlab.tuning_results import TuningResults
 from ortlab.viewer.embedded import EmbeddedGraph
 
 if TYPE_CHECKING:
@@ -113,6 +115,7 @@ compose.register(Sweep, sweep_page)
 compose.register(Peers, peers_page)
 compose.register(Preflight, preflight_page)
 compose.register(Recipe, recipe_page)
+compose.register(TuningResults, tuning_page)
 compose.register(SelfTest, selftest_page)
 compose.register(FunctionReport, function_page)
 compose.register(Parity, parity_page)

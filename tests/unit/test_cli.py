@@ -53,7 +53,7 @@ def test_help_names_every_command_and_loads_neither_torch_nor_onnxruntime():
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
-    for command in ("demo", "lab", "doctor", "build"):
+    for command in ("demo", "lab", "doctor", "selftest", "build"):
         assert f"\n    {command} " in result.stdout
     assert result.stdout.splitlines()[-1] == "[]"
 
