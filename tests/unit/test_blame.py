@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import random
 
 import pytest
 import torch
 from torch import nn
 
 import ortlab
+from ortlab import recording
 from ortlab.blame.blame import BLAMED, NO_CHANGE, TOO_NOISY, UNFINISHED, Blame
 from ortlab.blame.metrics import Metric, ratio_of_pairs
 from ortlab.blame.trials import Trial
 from ortlab.errors import LedgerError, OptionError, StepError
+from ortlab.measure import Stopwatch
 
 # What changes nothing in the numbers of these models. 1.19.2 reads the last when it is imported.
 INNOCENT = {
@@ -201,6 +205,80 @@ def test_time_is_measured_in_pairs_and_the_answer_is_honest(ready):
     assert len(blame.whole.runs) in {2, 4, 6}
     assert blame.runs == 1 + 2 * len(blame.whole.runs)
     assert blame.whole.low < blame.whole.value < blame.whole.high
+
+
+class Paced:
+    """A step whose time is read from a clock that only it winds: by what the switches cost, with noise and a drift."""
+
+    def __init__(self, noise: float) -> None:
+        self.training = Training()
+        self.lab = ortlab.wrap(self.training.model)
+        self.now, self.steps = 0.0, 0
+        self._draw, self._noise = random.Random(5), noise
+
+    def clock(self) -> float:
+        return self.now
+
+    def cost(self) -> float:
+        """Return the ms of a step: two switches that act together, and one that makes it faster."""
+        options = self.lab.options
+        both = not options.compute_optimizer and options.intra_op_spinning
+        return 10.0 * (3.0 if both else 1.0) * (0.4 if not options.cpu_memory_arena else 1.0)
+
+    def step(self):
+        self.steps += 1
+        drift = 1 + self.steps / 200  # the machine gets slower meanwhile
+        self.now += self.cost() * drift * math.exp(self._draw.gauss(0, self._noise)) / 1000
+        return self.training.step()
+
+
+@pytest.fixture
+def paced(request, monkeypatch):
+    paced = Paced(request.param)
+    monkeypatch.setattr(recording, "Stopwatch", functools.partial(Stopwatch, paced.clock))
+    paced.lab.step(paced.step, n=2)
+    yield paced
+    paced.lab.unwrap()
+
+
+@pytest.mark.parametrize("paced", [0.05], indirect=True)
+@pytest.mark.parametrize(
+    ("changes", "culprits", "ratio"),
+    [
+        (
+            {"compute_optimizer": False, "intra_op_spinning": True},
+            {"compute_optimizer", "intra_op_spinning"},
+            3,
+        ),
+        ({"cpu_memory_arena": False}, {"cpu_memory_arena"}, 0.4),
+    ],
+)
+def test_what_makes_the_step_slower_or_faster_is_found_through_noise_and_drift(
+    paced, changes, culprits, ratio
+):
+    innocent = {"deepcopy_before_export": False, "sdpa_fallback": True, "aten_backward": False}
+    blame = paced.lab.blame("step_ms", changes={**innocent, **changes}, n=5, progress=False)
+    assert [set(one.names) for one in blame.culprits] == [culprits]
+    alone = blame.of(blame.culprits[0])
+    assert alone.low < ratio < alone.high
+    assert alone.amount == pytest.approx(
+        10 * ratio, rel=2.5
+    )  # the drift is in the times, and not in the ratio
+    assert blame.rest.low < 1 < blame.rest.high
+
+
+@pytest.mark.parametrize("paced", [1.5], indirect=True)
+def test_noise_that_hides_the_answer_is_said_after_more_pairs(paced):
+    blame = paced.lab.blame("step_ms", changes={"cpu_memory_arena": False}, n=2, rounds=2, progress=False)
+    assert (blame.outcome, blame.culprits) == (TOO_NOISY, ())
+    assert len(blame.whole.runs) == 6
+
+
+@pytest.mark.parametrize("paced", [0.001], indirect=True)
+def test_where_no_switch_changes_the_time_nobody_is_blamed(paced):
+    changes = {"sdpa_fallback": True, "aten_backward": False}
+    blame = paced.lab.blame("step_ms", changes=changes, n=3, progress=False)
+    assert (blame.outcome, blame.culprits) == (NO_CHANGE, ())
 
 
 def test_memory_is_measured(ready):
