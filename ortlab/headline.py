@@ -164,8 +164,8 @@ def run_headline(engine: str, size: Size, device: str, *, room_bytes: int = 0) -
         ids = torch.randint(5, size.vocabulary, (count, size.length), generator=draw).to(device)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
-    def train(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        loss: torch.Tensor = model(**batch).loss
+    def train(batch: dict[str, torch.Tensor]) -> Any:
+        loss = model(**batch).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -200,6 +200,9 @@ def deberta(size: Size) -> Any:
     import transformers
 
     torch.manual_seed(2024)
+    # The configuration takes these, and declares none of them.
+    relative: dict[str, Any] = {"position_buckets": min(256, size.length), "share_att_key": True}
+    relative["norm_rel_ebd"] = "layer_norm"
     config = transformers.DebertaV2Config(
         num_hidden_layers=size.layers,
         hidden_size=size.hidden,
@@ -208,9 +211,7 @@ def deberta(size: Size) -> Any:
         vocab_size=size.vocabulary,
         relative_attention=True,
         pos_att_type=["p2c", "c2p"],
-        position_buckets=min(256, size.length),
-        share_att_key=True,
-        norm_rel_ebd="layer_norm",
+        **relative,
     )
     return transformers.DebertaV2ForMaskedLM(config).train()
 
