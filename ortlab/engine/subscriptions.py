@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.engine import load
+from ortlab.engine.patching import replace
 from ortlab.parity.inspection import LISTENERS
 
 if TYPE_CHECKING:
@@ -27,8 +28,19 @@ def hooks() -> Any:
     """Return upstream's package of hooks, ready to be used beside the installed torch."""
     load()
     from onnxruntime.training.utils import hooks as package
+    from onnxruntime.training.utils import torch_io_helper
 
+    replace(torch_io_helper, "_warn_of_constant_inputs", _silent)
     return package
+
+
+def _silent(_warn: Callable[[object], None]) -> Callable[[object], None]:
+    """Say nothing of numbers among what a module takes or returns: a hook hands them on as they are."""
+
+    def say(_data: object) -> None:
+        """Say nothing."""
+
+    return say
 
 
 def is_subscriber(thing: object) -> bool:

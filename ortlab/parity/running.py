@@ -265,7 +265,8 @@ def _notes(compared: Sequence[TensorPair], eager: Run) -> tuple[str, ...]:
             where = pair.site.module or "the model"
             notes.append(
                 f"Step {pair.site.step}: PyTorch itself makes nan first in {where} "
-                f"({pair.reference.nan} of {pair.reference.size} numbers); nan at the same places counts as equal."
+                f"({pair.reference.nan} of {pair.reference.size} numbers); nan at the same places counts as equal. "
+                "Look for its cause there, with PyTorch alone: what follows it says little."
             )
             break
     bad = [
@@ -274,7 +275,11 @@ def _notes(compared: Sequence[TensorPair], eager: Run) -> tuple[str, ...]:
         if loss is not None and not math.isfinite(loss)
     ]
     if bad:
-        notes.append(f"PyTorch's own loss is not finite in step {bad[0]}.")
+        notes.append(
+            f"PyTorch's own loss is not finite in step {bad[0]}. Compare a step before it: steps={max(1, bad[0] - 1)}."
+            if bad[0] > 1
+            else "PyTorch's own loss is not finite in step 1. Go back to weights with which it is: lab.restore()."
+        )
     unseen = len([one for one in compared if one.distance is None])
     if unseen:
         notes.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Final
 
 from ortlab.parity.pairs import DIFFERS, EQUAL, KINDS, NOT_COMPARED, WITHIN
@@ -112,7 +113,7 @@ def _first_row(one: Divergence) -> tuple[Cell, ...]:
     return row(
         one.phase,
         Cell(where, Mark.BAD),
-        one.source or "-",
+        PurePath(one.source).name or "-",
         f"{site.module or 'the model'}: {site.kind} {site.name}, step {site.step}"
         + (f", call {site.call}" if site.call > 1 else ""),
         units.difference(distance.relative if distance else None),

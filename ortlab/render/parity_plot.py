@@ -126,7 +126,8 @@ def _over_steps(axes: Axes, parity: Parity) -> None:
         return
     axes.axhline(1.0, color=INK, linewidth=0.8, linestyle=":")
     axes.set_yscale("log")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlim(steps[0] - 0.5, steps[-1] + 0.5)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     _key(axes)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,9 +13,11 @@ from torch import nn
 import ortlab
 from ortlab.errors import LedgerError, StepError
 from ortlab.parity import statistics
-from ortlab.parity.pairs import DIFFERS, NOT_COMPARED, Distance
+from ortlab.parity.comparing import Compared, Reference
+from ortlab.parity.pairs import DIFFERS, NOT_COMPARED, Distance, Site
 from ortlab.parity.record import Parity
 from ortlab.parity.statistics import TensorStatistics
+from ortlab.parity.tensor_store import stored
 from ortlab.render import html, text
 
 
@@ -260,8 +263,59 @@ def test_nan_in_both_engines_is_no_difference_and_is_said():
     lab = lab_of(Roots(), torch.randn(3, 4), lr=0.0)
     found = lab.parity(1, seeds=False, progress=False)
     lab.unwrap(forget=True)
-    assert any("nan" in note for note in found.notes)
+    assert any("nan" in note and "Look for its cause there" in note for note in found.notes)
+    assert any("not finite in step 1. Go back to weights" in note for note in found.notes)
     assert found.forward is None
+
+
+@pytest.mark.row("I8")
+def test_nan_of_one_engine_alone_is_where_they_part():
+    model, lab = net_and_lab()
+    faulty(model, "block.outer", math.nan, 1.0)
+    found = lab.parity(1, seeds=False, progress=False)
+    lab.unwrap(forget=True)
+    assert (found.first.module, found.first.pair.distance.relative) == ("block.outer", math.inf)
+    assert "by nan or inf on one side only" in text.render(found)
+
+
+class Unsteady(nn.Module):
+    """Adds noise that nothing winds back."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.generator = np.random.default_rng(0)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        noise = torch.from_numpy(self.generator.standard_normal(tuple(hidden.shape), "float32"))
+        return self.last(torch.tanh(hidden + noise)).sum()
+
+
+def test_a_model_that_does_not_repeat_itself_is_said_to_and_measured_by_what_it_differs_from_itself():
+    torch.manual_seed(3)
+    lab = lab_of(Unsteady(), torch.randn(64, 4), lr=0.0)
+    found = lab.parity(1, seeds=False, progress=False)
+    lab.unwrap(forget=True)
+    (repeats,) = (check for check in found.checks if check.question == "Does PyTorch repeat itself?")
+    assert repeats.state == "found"
+    assert repeats.result.startswith("No: two runs differ by up to")
+    floors = {pair.site.module: pair.floor for pair in found.pairs if pair.site.kind == "output"}
+    assert floors["last"] > 0.01 > floors["first"]
+    assert found.forward is None
+
+
+def test_tensors_of_other_shapes_and_types_say_so():
+    ours, single = torch.randn(2, 3), Site(1, "a", 1, "output", "0")
+    with stored() as store:
+        Reference(store).take(single, ours)
+        of_shape, of_type = Compared(store), Compared(store)
+        of_shape.take(single, ours[:1])
+        of_type.take(single, ours.half())
+    assert of_shape.notes == {single: "shapes differ: [2, 3] and [1, 3]"}
+    assert not of_shape.distances
+    assert of_type.notes == {single: "types differ: torch.float32 and torch.float16"}
+    assert 1e-6 < of_type.distances[single].relative < 1e-3
 
 
 def test_runs_with_other_data_are_refused_and_leave_nothing_behind():
