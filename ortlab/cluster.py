@@ -25,7 +25,7 @@ _clusters: list[weakref.ref[Cluster]] = []
 """Every cluster that was started and lives, in the order of their starts."""
 
 _WATCH_SECONDS: Final = 0.5
-_OUTPUT_SECONDS: Final = 10.0
+_OUTPUT_SECONDS: Final = 60.0
 
 
 class Cluster:
@@ -360,7 +360,7 @@ class Cluster:
             )
         raise ExecutionError(
             f"Rank {rank} failed{others}; all ranks have come back and keep their variables.",
-            why=str(errors[rank]),
+            why=str(errors[rank]).replace("\n", "\n  "),  # it may be an error of ortlab, with lines of its own
             fix=fix,
         ) from causes.get(rank)
 

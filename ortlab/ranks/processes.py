@@ -22,7 +22,7 @@ START_SECONDS: Final = 180
 """How long engines may take to start; on a busy machine Python and torch alone take many seconds."""
 
 _END_SECONDS: Final = 15
-_RANK_SECONDS: Final = 2
+_RANK_SECONDS: Final = 3
 _POLL_SECONDS: Final = 0.1
 _LOG_LINES: Final = 12
 
@@ -193,12 +193,11 @@ class Processes:
         import psutil
 
         deadline = time.monotonic() + _RANK_SECONDS
-        while psutil.pid_exists(pid) and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
-        time.sleep(_POLL_SECONDS)  # between the end of the process and the note of its status
         code = None
-        with contextlib.suppress(psutil.Error):
-            code = self._engines[pid].wait(timeout=0) if pid in self._engines else None
+        while code is None and pid in self._engines and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)  # whoever asks first gets the status, and that is to be the thread
+            with contextlib.suppress(psutil.Error):
+                code = None if psutil.pid_exists(pid) else self._engines[pid].wait(timeout=0)
         if code is None:
             return "has ended"
         return f"was killed by signal {-int(code)}" if code < 0 else f"ended with status {int(code)}"

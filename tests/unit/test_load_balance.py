@@ -20,6 +20,9 @@ from ortlab.data.balancing import balance, measured
 from ortlab.errors import ExecutionError, OptionError
 from ortlab.render import html, text
 
+# Of two ranks, on a machine with one core.
+pytestmark = pytest.mark.filterwarnings("ignore:.*ranks share")
+
 
 def lengths(count=203):
     """Lengths as of sentences: most short, few long."""
