@@ -1,5 +1,8 @@
 """A click on a switch of the panel shows within 150 ms, and a panel adds at most 100 kB to a saved notebook.
 
+The panel answers a click itself, before the kernel does: that it waits. What it waits for, the words on what the next
+step redoes, comes from the kernel and is timed, too. The notebook is saved with its widgets.
+
 In a real JupyterLab and a headless Chromium: a click is timed in the page, from the press to the frame in which the
 panel says what the next step redoes; the steps themselves are not in it. A thousand runs and ten thousand plan rows are
 drawn, sorted, filtered and turned.
@@ -66,6 +69,21 @@ TIMED = """\
 """Presses an element and resolves with the ms until one of others has, or no longer has, certain words."""
 
 
+SIGNED = """\
+(press) => new Promise((done) => {
+  const panel = document.querySelector('.ortlab-panel');
+  const start = performance.now();
+  const watch = new MutationObserver(() => {
+    if (!panel.classList.contains('ortlab-waits')) return;
+    watch.disconnect();
+    requestAnimationFrame(() => done(performance.now() - start));
+  });
+  watch.observe(panel, {attributes: true, attributeFilter: ['class']});
+  document.querySelectorAll(press[0])[press[1] ?? 0].click();
+})"""
+"""Presses an element and resolves with the ms until the panel says that it waits for the kernel."""
+
+
 def main() -> None:
     """Measure, print and write."""
     read = arguments(__doc__, rounds=20)
@@ -79,6 +97,7 @@ def main() -> None:
         started(Path(home)) as server,
         sync_playwright() as playwright,
     ):
+        server.keep_widgets()
         executable = chromium_executable()
         browser = playwright.chromium.launch(executable_path=executable, args=list(CHROMIUM_FLAGS))
         page = browser.new_page(viewport={"width": 1280, "height": 2400})
@@ -93,26 +112,33 @@ def main() -> None:
         _run(page, 1)
         page.locator(".ortlab-runs tbody tr").first.wait_for()
 
+        signs = _signs(page, read.rounds)
         clicks = _clicks(page, read.rounds)
-        before = len(json.dumps(_saved(page, file)["cells"][0]["outputs"]))
+        before = _weight(_saved(page, file))
         page.get_by_role("button", name="Memory plan").click()
         page.locator(".ortlab-plans tbody tr").first.wait_for()
         _run(page, 2)
         page.get_by_text(f"of {PLANS:,} plans").wait_for()
         large = {name: _median(page, *acts, rounds=read.rounds) for name, acts in _LARGE.items()}
-        after = len(json.dumps(_saved(page, file)["cells"][0]["outputs"]))
+        after = _weight(_saved(page, file))
         crowded = _clicks(page, read.rounds)
         browser.close()
 
     report.table(
-        "Click on a switch to the words of the panel", [_row("1 run", clicks), _row(f"{RUNS} runs", crowded)]
+        "Click on a switch to what the panel shows",
+        [
+            _row("that it waits, 1 run", signs),
+            _row("what is redone, 1 run", clicks),
+            _row(f"what is redone, {RUNS} runs", crowded),
+        ],
     )
     report.table(
-        "Bytes of the panel in the notebook as JupyterLab saves it",
+        "Bytes of the panel in the notebook as JupyterLab saves it, state of the widgets included",
         [{"panel": "1 run", "bytes": before}, {"panel": f"{RUNS} runs, {PLANS} plans", "bytes": after}],
     )
     report.table(f"{RUNS} runs and {PLANS} plans", [_row(name, times) for name, times in large.items()])
-    report.claim("click on a switch to its response, 95th percentile [ms]", _high(clicks), at_most=150.0)
+    report.claim("click on a switch to a visible response, 95th percentile [ms]", _high(signs), at_most=150.0)
+    report.claim("to the kernel's words, 95th percentile [ms]", _high(clicks), at_most=150.0)
     report.claim("the same with a thousand runs [ms]", _high(crowded), at_most=150.0)
     report.claim("bytes added to a saved notebook", max(before, after), at_most=100_000)
     report.claim("slowest act in the large tables, median [ms]", max(map(statistics.median, large.values())))
@@ -135,6 +161,20 @@ def _clicks(page: Page, rounds: int) -> list[float]:
         times.append(page.evaluate(TIMED, [box, (".ortlab-state", "rebuild pending")]))
         times.append(page.evaluate(TIMED, [box, (".ortlab-state", "rebuild pending", False)]))
     return times
+
+
+def _signs(page: Page, rounds: int) -> list[float]:
+    """Press the same box until the panel says that it waits; each press is waited for to its end."""
+    times = []
+    for _ in range(2 * rounds):
+        times.append(page.evaluate(SIGNED, [".ortlab-switch input[type=checkbox]", 0]))
+        page.locator(".ortlab-panel:not(.ortlab-waits)").first.wait_for()
+    return times
+
+
+def _weight(notebook: dict[str, Any]) -> int:
+    """Count what the panel's cell and the widgets' state take, as JSON."""
+    return len(json.dumps(notebook["cells"][0]["outputs"])) + len(json.dumps(notebook["metadata"]["widgets"]))
 
 
 def _median(page: Page, press: tuple[str, ...], seen: tuple[str, ...], *, rounds: int) -> list[float]:

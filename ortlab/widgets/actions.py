@@ -6,17 +6,21 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from html import escape
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-import ipywidgets as widgets
+from ipywidgets.widgets.widget_int import ProgressStyle
 
+from ortlab.widgets import lean
 from ortlab.widgets.base import ErrorBox, Looks
+
+if TYPE_CHECKING:
+    import ipywidgets as widgets
 
 _REDRAW_SECONDS: Final = 0.1
 """Shortest time between two drawings of the progress bar: a message per step would slow short steps down."""
 
 
-class Actions(widgets.VBox):
+class Actions(lean.Column):
     """Buttons that are greyed out while one of them acts, a bar, and below them what went wrong.
 
     Parameters
@@ -37,12 +41,10 @@ class Actions(widgets.VBox):
         self._buttons: list[widgets.Button] = []
         self._drawn_at = 0.0
         self.errors = ErrorBox(looks)
-        self.progress = widgets.FloatProgress(
-            max=1.0, layout=widgets.Layout(width="200px", visibility="hidden")
-        )
+        self.progress = lean.FloatProgress(max=1.0, layout=lean.hidden(), style=looks.style(ProgressStyle))
         self._words = looks.html()
         self._row = looks.row()
-        way = widgets.Box([self.progress, self._words], layout=looks.layout)
+        way = lean.Box([self.progress, self._words], layout=looks.layout)
         way.add_class("ortlab-progress")
         super().__init__([self._row, way, self.errors], layout=looks.layout)
         self.add_class("ortlab-actions")
@@ -62,7 +64,7 @@ class Actions(widgets.VBox):
             return False
         self._drawn_at = now
         self.progress.value = fraction
-        self.progress.layout.visibility = "visible" if words else "hidden"
+        lean.show(self.progress, on=bool(words))
         self._words.value = f"<div>{escape(words)}</div>" if words else ""
         return True
 

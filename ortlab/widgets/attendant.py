@@ -1,20 +1,20 @@
-"""What the browser does for the panel by itself: names, the focus, and a word when the kernel has gone."""
+"""What the browser does for the panel by itself: names, the focus, and a word when it waits or the kernel has gone."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import anywidget
 import traitlets
 
-from ortlab.widgets.static_files import compact
+from ortlab.widgets.part import Part
+from ortlab.widgets.style import SHEET
 
 if TYPE_CHECKING:
     from ortlab.widgets.base import Looks
 
 
-class Attendant(anywidget.AnyWidget):  # type: ignore[misc]
-    """Stands in a panel and looks after its elements, in the browser only; see `static/attendant.js`.
+class Attendant(Part):
+    """Stands in a panel, brings its style, and looks after its elements; see `static/attendant.js`.
 
     Parameters
     ----------
@@ -29,12 +29,15 @@ class Attendant(anywidget.AnyWidget):  # type: ignore[misc]
         The same; the browser reads it.
     """
 
-    # Text and not a path: see RecordTable.
-    _esm = compact("attendant.js")
     name = traitlets.Unicode().tag(sync=True)
 
     def __init__(self, name: str, looks: Looks) -> None:
-        super().__init__(name=name, layout=looks.layout)
+        super().__init__(looks.script("attendant.js", SHEET), name=name, layout=looks.layout)
+        self.on_msg(self._asked)
+
+    def _asked(self, _widget: object, message: Any, _buffers: object) -> None:
+        """Answer, now that all that the browser has sent before is done."""
+        self.send({"answered": message["asked"]})
 
     def __repr__(self) -> str:
         """Say what it is, without an address that would change from run to run."""

@@ -14,6 +14,8 @@ import ipywidgets as widgets
 from ipywidgets.widgets.widget_string import HTMLStyle
 
 from ortlab.errors import OrtlabError
+from ortlab.widgets import lean
+from ortlab.widgets.part import Script
 
 if TYPE_CHECKING:
     from ipywidgets.widgets.widget_style import Style
@@ -22,51 +24,70 @@ _CODE = re.compile(r"`([^`]+)`")
 
 
 class Looks:
-    """One layout and one style of each kind, for all parts that have nothing of their own.
+    """One layout, one style of each kind and one copy of each script, for all parts of a panel.
 
-    Each further one is a message to the browser, and a kilobyte in a notebook that is saved with its widgets. They are
-    closed with the parts that have them.
+    Each further one is a message to the browser, and hundreds of bytes in a notebook that is saved with its widgets.
     """
 
     @cached_property
     def layout(self) -> widgets.Layout:
         """The layout without any setting. Nobody sets anything in it."""
-        return widgets.Layout()
+        return lean.Layout()
+
+    def script(self, name: str, css: str = "") -> Script:
+        """Return a file of `static/` that parts of the panel run."""
+        if name not in self._scripts:
+            self._scripts[name] = Script(name, css)
+        return self._scripts[name]
+
+    @property
+    def shared(self) -> list[widgets.Widget]:
+        """What parts share."""
+        return [self.layout, *self._styles.values(), *self._scripts.values()]
+
+    def close(self) -> None:
+        """Close what is shared, once the parts are."""
+        for one in self.shared:
+            one.close()
+
+    @cached_property
+    def _scripts(self) -> dict[str, Script]:
+        return {}
 
     def style(self, kind: type[Style]) -> Style:
         """Return the style of a kind of control."""
         if kind not in self._styles:
-            self._styles[kind] = kind()
+            self._styles[kind] = lean.without_defaults(kind)()
         return self._styles[kind]
 
     @cached_property
     def _styles(self) -> dict[type[Style], Style]:
         return {}
 
-    def html(self, value: str = "") -> widgets.HTML:
+    def html(self, value: str = "") -> lean.Html:
         """Make a part that shows HTML."""
-        return widgets.HTML(value, layout=self.layout, style=self.style(HTMLStyle))
+        return lean.Html(value, layout=self.layout, style=self.style(HTMLStyle))
 
-    def button(self, label: str, tooltip: str) -> widgets.Button:
+    def button(self, label: str, tooltip: str) -> lean.Button:
         """Make a button."""
         style = self.style(widgets.ButtonStyle)
-        return widgets.Button(description=label, tooltip=tooltip, layout=self.layout, style=style)
+        return lean.Button(description=label, tooltip=tooltip, layout=self.layout, style=style)
 
-    def row(self, *parts: widgets.Widget) -> widgets.Box:
+    def row(self, *parts: widgets.Widget) -> lean.Box:
         """Put parts beside each other; they wrap in a narrow cell."""
-        box = widgets.Box(parts, layout=self.layout)
+        box = lean.Box(parts, layout=self.layout)
         box.add_class("ortlab-row")
         return box
 
 
-class ErrorBox(widgets.HBox):
+class ErrorBox(lean.Row):
     """A message under the panel that stays until it is dismissed or the next attempt succeeds."""
 
     def __init__(self, looks: Looks) -> None:
         self._message = looks.html()
         self._dismiss = looks.button("Dismiss", "Remove this message")
         self._dismiss.on_click(lambda _: self.clear())
-        super().__init__([self._message, self._dismiss])
+        super().__init__([self._message, self._dismiss], layout=lean.hidden())
         self.add_class("ortlab-error")
         self.clear()
 
@@ -78,12 +99,12 @@ class ErrorBox(widgets.HBox):
     def clear(self) -> None:
         """Remove the message."""
         self._message.value = ""
-        self.layout.display = "none"
+        lean.show(self, on=False)
 
     def show(self, error: BaseException) -> None:
         """Show an error: what, why and next of ours; type, message and folded traceback of any other."""
         self._message.value = f'<div class="ortlab" role="alert">{_lines(error)}</div>'
-        self.layout.display = "flex"
+        lean.show(self)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -100,13 +121,16 @@ class ErrorBox(widgets.HBox):
             self.clear()
 
 
-def close_tree(widget: widgets.Widget) -> None:
-    """Close a widget with its children, layouts and styles, which ipywidgets leaves open in kernel and browser."""
+def close_tree(widget: widgets.Widget, looks: Looks | None = None) -> None:
+    """Close a widget with its children, layouts, styles and scripts, which ipywidgets leaves open.
+
+    What `looks` holds stays, since other parts that live on share it.
+    """
     for child in getattr(widget, "children", ()):
-        close_tree(child)
-    for name in ("layout", "style"):
+        close_tree(child, looks)
+    for name in ("layout", "style", "script"):
         part = getattr(widget, name, None)
-        if isinstance(part, widgets.Widget):
+        if isinstance(part, widgets.Widget) and (looks is None or part not in looks.shared):
             part.close()
     # The class's own close, because a subclass may call this function from its.
     widgets.Widget.close(widget)

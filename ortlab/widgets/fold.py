@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import ipywidgets as widgets
 from ipywidgets.widgets.widget_bool import ToggleButtonStyle
 
+from ortlab.widgets import lean
+
 if TYPE_CHECKING:
+    import ipywidgets as widgets
+
     from ortlab.widgets.base import Looks
+    from ortlab.widgets.lean import Layout
 
 
-class Fold(widgets.VBox):
+class Fold(lean.Column):
     """A part of the panel under a heading; the style sheet shows it while the heading is pressed.
 
     Parameters
@@ -27,6 +31,8 @@ class Fold(widgets.VBox):
         Layout and styles that the parts of the panel share.
     is_open
         Whether it is open at first.
+    layout
+        Its own, where it is not always shown.
 
     Attributes
     ----------
@@ -42,12 +48,13 @@ class Fold(widgets.VBox):
         looks: Looks,
         *,
         is_open: bool = False,
+        layout: Layout | None = None,
     ) -> None:
         self._on_open = on_open
-        self.heading = widgets.ToggleButton(
+        self.heading = lean.ToggleButton(
             value=is_open, description=title, layout=looks.layout, style=looks.style(ToggleButtonStyle)
         )
-        super().__init__([self.heading, body], layout=looks.layout)
+        super().__init__([self.heading, body], layout=layout or looks.layout)
         self.add_class("ortlab-fold")
         self.heading.observe(self._turned, "value")
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import ipywidgets as widgets
-
+from ortlab.widgets import lean
 from ortlab.widgets.fold import Fold
 from ortlab.widgets.graph_display import open_views, show_graph
 
@@ -32,7 +31,7 @@ class GraphPart(Fold):
         self._lab = lab
         self._errors = errors
         self._made: GraphView | None = None
-        self._place = widgets.VBox(layout=looks.layout)
+        self._place = lean.Column(layout=looks.layout)
         super().__init__("Graph", self._place, self._build, looks)
 
     def _build(self) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING, Final
 
-import ipywidgets as widgets
-
 from ortlab.engine_names import engine_kind
 from ortlab.render import html
 from ortlab.render.coverage_words import badge, coverage_blocks
 from ortlab.render.lab_pages import status_note
 from ortlab.render.page import Mark, Note, Page
 from ortlab.render.rebuild_words import pending_note
+from ortlab.widgets import lean
 
 if TYPE_CHECKING:
     from ortlab.lab import Lab
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 _BADGES: Final = {"ort": "ORT", "eager": "EAGER", "checkpoint": "CHECKPOINT", "compile": "COMPILE"}
 
 
-class Header(widgets.VBox):
+class Header(lean.Column):
     """Name, badge and state in a line that screen readers follow; below it parts, pending builds and notes.
 
     Parameters

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final
 
-import ipywidgets as widgets
 from ipywidgets.widgets.widget_string import HTMLStyle
 
 from ortlab.render import html, plots
 from ortlab.render.memory_page import live_page
 from ortlab.render.memory_plot import phases_plot
+from ortlab.widgets import lean
 
 if TYPE_CHECKING:
     from ortlab.lab import Lab
@@ -20,7 +20,7 @@ _REDRAW_SECONDS: Final = 0.25
 """Shortest time between two drawings while a run goes on: each is a message to the browser."""
 
 
-class MemoryPart(widgets.HTML):
+class MemoryPart(lean.Html):
     """Memory by phase, empty unless `print_memory_stats` is on.
 
     Parameters

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-import ipywidgets as widgets
-
 from ortlab.log_levels import SEVERITIES
 from ortlab.messages import SOURCES, Messages
 from ortlab.render import html
 from ortlab.render.message_pages import counts_text, messages_page, run_fold, run_title
 from ortlab.render.page import Folded, Mark, Note, Page
+from ortlab.widgets import lean
 from ortlab.widgets.fold import Fold
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ PAGE: Final = 200
 _ALL: Final = "all"
 
 
-class MessageList(widgets.VBox):
+class MessageList(lean.Column):
     """Messages by run, the newest run first; a run that is chosen is shown whole, page by page.
 
     Parameters
@@ -50,7 +49,7 @@ class MessageList(widgets.VBox):
         self._looks = looks
         self._first = 0
         self._drawing = False
-        self._body = widgets.VBox(layout=looks.layout)
+        self._body = lean.Column(layout=looks.layout)
         self.fold = Fold("Messages", self._body, self._opened, looks)
         super().__init__([self.fold], layout=looks.layout)
 
@@ -63,16 +62,16 @@ class MessageList(widgets.VBox):
         """Make the filters: a panel whose messages nobody looks at goes without."""
         looks = self._looks
         shared = {"layout": looks.layout}
-        self.run = widgets.Dropdown(options=[(_ALL, _ALL)], value=_ALL, description="Run", **shared)
-        self.level = widgets.Dropdown(
+        self.run = lean.Dropdown(options=[(_ALL, _ALL)], value=_ALL, description="Run", **shared)
+        self.level = lean.Dropdown(
             options=[(_ALL, ""), *((f"{name} and worse", name) for name in SEVERITIES[1:])],
             description="Level",
             **shared,
         )
-        self.source = widgets.Dropdown(
+        self.source = lean.Dropdown(
             options=[(_ALL, ""), *zip(SOURCES, SOURCES, strict=True)], description="Source", **shared
         )
-        self.words = widgets.Text(
+        self.words = lean.Text(
             placeholder="any text", description="Contains", continuous_update=False, **shared
         )
         self.earlier = looks.button("Earlier", "The page before this one")
@@ -82,7 +81,7 @@ class MessageList(widgets.VBox):
         self._list.add_class("ortlab-messages")
         filters = looks.row(self.run, self.level, self.source, self.words, self.refresh)
         filters.add_class("ortlab-filters")
-        self._pages = widgets.Box([self.earlier, self.later])
+        self._pages = lean.Box([self.earlier, self.later], layout=lean.hidden())
         self._pages.add_class("ortlab-row")
         self._body.children = (filters, self._list, self._pages)
         for control in (self.run, self.level, self.source, self.words):
@@ -112,7 +111,7 @@ class MessageList(widgets.VBox):
         self._list.value = html.fragment(page)
 
     def _all_runs(self, messages: Messages, kept: Messages) -> Page:
-        self._pages.layout.display = "none"
+        lean.show(self._pages, on=False)
         if len(messages) and not len(kept):
             return Page("", (Note(f"No message fits; there are {counts_text(messages)}.", Mark.QUIET),))
         return Page("", messages_page(kept).blocks)
@@ -121,7 +120,7 @@ class MessageList(widgets.VBox):
         number = self.run.value
         kept = kept.of(run=number)
         self._first = min(self._first, max(0, (len(kept) - 1) // PAGE * PAGE))
-        self._pages.layout.display = "flex" if len(kept) > PAGE else "none"
+        lean.show(self._pages, on=len(kept) > PAGE)
         self.earlier.disabled = self._first == 0
         self.later.disabled = self._first + PAGE >= len(kept)
         fold = run_fold(kept, number or None, self._first, PAGE)

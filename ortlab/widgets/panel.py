@@ -5,13 +5,12 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
-import ipywidgets as widgets
-
 from ortlab.options import Options
 from ortlab.render import html, text
 from ortlab.render.lab_pages import lab_page
 from ortlab.render.rebuild_words import switch_words
 from ortlab.render.run_pages import ENGINE_NAMES, engine_words
+from ortlab.widgets import lean
 from ortlab.widgets.actions import Actions
 from ortlab.widgets.attendant import Attendant
 from ortlab.widgets.base import Looks, close_tree
@@ -25,7 +24,7 @@ from ortlab.widgets.ranks_part import RanksPart
 from ortlab.widgets.runs_part import RunsPart
 from ortlab.widgets.saved_form import SavedForm
 from ortlab.widgets.stash_explorer import StashExplorer
-from ortlab.widgets.style import PANEL, style_sheet
+from ortlab.widgets.style import PANEL
 from ortlab.widgets.switches import SwitchList
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 _panels: weakref.WeakKeyDictionary[Lab, weakref.ref[Panel]] = weakref.WeakKeyDictionary()
 
 
-class Panel(widgets.VBox):
+class Panel(lean.Column):
     """A lab in one column; the widget computes nothing, and every button is a method of the lab.
 
     Parameters
@@ -75,7 +74,7 @@ class Panel(widgets.VBox):
         self._built_for = ""
         self._looks = looks = Looks()
         self.header = Header(lab, looks)
-        self.engine = widgets.ToggleButtons(
+        self.engine = lean.ToggleButtons(
             options=_engines(lab.engine), value=lab.engine, description="Engine", layout=looks.layout
         )
         self.actions = Actions(looks)
@@ -87,13 +86,12 @@ class Panel(widgets.VBox):
         self._plans: PlanTable | None = None
         self._explorer: StashExplorer | None = None
         self._ranks: RanksPart | None = None
-        self._asked_for = widgets.VBox(layout=looks.layout)
+        self._asked_for = lean.Column(layout=looks.layout)
         self.switches = SwitchList(lab.have, self._switch_chosen, self._cost_of, lab.from_environment, looks)
         self.graph = GraphPart(lab, self.errors, looks)
         self.messages = MessageList(lambda: self.lab.messages, looks)
         super().__init__(
             [
-                style_sheet(looks),
                 Attendant(lab.name, looks),
                 self.header,
                 self.engine,
@@ -105,7 +103,8 @@ class Panel(widgets.VBox):
                 self.switches,
                 self.graph,
                 self.messages,
-            ]
+            ],
+            layout=looks.layout,
         )
         self.add_class(PANEL)
         self._saved = SavedForm(self, self.page)
@@ -197,6 +196,7 @@ class Panel(widgets.VBox):
 
     def _show_costs(self) -> None:
         """Show what a change of each switch takes now; that changes with what is built and what was measured."""
+        self._built_for = self.lab.pending.stage
         self.header.show_pending()
         self.switches.show(self.lab.options)
 
@@ -205,8 +205,7 @@ class Panel(widgets.VBox):
 
     def _show_status(self) -> None:
         self.header.show_status()
-        if self._built_for != (built := self.lab.pending.stage):
-            self._built_for = built
+        if self._built_for != self.lab.pending.stage:
             self._show_costs()
             self.messages.show()
 
@@ -287,10 +286,9 @@ class Panel(widgets.VBox):
         """End the panel: it follows the lab no more, and all its widgets go from kernel and browser."""
         self.closed = True
         self._unsubscribe()
-        for row in self.switches.all_rows:  # those of other groups are nobody's children now
-            close_tree(row)
         self.graph.let_go()
         close_tree(self)
+        self._looks.close()
 
 
 def panel(lab: Lab) -> Panel:

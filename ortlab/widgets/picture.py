@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import anywidget
 import traitlets
 
 from ortlab.render import plots
-from ortlab.widgets.static_files import compact
+from ortlab.widgets.part import Part, packed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from ortlab.widgets.base import Looks
 
 
-class Picture(anywidget.AnyWidget):  # type: ignore[misc]
+class Picture(Part):
     """A figure as inline SVG in the colours of the theme; nothing until `show`.
 
     Parameters
@@ -34,13 +33,11 @@ class Picture(anywidget.AnyWidget):  # type: ignore[misc]
         Name of the saved file, without its suffix.
     """
 
-    # Text and not a path: see RecordTable.
-    _esm = compact("picture.js")
-    svg = traitlets.Unicode().tag(sync=True)
+    svg = traitlets.Unicode().tag(sync=True, to_json=packed)
     file = traitlets.Unicode().tag(sync=True)
 
     def __init__(self, file: str, looks: Looks) -> None:
-        super().__init__(file=file, layout=looks.layout)
+        super().__init__(looks.script("picture.js"), file=file, layout=looks.layout)
 
     def show(self, figure: Figure, description: str) -> None:
         """Show a figure of `ortlab.render.plots`; `description` is for readers who do not see it."""

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from html import escape
 from operator import attrgetter
 from typing import TYPE_CHECKING
-
-import ipywidgets as widgets
 
 from ortlab.errors import OptionError
 from ortlab.memory.choice import Choice
 from ortlab.memory.free_sizes import arguments, free_sizes
 from ortlab.options import Options
 from ortlab.render import html, units
-from ortlab.render.page import Folded, Mark, Note, Page
+from ortlab.render.page import Mark, Note, Page
 from ortlab.render.plan_page import (
     NO_OPPORTUNITY,
     WHERE_KNOWN,
@@ -23,7 +22,9 @@ from ortlab.render.plan_page import (
     sizes_text,
     state_notes,
 )
+from ortlab.widgets import lean
 from ortlab.widgets.base import Looks
+from ortlab.widgets.fold import Fold
 from ortlab.widgets.record_table import Column, Content, Intents, Look, RecordTable, Slider
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ Choose = Callable[[tuple[str, ...]], None]
 """Called with the plans that `memory_plan` should hold."""
 
 
-class PlanTable(widgets.VBox):
+class PlanTable(lean.Column):
     """Plans of a model, largest predicted saving first; empty until `show_plan`.
 
     Parameters
@@ -49,6 +50,8 @@ class PlanTable(widgets.VBox):
         The plans that are shown, for the sizes of the sliders; None until `show_plan`.
     table
         The table: sorted, filtered, and ticked with its methods or in the browser.
+    report
+        What ORT itself says of the plans, under a heading that opens.
     """
 
     def __init__(self, on_choose: Choose, looks: Looks | None = None) -> None:
@@ -63,9 +66,11 @@ class PlanTable(widgets.VBox):
         self.table: RecordTable[PlanRow] = RecordTable(
             "Recompute plans", Intents(tick=self.tick, count=self.set_count, slide=self.set_size), hosted
         )
-        super().__init__([looks.html("<h5>Memory plan</h5>"), self.table, self._notes])
+        self._report = looks.html()
+        self.report = Fold("ORT's own report", self._report, self._draw_report, looks, layout=lean.hidden())
+        parts = [looks.html("<h5>Memory plan</h5>"), self.table, self._notes, self.report]
+        super().__init__(parts, layout=lean.hidden())
         self.add_class("ortlab-plans")
-        self.layout.display = "none"
 
     def show_plan(self, plan: MemoryPlan) -> None:
         """Show another plan; order and filter stay, and the sliders where they began at the same sizes."""
@@ -74,7 +79,7 @@ class PlanTable(widgets.VBox):
             self._sizes = {}
         self.plan = plan.at(**arguments(self._sizes)) if self._sizes else plan  # type: ignore[arg-type]
         self._refused = ""
-        self.layout.display = None
+        lean.show(self)
         self.show(self._options)
 
     def show(self, options: Options) -> None:
@@ -83,8 +88,10 @@ class PlanTable(widgets.VBox):
         if self.plan is None:
             return
         self.table.show(self._content(self.plan))
-        self.table.layout.display = None if self.plan.rows else "none"
+        lean.show(self.table, on=bool(self.plan.rows))
         self._notes.value = html.fragment(self._said(self.plan))
+        lean.show(self.report, on=bool(self.plan.report))
+        self._draw_report()
 
     def tick(self, config: str, on: bool) -> None:  # noqa: FBT001 - what a box says
         """Add a plan in all its places, or take it out; those that cannot act beside it go."""
@@ -173,8 +180,12 @@ class PlanTable(widgets.VBox):
         if set(asked) == set(self._options.memory_plan):  # what ORT has done with them is known
             notes += state_notes(plan)
         notes += missing_notes(plan)
-        report = (Folded("ORT's own report", plan.report),) if plan.report else ()
-        return Page("", (*notes, *report))
+        return Page("", tuple(notes))
+
+    def _draw_report(self) -> None:
+        """Write the report while it is open: it is longer than all else in a panel, and a saved notebook holds it."""
+        words = self.plan.report if self.plan is not None and self.report.is_open else ""
+        self._report.value = f'<pre class="ortlab-report">{escape(words)}</pre>' if words else ""
 
 
 _PLACES = "places"

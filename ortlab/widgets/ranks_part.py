@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-import ipywidgets as widgets
-
 from ortlab.render import html
 from ortlab.render.page import Note, Page
 from ortlab.render.ranks_page import RANK_COLUMNS, rank_cells, ranks_page
+from ortlab.widgets import lean
+from ortlab.widgets.attendant import Attendant
 from ortlab.widgets.base import Looks
 from ortlab.widgets.record_table import Column, Content, Intents, Look, Picker, RecordTable
-from ortlab.widgets.style import PANEL, style_sheet
+from ortlab.widgets.style import PANEL
 
 if TYPE_CHECKING:
     from ortlab.ranks.ranks import RankRun, Ranks
@@ -31,7 +31,7 @@ _VALUES: Final[tuple[Callable[[RankRun], float | str | None], ...]] = (
 """What each of `RANK_COLUMNS` is sorted by."""
 
 
-class RanksPart(widgets.VBox):
+class RanksPart(lean.Column):
     """What ranks have measured; empty until `show`.
 
     Parameters
@@ -56,8 +56,8 @@ class RanksPart(widgets.VBox):
         self._notes = looks.html()
         children: list[Any] = [looks.html("<h5>Ranks</h5>"), self.table, self._notes]
         if framed:
-            children.insert(0, style_sheet(looks))
-        super().__init__(children)
+            children.insert(0, Attendant("ranks", looks))
+        super().__init__(children, layout=lean.hidden())
         if framed:
             self.add_class(PANEL)
         self.show(None)
@@ -65,11 +65,11 @@ class RanksPart(widgets.VBox):
     def show(self, ranks: Ranks | None) -> None:
         """Show the ranks of a record, or nothing."""
         self.ranks = ranks
-        self.layout.display = "none" if ranks is None else None
+        lean.show(self, on=ranks is not None)
         if ranks is None:
             return
         rows = ranks.rows()
-        self.table.layout.display = None if rows else "none"
+        lean.show(self.table, on=bool(rows))
         self.table.show(
             Content(
                 records=rows,

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
-import anywidget
 import traitlets
 
 from ortlab.render import html
-from ortlab.widgets.static_files import compact, compacted
+from ortlab.widgets.lean import Layout
+from ortlab.widgets.part import Part, Script, packed
+from ortlab.widgets.static_files import compact, compacted_style
 
 if TYPE_CHECKING:
     from ortlab.widgets.base import Looks
@@ -163,7 +164,7 @@ class Content(Generic[Record]):
     count_column: str = ""
 
 
-class RecordTable(anywidget.AnyWidget, Generic[Record]):  # type: ignore[misc]
+class RecordTable(Part, Generic[Record]):
     """Rows of a record, a page at a time. All texts are made here; the browser draws them and sends intents back.
 
     Parameters
@@ -182,10 +183,7 @@ class RecordTable(anywidget.AnyWidget, Generic[Record]):  # type: ignore[misc]
         What the browser draws now: plain JSON types.
     """
 
-    # Text and not paths: anywidget would watch a path's file, and keep every widget that was ever made alive for that.
-    _esm = compact("record_table.js")
-    _css = compacted(html.STYLE) + RULES
-    table = traitlets.Dict().tag(sync=True)
+    table = traitlets.Dict().tag(sync=True, to_json=packed)
 
     def __init__(self, caption: str, intents: Intents, looks: Looks | None = None) -> None:
         self._caption = caption
@@ -196,7 +194,10 @@ class RecordTable(anywidget.AnyWidget, Generic[Record]):  # type: ignore[misc]
         self._filter = ""
         self._first = 0
         self._drawn = 0
-        super().__init__(**({} if looks is None else {"_css": ""}))
+        if looks is None:
+            super().__init__(Script("record_table.js", compacted_style(html.STYLE + RULES)))
+        else:
+            super().__init__(looks.script("record_table.js"), layout=Layout())
         self.on_msg(self._told)
 
     def show(self, content: Content[Record]) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-import ipywidgets as widgets
-
 from ortlab.render import html, plots
 from ortlab.render.page import Note, Page
 from ortlab.render.pages import compose
 from ortlab.render.run_pages import ledger_page, run_page
+from ortlab.widgets import lean
 from ortlab.widgets.fold import Fold
 from ortlab.widgets.picture import Picture
 from ortlab.widgets.record_table import Intents, RecordTable
@@ -28,7 +27,7 @@ COMPARED: Final = 12
 """Runs that are compared unless some are ticked: an interval takes some hundredths of a second."""
 
 
-class RunsPart(widgets.VBox):
+class RunsPart(lean.Column):
     """What was measured; empty words until there is a run.
 
     Parameters
@@ -61,8 +60,7 @@ class RunsPart(widgets.VBox):
             "Runs", Intents(tick=self.tick, choose=self.open_run), looks
         )
         self.picture = Picture("runs", looks)
-        self.chart = Fold("Chart", self.picture, self._draw_chart, looks)
-        self.chart.layout = widgets.Layout()  # its own, since it is hidden until there is a run
+        self.chart = Fold("Chart", self.picture, self._draw_chart, looks, layout=lean.hidden())
         parts = [
             looks.html("<h5>Runs</h5>"),
             self.table,
@@ -79,7 +77,7 @@ class RunsPart(widgets.VBox):
         """Show the runs as they are now."""
         runs = self._lab.runs
         for part in (self.table, self.chart):
-            part.layout.display = None if len(runs) else "none"
+            lean.show(part, on=bool(len(runs)))
         self.table.show(run_rows(runs, self.ticked, self._opened))
         notes = [block for block in ledger_page(runs, NOTES_SHOWN).blocks if isinstance(block, Note)]
         self._notes.value = html.fragment(Page("", tuple(notes)))

@@ -6,17 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-import ipywidgets as widgets
-
 from ortlab.memory.free_sizes import arguments, free_sizes
 from ortlab.memory.stash import KINDS
 from ortlab.render import html, text, units
 from ortlab.render.page import Folded, Mark, Note, Page
 from ortlab.render.stash_page import stash_notes, stash_page, total_sentence
+from ortlab.widgets import lean
+from ortlab.widgets.attendant import Attendant
 from ortlab.widgets.base import ErrorBox, Looks, close_tree
 from ortlab.widgets.record_table import Intents, Picker, RecordTable, Slider
 from ortlab.widgets.stash_rows import Row, activation_rows, effect_rows, group_rows, key_of, name_of
-from ortlab.widgets.style import PANEL, style_sheet
+from ortlab.widgets.style import PANEL
 
 if TYPE_CHECKING:
     from ortlab.memory.activations import PlanEffect, StashedActivation
@@ -29,7 +29,7 @@ _WITHIN: Final = "within"
 """Key of the view that lists those of one group."""
 
 
-class StashExplorer(widgets.VBox):
+class StashExplorer(lean.Column):
     """The stash in a table, and below it the plans that take something out of it; empty until `show`.
 
     Parameters
@@ -59,7 +59,7 @@ class StashExplorer(widgets.VBox):
     """
 
     def __init__(self, looks: Looks | None = None, *, framed: bool = False) -> None:
-        looks = looks or Looks()
+        self._looks = looks = looks or Looks()
         self.stash: Stash | None = None
         self.pointed: Callable[[Sequence[str]], None] = lambda _: None
         self.closed = False
@@ -79,10 +79,11 @@ class StashExplorer(widgets.VBox):
         self.plans: RecordTable[PlanEffect] = RecordTable(
             "Plans and what they remove", Intents(choose=self.choose_plan), looks
         )
-        self.look = widgets.Button(
-            description="Which plan removes what",
-            tooltip="Applies each recompute plan alone, in a session that never runs: some tenths of a second each",
+        self.look = looks.button(
+            "Which plan removes what",
+            "Applies each recompute plan alone, in a session that never runs: some tenths of a second each",
         )
+        self.look.layout = lean.Layout()  # its own, since it is not always shown
         self.look.on_click(lambda _: self._look_for_plans())
         buttons = looks.row(self.look)
         self._notes = looks.html()
@@ -97,11 +98,10 @@ class StashExplorer(widgets.VBox):
             self._notes,
         ]
         if framed:
-            children.insert(0, style_sheet(looks))
-        super().__init__(children)
+            children.insert(0, Attendant("stash", looks))
+        super().__init__(children, layout=lean.hidden())
         if framed:
             self.add_class(PANEL)
-        self.layout.display = "none"
 
     def show(self, stash: Stash, read_plans: Callable[[], Stash] | None = None) -> None:
         """Show a stash.
@@ -118,7 +118,7 @@ class StashExplorer(widgets.VBox):
         self._sizes = {}
         self._within = None
         self._view = stash.shown_by
-        self.layout.display = None
+        lean.show(self)
         self._draw()
 
     # ---- what the user wants ----------------------------------------------------------------------------------
@@ -207,8 +207,8 @@ class StashExplorer(widgets.VBox):
         self.plans.show(
             effect_rows(stash, self._plan, () if self._chosen is None else self._chosen.plans or ())
         )
-        self.plans.layout.display = None if stash.effects else "none"
-        self.look.layout.display = "none" if stash.effects or self._read_plans is None else None
+        lean.show(self.plans, on=bool(stash.effects))
+        lean.show(self.look, on=not stash.effects and self._read_plans is not None)
         self._details.value = html.fragment(Page("", self._detail_notes(stash)))
         self._notes.value = html.fragment(Page("", (Note(total_sentence(stash)), *stash_notes(stash))))
 
@@ -277,6 +277,7 @@ class StashExplorer(widgets.VBox):
         """End the explorer: all its widgets go from kernel and browser."""
         self.closed = True
         close_tree(self)
+        self._looks.close()
 
 
 def _removed_by(row: StashedActivation) -> str:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ortlab.render import html
 from ortlab.widgets.record_table import RULES
 from ortlab.widgets.static_files import compacted_style
-
-if TYPE_CHECKING:
-    import ipywidgets as widgets
-
-    from ortlab.widgets.base import Looks
 
 PANEL: Final = "ortlab-panel"
 """Class of the panel's outermost element; every rule below stands under it."""
 
 _RULES = """\
 .ortlab-panel { border: 1px solid var(--jp-border-color1, #bdbdbd); border-radius: 6px; padding: 12px 16px;
-  max-width: 1040px; box-sizing: border-box; overflow: visible; }
+  max-width: 1040px; box-sizing: border-box; overflow: visible; position: relative; }
+.ortlab-panel.ortlab-waits::after { content: "Waiting for the kernel"; position: absolute; z-index: 3;
+  top: 0; left: 0; right: 0; padding: 0 16px; border-top: 3px solid var(--jp-brand-color1, #1976d2);
+  border-radius: 6px 6px 0 0; font-size: 10px; line-height: 1.2; text-align: right; color: transparent;
+  pointer-events: none; animation: ortlab-late 0s .6s forwards; }
+@keyframes ortlab-late { to { color: var(--jp-ui-font-color1, inherit); } }
 .ortlab-panel .widget-html-content { line-height: 1.45; font-size: 13px; }
 .ortlab-panel .widget-html, .ortlab-panel .widget-html-content { min-width: 0; max-width: 100%; }
 .ortlab-panel > .widget-html > .widget-html-content { width: 100%; }
@@ -69,9 +69,10 @@ _RULES = """\
   flex: 0 1 190px; }
 .ortlab-panel .ortlab-filters .widget-label { width: auto; margin-right: 6px; }
 .ortlab-panel details { margin: 2px 0; }
+.ortlab-panel .ortlab-report { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 24em;
+  overflow: auto; font-size: 12px; line-height: 1.4; }
 .ortlab-panel .ortlab-messages details > .ortlab-scroll { max-height: 420px; overflow: auto; }
 .ortlab-panel summary { cursor: pointer; }
-.ortlab-panel .ortlab-sheet { display: none; }
 .ortlab-panel .ortlab-error > .widget-html { flex: 1 1 auto; width: auto; }
 .ortlab-panel .ortlab-error { border-left: 4px solid var(--jp-error-color1, #d32f2f); padding: 6px 12px;
   align-items: flex-start; overflow: visible; }
@@ -120,11 +121,5 @@ _RULES = """\
 .ortlab-panel.ortlab-narrow .ortlab-filters > * { flex: 1 1 100%; }
 """
 
-_SHEET: Final = f"<style>\n{compacted_style(html.STYLE + _RULES + RULES)}</style>"
-
-
-def style_sheet(looks: Looks) -> widgets.HTML:
-    """Make the style element that a panel carries with it; it takes no room."""
-    sheet = looks.html(_SHEET)
-    sheet.add_class("ortlab-sheet")
-    return sheet
+SHEET: Final = compacted_style(html.STYLE + _RULES + RULES)
+"""Style sheet of a panel and of all that stands in it."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import ipywidgets as widgets
 from ipywidgets.widgets.widget_bool import CheckboxStyle
 from ipywidgets.widgets.widget_description import DescriptionStyle
 from ipywidgets.widgets.widget_string import TextStyle
@@ -13,7 +12,11 @@ from ipywidgets.widgets.widget_string import TextStyle
 from ortlab.options import Group, Need, Options, Switch, switches, unmet
 from ortlab.render.option_pages import value_text
 from ortlab.switches import Value
-from ortlab.widgets.base import Looks, prose
+from ortlab.widgets import lean
+from ortlab.widgets.base import Looks, close_tree, prose
+
+if TYPE_CHECKING:
+    import ipywidgets as widgets
 
 Change = Callable[[str, Value], None]
 """Called with a switch's name and the value that the user chose."""
@@ -24,7 +27,7 @@ Cost = Callable[[str], str]
 _DEFAULTS: Final = Options()
 
 
-class SwitchRow(widgets.Box):
+class SwitchRow(lean.Box):
     """One switch: its control, its help, what a change takes, and why it cannot act.
 
     Parameters
@@ -105,8 +108,10 @@ class SwitchRow(widgets.Box):
             self._on_change(self.switch.name, change["new"])
 
 
-class SwitchList(widgets.VBox):
-    """The switches of one group at a time, chosen by buttons; rows are made when their group is first shown.
+class SwitchList(lean.Column):
+    """The switches of one group at a time, chosen by buttons; the rows of a group that is left are closed.
+
+    A saved notebook holds all rows that there are: those of all groups would be most of it.
 
     Attributes
     ----------
@@ -131,22 +136,23 @@ class SwitchList(widgets.VBox):
         self._looks = looks
         self._options = _DEFAULTS
         self._relabelling = False
-        self._rows: dict[Group, tuple[SwitchRow, ...]] = {}
-        self.groups = widgets.ToggleButtons(
+        self._rows: tuple[SwitchRow, ...] = ()
+        self._shown: Group | None = None
+        self.groups = lean.ToggleButtons(
             options=[(group.value.capitalize(), group) for group in Group],
             value=Group.COMPUTE,
             description="Switches",
             layout=looks.layout,
         )
         self.reset = looks.button("All to defaults", "Set every switch to its default")
-        self._body = widgets.VBox(layout=looks.layout)
+        self._body = lean.Column(layout=looks.layout)
         super().__init__([looks.row(self.groups, self.reset), self._body], layout=looks.layout)
         self.groups.observe(self._show_group, "value")
 
     def row(self, name: str) -> SwitchRow:
-        """Row of a switch, made if need be."""
-        group = next(one.group for one in switches() if one.name == name)
-        return next(row for row in self._rows_of(group) if row.switch.name == name)
+        """Show the group of a switch, and return its row."""
+        self.groups.value = next(one.group for one in switches() if one.name == name)
+        return next(row for row in self._rows if row.switch.name == name)
 
     def show(self, options: Options) -> None:
         """Show the values that `options` have."""
@@ -165,40 +171,24 @@ class SwitchList(widgets.VBox):
                 self.groups.value = chosen
             finally:
                 self._relabelling = False
-        for rows in self._rows.values():
-            for row in rows:
-                row.show(options)
+        for row in self._rows:
+            row.show(options)
         self._show_group()
 
     def _show_group(self, _change: Any = None) -> None:
-        if self._relabelling:
+        if self._relabelling or self._shown is self.groups.value:
             return
-        rows = self._rows_of(self.groups.value)
-        if self._body.children != rows:
-            self._body.children = rows
+        before, self._shown = self._rows, self.groups.value
+        self._rows = tuple(self._row_of(one) for one in switches() if one.group is self._shown)
+        self._body.children = self._rows
+        for row in before:
+            close_tree(row, self._looks)
 
-    def _rows_of(self, group: Group) -> tuple[SwitchRow, ...]:
-        if group not in self._rows:
-            declared = [one for one in switches() if one.group is group]
-            self._rows[group] = tuple(
-                SwitchRow(
-                    one,
-                    self._have,
-                    self._on_change,
-                    self._cost,
-                    self._looks,
-                    self._variables.get(one.name, ""),
-                )
-                for one in declared
-            )
-            for row in self._rows[group]:
-                row.show(self._options)
-        return self._rows[group]
-
-    @property
-    def all_rows(self) -> tuple[SwitchRow, ...]:
-        """Rows made so far, shown or not: the panel closes them."""
-        return tuple(row for rows in self._rows.values() for row in rows)
+    def _row_of(self, switch: Switch) -> SwitchRow:
+        variable = self._variables.get(switch.name, "")
+        row = SwitchRow(switch, self._have, self._on_change, self._cost, self._looks, variable)
+        row.show(self._options)
+        return row
 
 
 def _group_label(group: Group, changed: int) -> str:
@@ -207,20 +197,20 @@ def _group_label(group: Group, changed: int) -> str:
 
 
 def _control(switch: Switch, looks: Looks) -> widgets.ValueWidget:
-    named: dict[str, Any] = {"description": switch.name, "tooltip": switch.help, "layout": looks.layout}
+    named: dict[str, Any] = {"description": switch.name, "layout": looks.layout}
     if switch.type is bool:
-        return widgets.Checkbox(indent=False, style=looks.style(CheckboxStyle), **named)
+        return lean.Checkbox(indent=False, style=looks.style(CheckboxStyle), **named)
     named["style"] = looks.style(TextStyle if _is_typed(switch) else DescriptionStyle)
     if switch.choices:
-        kind = widgets.SelectMultiple if switch.type is tuple else widgets.Dropdown
+        kind = lean.SelectMultiple if switch.type is tuple else lean.Dropdown
         control = kind(options=[(value_text(choice), choice) for choice in switch.choices], **named)
         if switch.type is tuple:
             control.rows = len(switch.choices)
         return control
     if switch.type is int:
-        return widgets.IntText(continuous_update=False, **named)
+        return lean.IntText(continuous_update=False, **named)
     hint = "none; separate several by commas" if switch.type is tuple else "none"
-    return widgets.Text(continuous_update=False, placeholder=hint, **named)
+    return lean.Text(continuous_update=False, placeholder=hint, **named)
 
 
 def _is_typed(switch: Switch) -> bool:

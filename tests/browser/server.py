@@ -66,6 +66,10 @@ class JupyterServer:
             "@jupyterlab/apputils-extension/notification", {"fetchNews": "false", "checkForUpdates": False}
         )
 
+    def keep_widgets(self) -> None:
+        """Save notebooks of pages opened from now on with the state of their widgets."""
+        self._write("@jupyter-widgets/jupyterlab-manager/plugin", {"saveState": True})
+
     def _write(self, plugin: str, values: dict[str, object]) -> None:
         file = self.settings / f"{plugin}.jupyterlab-settings"
         file.parent.mkdir(parents=True, exist_ok=True)

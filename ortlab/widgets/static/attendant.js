@@ -11,6 +11,8 @@ const PAUSE = 60; // ms without a change before the elements are looked at: many
 
 const NARROW = 560; // px of the panel, not of the window
 
+const HERE = ".ortlab-save, .ortlab-graph"; // what the browser does alone, and what says itself that it waits
+
 function set(node, name, value) {
   if (node.getAttribute(name) !== value) node.setAttribute(name, value);
 }
@@ -64,7 +66,7 @@ function pathOf(node, panel) {
   return path;
 }
 
-function render({ model, el }) {
+export function render({ model, el }) {
   const lost = document.createElement("p");
   lost.className = "ortlab-lost";
   lost.setAttribute("role", "alert");
@@ -83,6 +85,7 @@ function render({ model, el }) {
     if (gone !== Boolean(lost.textContent)) {
       lost.hidden = !gone;
       lost.textContent = gone ? LOST : "";
+      if (gone) waits(false);
       for (const child of panel.children) if (!child.contains(el)) child.inert = gone;
     }
     if (held === null || document.activeElement !== document.body) return;
@@ -93,6 +96,25 @@ function render({ model, el }) {
     clearTimeout(due);
     due = setTimeout(look, PAUSE);
   };
+  // A click is answered at once: the panel says that it waits until the kernel has done all that was asked for before.
+  // The kernel takes messages in order, so this one, sent after that of the click, comes back when that is done.
+  const name = Math.random().toString(36).slice(2);
+  let asked = 0;
+  const waits = (on) => {
+    panel.classList.toggle("ortlab-waits", on);
+    set(panel, "aria-busy", String(on));
+  };
+  const ask = (event) => {
+    const control = event.target.closest(event.type === "click" ? "button" : "input, select");
+    if (control === null || control.disabled || control.closest(HERE) !== null || lost.textContent) return;
+    asked += 1;
+    waits(true);
+    setTimeout(() => model.send({ asked: `${name} ${asked}` }));
+  };
+  const answered = (message) => {
+    if (message.answered === `${name} ${asked}`) waits(false);
+  };
+  model.on("msg:custom", answered);
   const changes = new MutationObserver(soon);
   const entered = (event) => {
     held = event.target;
@@ -114,6 +136,8 @@ function render({ model, el }) {
       });
       panel.addEventListener("focusin", entered);
       panel.addEventListener("focusout", left);
+      panel.addEventListener("click", ask);
+      panel.addEventListener("change", ask);
       document.addEventListener("pointerdown", pressed, true);
     }
     soon();
@@ -127,8 +151,9 @@ function render({ model, el }) {
     document.removeEventListener("pointerdown", pressed, true);
     panel?.removeEventListener("focusin", entered);
     panel?.removeEventListener("focusout", left);
+    panel?.removeEventListener("click", ask);
+    panel?.removeEventListener("change", ask);
+    model.off("msg:custom", answered);
     model.off("change:name", soon);
   };
 }
-
-export default { render };

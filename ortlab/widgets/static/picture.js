@@ -58,7 +58,7 @@ function button(text, act) {
   return made;
 }
 
-function render({ model, el }) {
+export function render({ model, el }, { unpack }) {
   const frame = document.createElement("div");
   frame.className = "ortlab-scroll";
   const drawing = () => frame.querySelector("svg");
@@ -70,13 +70,14 @@ function render({ model, el }) {
   );
   el.classList.add("ortlab");
   el.append(frame, buttons);
-  function draw() {
-    frame.innerHTML = model.get("svg");
+  async function draw() {
+    const shown = model.get("svg");
+    const svg = await unpack(shown);
+    if (shown !== model.get("svg")) return; // a later one has come meanwhile
+    frame.innerHTML = svg ?? "";
     el.hidden = drawing() === null;
   }
   model.on("change:svg", draw);
   draw();
   return () => model.off("change:svg", draw);
 }
-
-export default { render };

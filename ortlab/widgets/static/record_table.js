@@ -16,11 +16,12 @@ function make(tag, props = {}, ...children) {
   return node;
 }
 
-function render({ model, el }) {
+export function render({ model, el }, { unpack }) {
   const send = (act, ...values) => model.send({ do: act, with: values });
   const sliders = new Map();
   let typing = 0;
   let asked = null; // the filter that was sent, until it is answered
+  let view = null; // what was sent last
   let drawn = ""; // what the rows below show
   let takeBack = []; // sets a control to what its row says
 
@@ -48,7 +49,7 @@ function render({ model, el }) {
   const sendFilter = () => {
     clearTimeout(typing);
     typing = 0;
-    if (filter.value === (asked ?? model.get("table").filter)) return;
+    if (filter.value === (asked ?? view?.filter)) return;
     asked = filter.value;
     send("filter", asked);
   };
@@ -189,7 +190,7 @@ function render({ model, el }) {
     sliderBox.hidden = wanted.length === 0;
   }
 
-  function drawTools(view) {
+  function drawTools() {
     filter.setAttribute("aria-label", `Filter ${view.noun}`);
     if (!typing && asked === null && filter.value !== view.filter) filter.value = view.filter;
     found.textContent = view.found;
@@ -207,9 +208,11 @@ function render({ model, el }) {
     pages.hidden = !view.pages.earlier && !view.pages.later;
   }
 
-  function draw() {
-    const view = model.get("table");
-    if (!view.columns) return;
+  async function draw() {
+    const packed = model.get("table");
+    const sent = await unpack(packed);
+    if (sent === null || packed !== model.get("table")) return; // a later one has come meanwhile
+    view = sent;
     if (view.filter === asked) asked = null;
     const content = JSON.stringify({ ...view, drawn: 0 });
     if (content === drawn) {
@@ -239,7 +242,7 @@ function render({ model, el }) {
       make("tbody", {}, ...view.rows.map((row) => line(row, view))),
       ...(view.totals.length ? [make("tfoot", {}, totals)] : []),
     );
-    drawTools(view);
+    drawTools();
     drawSliders(view.sliders);
     if (at !== undefined) {
       const again = [...root.querySelectorAll("[data-at]")].find((node) => node.dataset.at === at);
@@ -255,5 +258,3 @@ function render({ model, el }) {
     model.off("change:table", draw);
   };
 }
-
-export default { render };
