@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from ortlab.graphs.diff import GraphDiff
+    from ortlab.widgets.graph_view import GraphView
 
 _DIFF = Parser("%ort_diff")
 _DIFF.add_argument("what", nargs="*", metavar="STAGE|option=value")
 _DIFF.add_argument("--against", nargs="+", default=[], metavar="option=value")
 _DIFF.add_argument("--stage", metavar="STAGE")
 _DIFF.add_argument("--part", metavar="PART")
+_DIFF.add_argument("--view", action="store_true")
 _DIFF.add_lab()
 
 
@@ -35,13 +37,13 @@ class GraphMagics(Magics):
     @line_magic
     @no_var_expand
     @command(_DIFF)
-    def ort_diff(self, args: argparse.Namespace) -> GraphDiff:
+    def ort_diff(self, args: argparse.Namespace) -> GraphDiff | GraphView:
         """Show what is different between two graphs: two stages of the build, or one stage with other switches.
 
         ::
 
-            %ort_diff STAGE STAGE [--part PART] [--lab NAME]
-            %ort_diff option=value ... [--against option=value ...] [--stage STAGE] [--part PART] [--lab NAME]
+            %ort_diff STAGE STAGE [--part PART] [--view] [--lab NAME]
+            %ort_diff option=value ... [--against option=value ...] [--stage STAGE] [--part PART] [--view] [--lab NAME]
 
         Arguments:
 
@@ -50,6 +52,7 @@ class GraphMagics(Magics):
         - ``--against option=value ...``: what they are compared with; the lab as it is set if not given.
         - ``--stage STAGE``: which graph is compared, ``execution`` if not given.
         - ``--part PART``: path of the part to look at, where several parts of the model are wrapped.
+        - ``--view``: draw both graphs node by node, what is different marked, in a view that is searched and clicked.
         - ``--lab NAME``: variable of the lab; the one wrapped last if not given.
 
         What is not built yet is built: the last step runs once from its start, in PyTorch. Afterwards, also when it
@@ -72,7 +75,7 @@ class GraphMagics(Magics):
                     "%ort_diff compares two stages, or sets of switches.",
                     fix="%ort_diff gradient execution, or %ort_diff memory_level=1 --stage execution",
                 )
-            return lab.graph_diff(*stages, part=args.part)
+            return _shown(lab.graph_diff(*stages, part=args.part), in_view=args.view)
         sides = [arguments.configurations([words], variables) for words in (args.against, args.what) if words]
         if any(len(side) != 1 for side in sides):
             raise ArgumentError(
@@ -80,4 +83,14 @@ class GraphMagics(Magics):
                 fix="%ort_diff memory_level=1 --against memory_level=2",
             )
         before, after = (sides[0][0], sides[1][0]) if args.against else ({}, sides[0][0])
-        return lab.graph_diff(before, after, stage=args.stage or "", part=args.part)
+        return _shown(
+            lab.graph_diff(before, after, stage=args.stage or "", part=args.part), in_view=args.view
+        )
+
+
+def _shown(difference: GraphDiff, *, in_view: bool) -> GraphDiff | GraphView:
+    if not in_view:
+        return difference
+    from ortlab.widgets.graph_display import show_graph
+
+    return show_graph(difference)

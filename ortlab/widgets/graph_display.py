@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
-from ortlab.errors import BuildError, OrtlabError
+from ortlab.errors import BuildError, OptionError, OrtlabError
+from ortlab.graphs.diff import GraphDiff
 from ortlab.graphs.stages import STAGES, Graph
 from ortlab.memory.recompute import COPY
 from ortlab.memory.recompute_places import EVERYWHERE
-from ortlab.widgets.graph_view import HEIGHT, HOPS, GraphView
+from ortlab.widgets.graph_source import HOPS, GraphSource
+from ortlab.widgets.graph_view import HEIGHT, GraphView
 
 if TYPE_CHECKING:
     from ortlab.graph_lab import Mode
@@ -20,14 +22,14 @@ if TYPE_CHECKING:
 _of_labs: WeakKeyDictionary[Lab, dict[tuple[str, str | None, str | None], ref[GraphView]]] = (
     WeakKeyDictionary()
 )
-_of_graphs: WeakValueDictionary[tuple[str, str], GraphView] = WeakValueDictionary()
+_of_graphs: WeakValueDictionary[tuple[str, ...], GraphView] = WeakValueDictionary()
 
 _BUILDS: Final = {"export", "graph", "session"}
 
 
 def show_graph(
-    source: Lab | Graph,
-    stage: str = "execution",
+    source: Lab | Graph | GraphDiff,
+    stage: str = "",
     part: str | None = None,
     *,
     mode: Mode | None = None,
@@ -44,9 +46,13 @@ def show_graph(
     Parameters
     ----------
     source
-        A lab, or one graph: of `lab.graph(...)` or `ortlab.open_graph(...)`.
-    stage, part, mode
-        As for `lab.graph`; the view lets choose among the stages. Of no meaning for one graph.
+        A lab; or one graph, of `lab.graph(...)` or `ortlab.open_graph(...)`; or a difference, of `lab.graph_diff(...)`,
+        whose two graphs are shown with what was added, removed, moved, changed and fused marked in them.
+    stage
+        As for `lab.graph`, "execution" if it is left out; the view lets choose among them. Of a difference "before" or
+        "after", which is shown first: by default what came after, if it has marks. Of no meaning for one graph.
+    part, mode
+        As for `lab.graph`.
     around
         Name of a node: only its neighbourhood is drawn.
     hops
@@ -66,7 +72,8 @@ def show_graph(
     OptionError
         If there is no such stage, part or node.
     BuildError
-        If nothing has been built yet for the present options.
+        If nothing has been built yet for the present options, or a difference has no graphs since it was read from a
+        file.
 
     Examples
     --------
@@ -74,9 +81,13 @@ def show_graph(
     >>> view.select(["/encoder/layer.0/attention/MatMul"])
     >>> view.selected
     ['/encoder/layer.0/attention/MatMul']
+    >>> ortlab.show_graph(lab.graph_diff(memory_level=1))
     """
     if isinstance(source, Graph):
         return _of_graph(source, around=around, hops=hops, group=group, height=height)
+    if isinstance(source, GraphDiff):
+        return _of_diff(source, stage, around=around, hops=hops, group=group, height=height)
+    stage = stage or "execution"
     lab_ref = ref(source)
 
     def read(wanted: str) -> Graph:
@@ -91,7 +102,7 @@ def show_graph(
     if known is not None and not known.closed:
         known.show(stage, around=around, hops=hops, group=group)
         return known
-    view = GraphView(read, tuple(STAGES), stage, around=around, hops=hops, group=group, height=height)
+    view = GraphView(GraphSource(STAGES, read), stage, around=around, hops=hops, group=group, height=height)
     view.ends_with(source.observe(_follower(lab_ref, ref(view))))
     views[key] = ref(view)
     return view
@@ -159,9 +170,33 @@ def _of_graph(graph: Graph, *, around: str, hops: int, group: str, height: int) 
     if known is not None and not known.closed:
         known.show(graph.stage, around=around, hops=hops, group=group)
         return known
-    view = GraphView(
-        lambda _: graph, (graph.stage,), graph.stage, around=around, hops=hops, group=group, height=height
-    )
+    alone = GraphSource({graph.stage: STAGES.get(graph.stage, "")}, lambda _: graph)
+    view = GraphView(alone, graph.stage, around=around, hops=hops, group=group, height=height)
+    _of_graphs[key] = view
+    return view
+
+
+def _of_diff(diff: GraphDiff, side: str, *, around: str, hops: int, group: str, height: int) -> GraphView:
+    if not diff.graphs:
+        raise BuildError(
+            "This difference has no graphs to show.",
+            why="It was read from a file, which holds the differences only.",
+            fix="Compare again: lab.graph_diff(...).",
+        )
+    titles = {"before": diff.before.name, "after": diff.after.name}
+    before, after = diff.colours()
+    side = side or ("before" if before and not after else "after")
+    if side not in titles:
+        raise OptionError(f"A difference has no side {side!r}.", fix='Choose "before" or "after".')
+    key = "difference", *(part for one in (diff.before, diff.after) for part in (one.name, one.digest))
+    known = _of_graphs.get(key)
+    if known is not None and not known.closed:
+        known.show(side, around=around, hops=hops, group=group)
+        return known
+    graphs = dict(zip(titles, diff.graphs, strict=True))
+    colours = {"before": before, "after": after}
+    source = GraphSource(titles, graphs.__getitem__, colours.__getitem__)
+    view = GraphView(source, side, around=around, hops=hops, group=group, height=height)
     _of_graphs[key] = view
     return view
 

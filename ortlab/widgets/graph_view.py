@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-import anywidget
 import traitlets
 
 from ortlab.errors import OptionError, OrtlabError
 from ortlab.graphs.scopes import node_names
-from ortlab.graphs.stages import STAGES
 from ortlab.render import graph_picture, html, text
 from ortlab.render.pages import compose
 from ortlab.viewer.document import SANDBOX
 from ortlab.viewer.embedded import EmbeddedGraph, drawn
 from ortlab.widgets.base import close_tree
+from ortlab.widgets.graph_marks import MARKED, counted
+from ortlab.widgets.graph_source import GROUPS, HOPS, GraphSource, Wanted
+from ortlab.widgets.part import Part, Script
 from ortlab.widgets.saved_form import SavedForm
-from ortlab.widgets.static_files import compact
+from ortlab.widgets.static_files import compact, compacted_style
 from ortlab.widgets.style import PANEL
 
 if TYPE_CHECKING:
@@ -27,44 +28,23 @@ if TYPE_CHECKING:
     from ortlab.render.page import Page
     from ortlab.viewer.document import Document
 
-HOPS: Final = 2
-"""How far the neighbourhood of a node reaches, unless another number is asked for."""
-
-GROUPS: Final = {"auto": "grouped if it is large", "module": "grouped by module", "none": "every node"}
-"""How a whole graph is drawn: what `group` takes, and its words in the browser."""
-
-MARKED: Final = "#d6336c"
-"""Colour of the nodes that `highlight` marks."""
-
 HEIGHT: Final = 560
 
 PATIENCE_MS: Final = 60_000
 """How long a page may take to be drawn, reading and painting included, from when it is first seen."""
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    """What shall be shown; the fields are `GraphView`'s parameters."""
-
-    stage: str
-    around: str
-    hops: int
-    group: str
-
-
-class GraphView(anywidget.AnyWidget):  # type: ignore[misc]
+class GraphView(Part):
     """A graph drawn by netron in a sandboxed frame, without a server: click a node, and `selected` holds its name.
 
     `ortlab.show_graph` makes one.
 
     Parameters
     ----------
-    read
-        Returns the graph of a stage.
-    stages
-        Stages to choose from.
+    source
+        The graphs to choose from.
     stage
-        The stage that is shown at first.
+        Name of the one that is shown at first.
     around
         Name of a node: only its neighbourhood is drawn.
     hops
@@ -96,9 +76,6 @@ class GraphView(anywidget.AnyWidget):  # type: ignore[misc]
         If there is no graph of the stage.
     """
 
-    # Text and not a path: see RecordTable.
-    _esm = compact("graph_view.js")
-    _css = html.STYLE + compact("graph_view.css")
     selected = traitlets.List(traitlets.Unicode()).tag(sync=True)
     marks = traitlets.Dict().tag(sync=True)
     sought = traitlets.Dict().tag(sync=True)
@@ -106,8 +83,7 @@ class GraphView(anywidget.AnyWidget):  # type: ignore[misc]
 
     def __init__(
         self,
-        read: Callable[[str], Graph],
-        stages: Sequence[str],
+        source: GraphSource,
         stage: str,
         *,
         around: str = "",
@@ -117,15 +93,15 @@ class GraphView(anywidget.AnyWidget):  # type: ignore[misc]
     ) -> None:
         self.closed = False
         self._end: Callable[[], None] = lambda: None
-        self._read = read
-        self._stages = tuple(stages)
+        self._source = source
         self._height = height
         self._number = self._drawn = 0
         self._problem = self._stale = self._failure = ""
-        self._wanted = _Wanted(stage, around, hops, group)
+        self._wanted = Wanted(stage, around, hops, group)
         self.graph, self._document = self._made(self._wanted)
-        super().__init__()
+        super().__init__(Script("graph_view.js", compacted_style(html.STYLE + compact("graph_view.css"))))
         self.add_class(PANEL)
+        self.marks = dict(source.colours(stage)) if source.colours else {}
         self._saved = SavedForm(self, self.page, dated=False)
         self.on_msg(self._told)
         self._show()
@@ -139,8 +115,9 @@ class GraphView(anywidget.AnyWidget):  # type: ignore[misc]
 
     @stage.setter
     def stage(self, stage: str) -> None:
-        if stage not in self._stages:
-            raise OptionError(f"There is no stage {stage!r} here.", fix=f"Stages: {', '.join(self._stages)}.")
+        if stage not in self._source.titles:
+            known = ", ".join(self._source.titles)
+            raise OptionError(f"There is no stage {stage!r} here.", fix=f"Stages: {known}.")
         self._draw(replace(self._wanted, stage=stage, around=""))
 
     @property
@@ -155,7 +132,7 @@ class GraphView(anywidget.AnyWidget):  # type: ignore[misc]
 
     def show(self, stage: str, *, around: str = "", hops: int = HOPS, group: str = "auto") -> None:
         """Show what a new view with these parameters would, read again."""
-        self._draw(_Wanted(stage, around, hops, group))
+        self._draw(Wanted(stage, around, hops, group))
 
     def around(self, name: str = "", hops: int = HOPS) -> None:
         """Draw the neighbourhood of a node only, and select the node.
@@ -224,6 +201,7 @@ class GraphView(anywidget.AnyWidget):  # type: ignore[misc]
         """
         self._check(names)
         self.marks = dict(names) if isinstance(names, Mapping) else dict.fromkeys(names, MARKED)
+        self._show()
 
     def search(self, words: str) -> None:
         """Write into the search box of the view: it lists the nodes whose name or operator has all these words."""
@@ -243,7 +221,7 @@ class GraphView(anywidget.AnyWidget):  # type: ignore[misc]
             Whether the next step builds another graph.
         """
         try:
-            changed = not rebuild_is_due and self._read(self.stage).digest != self.graph.digest
+            changed = not rebuild_is_due and self._source.read(self.stage).digest != self.graph.digest
         except OrtlabError as error:
             stale = f"There is no such graph any more. {error}"
         else:
@@ -288,11 +266,11 @@ class GraphView(anywidget.AnyWidget):  # type: ignore[misc]
 
     # ---- what is drawn ----------------------------------------------------------------------------------------
 
-    def _made(self, wanted: _Wanted) -> tuple[Graph, Document]:
-        graph = self._read(wanted.stage)
+    def _made(self, wanted: Wanted) -> tuple[Graph, Document]:
+        graph = self._source.read(wanted.stage)
         return graph, drawn(graph, around=wanted.around, hops=wanted.hops, group=wanted.group)
 
-    def _draw(self, wanted: _Wanted) -> None:
+    def _draw(self, wanted: Wanted) -> None:
         """Show something else; if that fails everything stays as it is."""
         self.graph, self._document = self._made(wanted)
         self._wanted = wanted
@@ -300,7 +278,8 @@ class GraphView(anywidget.AnyWidget):  # type: ignore[misc]
         self._number += 1
         present = set(self.names)
         self.selected = [name for name in self.selected if name in present]
-        self.marks = {name: kind for name, kind in self.marks.items() if name in present}
+        marks = self._source.colours(wanted.stage) if self._source.colours else self.marks
+        self.marks = {name: kind for name, kind in marks.items() if name in present}
         self._show()
         self._saved.renew()
 
@@ -311,12 +290,13 @@ class GraphView(anywidget.AnyWidget):  # type: ignore[misc]
             "drawn": self._drawn,
             "number": self._number,
             "title": graph_picture.description(self.graph),
-            "stages": [[stage, f"{stage}: {STAGES.get(stage, '')}"] for stage in self._stages],
+            "stages": [[name, f"{name}: {title}"] for name, title in self._source.titles.items()],
             "stage": self.stage,
             "groups": [list(pair) for pair in GROUPS.items()],
             "group": self._wanted.group,
             "around": self._wanted.around,
             "reduced": self.reduced,
+            "marked": counted(self.marks.values()),
             "why": f"{why} {_INSTEAD}" if why else "",
             "still": graph_picture.picture(self.graph, marks=self.marks) if why else "",
             "problem": self._problem,

@@ -19,6 +19,9 @@ def test_stages_and_switches_are_compared(stepped_shell):
     assert (one.before.name, one.after.name) == ("opset=16", "opset=20")
     stepped_shell.user_ns["old"] = {"opset": 16}
     assert stepped_shell.run("%ort_diff opset=20 --against $old --stage exported") == one
+    view = stepped_shell.run("%ort_diff processed optimized --view")
+    assert view.marks == stages.colours()[1]
+    view.close()
     assert len(lab.runs) == 1
 
 

@@ -6,13 +6,15 @@ import gc
 import json
 import shutil
 import weakref
+from collections import Counter
 
 import pytest
 import torch
 from ipywidgets.widgets.widget import _instances as open_widgets
 
 import ortlab
-from ortlab.errors import InstallError, OptionError
+from ortlab.errors import BuildError, InstallError, OptionError
+from ortlab.graphs.diff import GraphDiff
 from ortlab.graphs.stages import STAGES
 from ortlab.render import html, text
 from ortlab.viewer import bundle as bundles
@@ -58,8 +60,7 @@ def test_the_page_is_sent_when_it_is_asked_for_and_is_in_no_trait(view):
     assert sent["html"].startswith("<!DOCTYPE html>")
     assert len(sent["html"]) > 100_000
     state = json.dumps(view.get_state(), default=str)
-    assert len(state) < 40_000
-    assert len(state) - len(view._esm) - len(view._css) < 4_000
+    assert len(state) + len(view.script.source) < 15_000
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -183,6 +184,34 @@ def test_one_graph_and_a_file_have_views_of_their_own(lab, tmp_path):
         assert ortlab.show_graph(ortlab.open_graph(path)) is view
     finally:
         view.close()
+
+
+def test_a_difference_is_marked_in_both_of_its_graphs(lab, tmp_path):
+    difference = lab.graph_diff("exported", "execution")
+    before, after = difference.colours()
+    assert before
+    assert after
+    view = ortlab.show_graph(difference)
+    try:
+        assert view.graph is difference.graphs[1]
+        assert view.marks == after
+        counts = Counter(after.values())
+        assert all(f" {number} {kind}" in view.shown["marked"] for kind, number in counts.items())
+        assert [title for _, title in view.shown["stages"]] == ["before: exported", "after: execution"]
+        tell(view, "stage", "before")
+        assert view.graph is difference.graphs[0]
+        assert view.marks == before
+        view.highlight()
+        assert view.shown["marked"] == ""
+        assert ortlab.show_graph(lab.graph_diff("exported", "execution"), "after") is view
+        assert view.marks == after
+        with pytest.raises(OptionError, match="no side 'execution'"):
+            ortlab.show_graph(difference, "execution")
+    finally:
+        view.close()
+    read = GraphDiff.load(difference.save(tmp_path / "difference.json"))
+    with pytest.raises(BuildError, match="has no graphs to show"):
+        ortlab.show_graph(read)
 
 
 def test_front_ends_without_widgets_show_tables_and_a_picture(view):

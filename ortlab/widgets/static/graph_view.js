@@ -21,7 +21,7 @@ function theme() {
 }
 
 // `held` is of the widget: its page is kept for every cell that shows it, also when JupyterLab makes it anew on scrolling.
-function render({ model, el }, held) {
+export function render({ model, el }, { held }) {
   const send = (act, ...values) => model.send({ do: act, with: values });
   const controls = make("div", { className: "ortlab-tools" });
   const stages = make("select");
@@ -102,7 +102,8 @@ function render({ model, el }, held) {
   function say() {
     const view = model.get("shown");
     const waits = !view.still && !ready ? "Drawing the graph ..." : "";
-    said.textContent = [view.stale, view.why, view.reduced, waits].filter(Boolean).join(" ");
+    const marked = view.marked && `Marked: ${view.marked}.`;
+    said.textContent = [view.stale, view.why, marked, view.reduced, waits].filter(Boolean).join(" ");
     said.classList.toggle("ortlab-warn", Boolean(view.stale));
   }
 
@@ -209,8 +210,3 @@ function render({ model, el }, held) {
     model.off("msg:custom", page);
   };
 }
-
-export default () => {
-  const held = { page: null };
-  return { render: (context) => render(context, held) };
-};
