@@ -31,6 +31,7 @@ BENCHMARKS = (
     "budget",
     "memory_peers",
     "batch_hunt",
+    "recompute_batch",
     "blame",
     "load_balance",
     "fault_finding",

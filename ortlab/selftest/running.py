@@ -174,6 +174,8 @@ def _part(name: str, device: str, size: str, limit_s: float) -> Iterable[Finding
             if child.poll() is None:
                 child.kill()
                 child.wait()
+            if child.stdout is not None:
+                child.stdout.close()
         if time.monotonic() >= ends:
             yield Finding(name, "the rest of it", "not run", "the time was over")
         elif code:

@@ -41,6 +41,7 @@ LONG = {
     "memory_measurement",
     "memory_peers",
     "panel",
+    "recompute_batch",
 }
 
 

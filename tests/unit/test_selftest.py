@@ -30,8 +30,17 @@ ENVIRONMENT = os.environ | {
 }
 
 
+# A shell that starts tests in the background has them ignore Ctrl-C, and what they start as well.
+HEARS = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from ortlab.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "ortlab.cli", "selftest", *arguments]
+    return [sys.executable, "-c", HEARS, "selftest", *arguments]
 
 
 def record(**changes) -> SelfTest:
@@ -87,14 +96,15 @@ def test_ctrl_c_keeps_what_was_found_and_leaves_no_process(tmp_path):
         stderr=subprocess.PIPE,
         text=True,
     )
-    seen = []
-    for line in child.stdout:
-        seen.append(line)
-        if "headline" in line and line.startswith("["):
-            break
-    processes = psutil.Process(child.pid).children(recursive=True)
-    child.send_signal(signal.SIGINT)
-    rest, errors = child.communicate()
+    try:
+        for line in child.stdout:
+            if line.startswith("[") and "headline" in line:
+                break
+        processes = psutil.Process(child.pid).children(recursive=True)
+        child.send_signal(signal.SIGINT)
+        rest, errors = child.communicate()
+    finally:
+        child.kill()
     assert child.returncode == 130, errors
     _, alive = psutil.wait_procs(processes, timeout=60)
     assert not alive
