@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from typing import TYPE_CHECKING
 
 from ortlab.render import units
@@ -13,9 +12,6 @@ from ortlab.runs import EXECUTED_BY_FALLBACK
 if TYPE_CHECKING:
     from ortlab.ranks.cluster_status import ClusterStatus
     from ortlab.ranks.ranks import RankRun, Ranks
-
-_SLOW = 1.1
-"""From this share of the mean on, the time of a rank is marked."""
 
 RANK_COLUMNS = (
     Column("rank", meaning="number of the process, from 0 on"),
@@ -58,10 +54,8 @@ def rank_blocks(ranks: Ranks, caption: str | None = None) -> tuple[Block, ...]:
     blocks: list[Block] = [Note(sentence, Mark.WARN) for sentence in ranks.cautions()]
     if not rows:
         return (*blocks, Note("The ranks have no run in common yet.", Mark.QUIET))
-    times = [time for one in rows if (time := one.computing_ms) is not None]
-    mean = statistics.mean(times) if len(times) == len(rows) else None
     head = _title(ranks) if caption is None else caption
-    blocks.append(Table(head, RANK_COLUMNS, tuple(rank_cells(one, mean) for one in rows)))
+    blocks.append(Table(head, RANK_COLUMNS, tuple(rank_cells(one) for one in rows)))
     spread = ranks.spread()
     if spread is not None:
         blocks.append(
@@ -84,18 +78,9 @@ def rank_blocks(ranks: Ranks, caption: str | None = None) -> tuple[Block, ...]:
     return tuple(blocks)
 
 
-def rank_cells(one: RankRun, mean_ms: float | None = None) -> tuple[Cell, ...]:
-    """Say in the columns of `RANK_COLUMNS` what a rank has measured.
-
-    Parameters
-    ----------
-    one
-        The run of a rank.
-    mean_ms
-        Mean over the ranks of what they compute in a step, in ms; a rank that takes much longer is marked.
-    """
+def rank_cells(one: RankRun) -> tuple[Cell, ...]:
+    """Say in the columns of `RANK_COLUMNS` what a rank has measured."""
     run, time = one.run, one.computing_ms
-    slow = time is not None and mean_ms is not None and time > _SLOW * mean_ms
     fell = run.executed_by == EXECUTED_BY_FALLBACK
     return row(
         str(one.rank),
@@ -104,7 +89,7 @@ def rank_cells(one: RankRun, mean_ms: float | None = None) -> tuple[Cell, ...]:
         ),
         units.count(len(run.steps)),
         units.duration(one.step_ms),
-        Cell(units.duration(time) if time is not None else "-", Mark.WARN if slow else Mark.PLAIN),
+        units.duration(time) if time is not None else "-",
         units.duration(one.exchange_ms) if one.exchange_ms is not None else "-",
         units.size(one.peak_bytes),
         units.count(one.tokens) if one.tokens is not None else "-",
