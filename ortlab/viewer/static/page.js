@@ -200,11 +200,24 @@ class View extends netron.View {
                 if (chosen.size > 0) {
                     this.target.scrollTo(drawn, 'auto');
                 }
+                this.inform([...chosen]);
             }
             status(missing.length ? `${missing.length} of ${names.length} nodes are not in this view.` : '');
             return missing;
         } finally {
             this.quiet = false;
+        }
+    }
+
+    /** Let the side bar, if it is open, be about what is selected now and not about what was before. */
+    inform(chosen) {
+        if (!this._sidebar?._stack?.length || ['find', 'model', 'target'].includes(this._sidebar.identifier)) {
+            return;
+        }
+        if (chosen.length === 1) {
+            this.showNodeProperties(chosen[0]);
+        } else {
+            this._sidebar.close();
         }
     }
 
