@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 _of_labs: WeakKeyDictionary[Lab, dict[tuple[str, str | None, str | None], ref[GraphView]]] = (
     WeakKeyDictionary()
 )
+_known_places: WeakKeyDictionary[Lab, RecomputePlaces] = WeakKeyDictionary()
 _of_graphs: WeakValueDictionary[tuple[str, ...], GraphView] = WeakValueDictionary()
 
 _BUILDS: Final = {"export", "graph", "session"}
@@ -142,14 +144,21 @@ def highlight_plans(lab: Lab, plans: Iterable[str]) -> None:
     """
     if not open_views(lab):
         return
-    try:
-        places = lab.recompute_places()
-    except OrtlabError:  # the view itself says that there is no such graph any more
+    places = _places(lab)
+    if places is None:  # the view itself says that there is no such graph any more
+        highlight(lab, ())
         return
     chosen = [part for config in plans for part in config.split(",")]
     highlight(
         lab, dict.fromkeys(name for plan in chosen for place in _acting(places, plan) for name in place.nodes)
     )
+
+
+def _places(lab: Lab) -> RecomputePlaces | None:
+    """Return where plans act; while a rebuild is due that is not known, and the views still show the build before."""
+    with suppress(OrtlabError):
+        _known_places[lab] = lab.recompute_places()
+    return _known_places.get(lab)
 
 
 def _acting(places: RecomputePlaces, plan: str) -> Sequence[RecomputePlace]:

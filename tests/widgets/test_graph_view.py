@@ -19,7 +19,7 @@ from ortlab.graphs.stages import STAGES
 from ortlab.render import html, text
 from ortlab.viewer import bundle as bundles
 from ortlab.widgets import static_files
-from ortlab.widgets.graph_display import highlight, open_views
+from ortlab.widgets.graph_display import highlight, highlight_plans, open_views
 
 
 @pytest.fixture
@@ -150,6 +150,21 @@ def test_a_rebuild_is_told_and_refreshed(lab):
         view.close()
         lab.set(memory_plan=[])
         module(torch.randn(4, 8)).sum().backward()
+
+
+def test_marks_of_plans_follow_the_ticks_while_a_rebuild_is_due(view, lab):
+    highlight_plans(lab, ["Gelu+:1:-1"])
+    every = dict(view.marks)
+    assert every
+    lab.set(memory_plan=["Gelu+:1:-1"])
+    try:
+        highlight_plans(lab, ["Gelu+:1:1"])
+        assert len(view.marks) == 1
+        assert set(view.marks) < set(every)
+        highlight_plans(lab, [])
+        assert view.marks == {}
+    finally:
+        lab.set(memory_plan=[])
 
 
 def test_a_closed_view_follows_the_lab_no_more_and_is_forgotten(lab):

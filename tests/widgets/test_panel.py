@@ -20,6 +20,7 @@ import ortlab
 from ortlab.errors import OptionError
 from ortlab.options import Group, Options, switches, unmet
 from ortlab.render import units
+from ortlab.widgets.attendant import Attendant
 from ortlab.widgets.panel import Panel
 from ortlab.widgets.record_table import PAGE, RecordTable
 
@@ -506,6 +507,14 @@ def test_front_ends_without_widgets_get_text_and_html(panel, lab, run):
         assert "memory_level" in bundle[form]
         assert "rebuild pending" in bundle[form]
         assert "measured" in bundle[form]
+
+
+def test_what_the_browser_asks_behind_a_click_is_answered(panel, monkeypatch):
+    (attendant,) = [part for part in panel.children if isinstance(part, Attendant)]
+    sent = []
+    monkeypatch.setattr(attendant, "send", lambda message, *_: sent.append(message))
+    attendant._handle_custom_msg({"asked": "view 1"}, [])
+    assert sent == [{"answered": "view 1"}]
 
 
 def test_a_panel_with_all_its_parts_open_adds_little_to_a_notebook_saved_with_its_widgets():
