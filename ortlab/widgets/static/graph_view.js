@@ -110,7 +110,10 @@ export function render({ model, el }, { held }) {
   function drawChosen() {
     const names = model.get("selected");
     const more = names.length > 3 ? `, and ${names.length - 3} more` : "";
-    const shown = names.slice(0, 3).map((name) => (name.length > 120 ? `${name.slice(0, 80)}…${name.slice(-39)}` : name));
+    const shown = names.slice(0, 3).map((name) => {
+      const signs = [...name]; // whole characters: half of an emoji is none
+      return signs.length > 120 ? `${signs.slice(0, 80).join("")}…${signs.slice(-39).join("")}` : name;
+    });
     chosen.textContent = names.length ? `Selected: ${shown.join(", ")}${more}` : "Click a node: view.selected holds its name.";
     around.disabled = !names.length;
   }
