@@ -193,7 +193,7 @@ export function render({ model, el }, { held }) {
     }
   });
   const arrival = new ResizeObserver(() => {
-    const outer = el.closest(".jupyter-widgets");
+    const outer = el.closest(".ortlab-panel"); // which has the class that tells; anywidget gives it no other
     if (outer === null) return;
     arrival.disconnect();
     kernel.observe(outer, { attributes: true, attributeFilter: ["class"] });
