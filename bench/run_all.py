@@ -34,6 +34,7 @@ BENCHMARKS = (
     "recompute_batch",
     "blame",
     "load_balance",
+    "ranks",
     "fault_finding",
     "capture_overhead",
     "panel",

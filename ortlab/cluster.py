@@ -360,7 +360,8 @@ class Cluster:
             )
         raise ExecutionError(
             f"Rank {rank} failed{others}; all ranks have come back and keep their variables.",
-            why=str(errors[rank]).replace("\n", "\n  "),  # it may be an error of ortlab, with lines of its own
+            # It may be an error of ortlab, with lines of its own.
+            why=str(errors[rank]).replace("\n", "\n  "),
             fix=fix,
         ) from causes.get(rank)
 

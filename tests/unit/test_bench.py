@@ -28,6 +28,7 @@ ROWS = {
     "export_cache": {"with / without", "filling / without"},
     "graph_view": {"BERT, 1 layer"},
     "load_balance": {"balanced / as they come"},
+    "ranks": {"as they come", "balanced"},
 }
 STATED_ONLY = {"install_size", "export_cache"}
 
