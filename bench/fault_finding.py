@@ -4,20 +4,24 @@ A fault is one operator of a known module whose result, or whose gradient, is mu
 gradient graph, or in the module of the eager peer. Operators are drawn at random among those that compute something (no
 reshapes) and through which a gradient flows, in five families of transformers. A clean pair has other weights and
 another batch each time.
+
+Each family has a process of its own. What a case has shown is kept at once: after Ctrl-C, `--resume` goes on.
 """
 
 from __future__ import annotations
 
 import gc
+import json
+import math
 import multiprocessing
-import os
 import random
 import sys
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from report import Report, arguments
+from report import THREADS, Report, arguments
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,6 +30,9 @@ SIZE = 1.001
 FAMILIES = ("BERT", "GPT-2", "Llama", "T5", "ViT")
 CLEAN = "clean"
 SIDES = ("ort forward", "ort backward", "eager forward", "eager backward")
+FIRST = 7000
+"""Number of the first case. It seeds weights, batch and choice; what parity does was mended with numbers below 1000."""
+
 COMPUTING = frozenset(
     """linear matmul mul __mul__ __rmul__ add __add__ __radd__ sub __sub__ truediv __truediv__ softmax layer_norm
     rms_norm gelu silu relu tanh sigmoid pow __pow__ mean rsqrt embedding conv2d scaled_dot_product_attention addmm
@@ -37,62 +44,115 @@ IN_GRAPH = frozenset(
     BiasGelu Sum""".split()  # noqa: SIM905
 )
 
+Case = tuple[str, str, int]
+"""Family, side and number."""
+
 
 def main() -> None:
     """Inject, compare, count and write."""
-    read = arguments(__doc__, rounds=5)
+    read = arguments(__doc__, rounds=5, resumes=True)
     report = Report("fault_finding", read)
     families, each, clean = (FAMILIES[:1], 1, 1) if read.quick else (FAMILIES, read.rounds, 2 * read.rounds)
-    tasks = [
-        (family, side, number)
-        for number in range(clean)
-        for side in (*SIDES, CLEAN)
+    cases: dict[str, list[Case]] = {
+        family: [
+            (family, side, FIRST + number)
+            for number in range(clean)
+            for side in (*SIDES, CLEAN)
+            if side == CLEAN or number < each
+        ]
         for family in families
-        if side == CLEAN or number < each
-    ]
-    rows = {family: dict.fromkeys((*SIDES, CLEAN), 0) for family in families}
-    wrong = []
+    }
+    read.output.mkdir(parents=True, exist_ok=True)
+    kept = read.output / "fault_finding-cases.jsonl"
+    if not read.resume:
+        kept.unlink(missing_ok=True)
+    known = found_before(kept)
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), context, initializer=_prepare, max_tasks_per_child=20) as pool:
-        running = {pool.submit(outcome, *task): task for task in tasks}
-        for done, future in enumerate(as_completed(running), start=1):
-            family, side, number = running[future]
-            found = future.result()
-            rows[family][side] += not found
-            if found:
-                wrong.append({"case": f"{family}, {side} {number}", **found})
-            print(f"{done} of {len(tasks)}: {family}, {side} {number}", found, file=sys.stderr, flush=True)
-    if wrong:
-        report.table("Modules that were not named, and alarms of clean pairs", wrong)
-    report.table(
-        f"Of {each} faults (clean pairs: {clean}), how many were named exactly (gave no alarm)",
-        [{"family": family, **row} for family, row in rows.items()],
-    )
-    quiet = sum(row.pop(CLEAN) for row in rows.values())
-    faults = each * len(SIDES) * len(families)
-    named = sum(sum(row.values()) for row in rows.values())
-    report.claim(f"Share of {faults} faults whose module was not named", 1 - named / faults, at_most=0.05)
-    pairs = clean * len(families)
-    report.claim(f"Alarms of {pairs} clean pairs", pairs - quiet, at_most=0)
+    with ProcessPoolExecutor(THREADS, context, max_tasks_per_child=1) as pool:
+        for running in [
+            pool.submit(try_all, [one for one in of_family if one not in known], kept)
+            for of_family in cases.values()
+        ]:
+            running.result()
+    found = found_before(kept)
+    tell(report, {case: found[case] for of_family in cases.values() for case in of_family}, each, clean)
     report.write()
+    kept.unlink()
 
 
-def _prepare() -> None:
+def found_before(kept: Path) -> dict[Case, dict[str, Any]]:
+    """Return what the cases that have been tried have shown."""
+    lines = kept.read_text(encoding="utf-8").splitlines() if kept.exists() else []
+    read = [json.loads(line) for line in lines if line.endswith("}")]  # the last one may be cut
+    return {(one.pop("family"), one.pop("side"), one.pop("number")): one for one in read}
+
+
+def tell(report: Report, found: dict[Case, dict[str, Any]], each: int, clean: int) -> None:
+    """Write tables and claims."""
+    faults = {case: one for case, one in found.items() if case[1] != CLEAN}
+    quiet = {case: one for case, one in found.items() if case[1] == CLEAN}
+    columns = ("operator", "module", "said")
+    report.table(
+        "Faults: operator, its module, and what was named",
+        [
+            {"case": f"{family}, {side} {number}"} | {key: one[key] for key in columns}
+            for (family, side, number), one in faults.items()
+        ],
+    )
+    report.table(
+        "Clean pairs: what was named, and the largest distance, in limits",
+        [
+            {"case": f"{family} {number}", "said": one["said"], "largest": one.get("largest")}
+            for (family, _, number), one in quiet.items()
+        ],
+    )
+    rows = []
+    for family in dict.fromkeys(case[0] for case in found):
+        named = {
+            side: sum(one["right"] for case, one in found.items() if case[:2] == (family, side))
+            for side in (*SIDES, CLEAN)
+        }
+        rows.append({"family": family, **named})
+    report.table(
+        f"Of {each} faults (clean pairs: {clean}), how many were named exactly (gave no alarm)", rows
+    )
+    missed = sum(not one["right"] for one in faults.values())
+    alarms = sum(not one["right"] for one in quiet.values())
+    report.claim(
+        f"Share of {len(faults)} faults whose module was not named", missed / len(faults), at_most=0.05
+    )
+    report.claim(f"Alarms of {len(quiet)} clean pairs", alarms, at_most=0)
+    report.claim(
+        "Largest distance of a clean pair, in limits", max(one.get("largest", 0.0) for one in quiet.values())
+    )
+
+
+def try_all(cases: list[Case], kept: Path) -> None:
+    """Try cases one after the other, and keep what each has shown."""
     import torch
     import transformers  # noqa: F401 - what is loaded once
 
     import ortlab  # noqa: F401
 
     torch.set_num_threads(1)
-    gc.freeze()  # collections between runs need not look at the libraries
+    for number, case in enumerate(cases):
+        found = outcome(*case)
+        family, side, seed = case
+        with kept.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"family": family, "side": side, "number": seed, **found}) + "\n")
+        print(*case, found, file=sys.stderr, flush=True)
+        if not number:
+            gc.collect()
+            gc.freeze()  # collections between runs need not look at the libraries
 
 
-def outcome(family: str, side: str, number: int) -> dict[str, str]:
-    """Return what was said that is wrong; empty if nothing."""
+def outcome(family: str, side: str, number: int) -> dict[str, Any]:
+    """Return what was said, and whether it is right."""
     try:
         return clean_pair(family, number) if side == CLEAN else trial(family, side, number)
     except Exception as error:  # noqa: BLE001 - a comparison that fails has named nothing
-        return {"operator": "", "module": "", "said": f"{type(error).__name__}: {error}"}
+        said = f"{type(error).__name__}: {error}"
+        return {"right": False, "operator": "", "module": "", "said": said}
 
 
 def lab_of(family: str, seed: int) -> tuple[Any, Any]:
@@ -130,8 +190,8 @@ def wrapped(model: Any, family: str, seed: int) -> Any:
     return lab.set(engine="ort")
 
 
-def trial(family: str, side: str, number: int) -> dict[str, str]:
-    """Inject one fault, and return what was said instead of its module; empty if that was named."""
+def trial(family: str, side: str, number: int) -> dict[str, Any]:
+    """Inject one fault, and return what was said of it."""
     draw = random.Random(f"{family} {side} {number}")
     model, lab = lab_of(family, number)
     try:
@@ -149,27 +209,28 @@ def trial(family: str, side: str, number: int) -> dict[str, str]:
     finally:
         lab.unwrap(forget=True)
     first = found.first
-    if first is not None and first.module == fault.module:
-        return {}
+    right = first is not None and first.module == fault.module
     said = "nothing" if first is None else f"{first.module} ({first.phase}: {first.reason}; {first.others})"
-    return {"operator": fault.operator, "module": fault.module, "said": said}
+    return {
+        "right": right,
+        "operator": fault.operator,
+        "module": fault.module,
+        "said": fault.module if right else said,
+    }
 
 
-def clean_pair(family: str, number: int) -> dict[str, str]:
-    """Compare without a fault, and return what was said; empty if nothing."""
+def clean_pair(family: str, number: int) -> dict[str, Any]:
+    """Compare without a fault, and return what was said."""
     _, lab = lab_of(family, 1000 + number)
     try:
-        first = lab.parity(2, seeds=False, progress=False).first
+        found = lab.parity(2, seeds=False, progress=False)
     finally:
         lab.unwrap(forget=True)
-    if first is None:
-        return {}
-    distance = first.pair.distance
-    return {
-        "operator": "",
-        "module": "",
-        "said": f"{first.module} ({first.phase}: {first.reason}; {first.pair.site}: {distance}, {first.pair.limit})",
-    }
+    first = found.first
+    measured = [one for one in found.pairs if one.distance and math.isfinite(one.limit)]
+    largest = max(one.distance.relative / one.limit for one in measured)
+    said = "" if first is None else f"{first.module} ({first.phase}: {first.reason}; {first.pair.site})"
+    return {"right": first is None, "operator": "", "module": "", "said": said, "largest": largest}
 
 
 class InGraph:
