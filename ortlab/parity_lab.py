@@ -11,7 +11,7 @@ from ortlab.experiment import check_count
 from ortlab.snapshot import Snapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     import torch
 
@@ -104,11 +104,16 @@ class ParityLab(ABC):
         from ortlab.parity.running import compare_engines
 
         @contextmanager
-        def apart() -> Iterator[None]:
+        def apart() -> Iterator[Callable[[], None]]:
             with ExitStack() as stack:
-                for engine in self._engines(None).values():
-                    stack.enter_context(built_apart(engine))
-                yield
+                engines = self._engines(None).values()
+                freeing = [stack.enter_context(built_apart(engine)) for engine in engines]
+
+                def free_sessions() -> None:
+                    for free in freeing:
+                        free()
+
+                yield free_sessions
 
         def trial(engine: str, observation: Observation | None = None, *, seed: int | None = None) -> Run:
             return self._observed(experiment, engine, observation, seed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -24,18 +24,28 @@ _STATE: Final = (
 
 
 @contextmanager
-def built_apart(engine: OrtEngine) -> Iterator[None]:
-    """Let an engine build what it needs in the block anew; afterwards it has again what it had before."""
+def built_apart(engine: OrtEngine) -> Iterator[Callable[[], None]]:
+    """Let an engine build what it needs in the block anew; afterwards it has again what it had before.
+
+    Yields
+    ------
+    callable
+        Frees the sessions of the block, so that the next call makes one of the graph that is there.
+    """
     before = {name: getattr(engine, name) for name in _STATE}
     engine._sessions, engine._failed, engine._starts_over = BuiltSessions(), None, False
     # Files of exports and graphs are the user's: nothing of the block goes there.
     engine.options = engine.options.replace(export_cache_dir="", save_onnx=False, fallback=False)
     try:
         with exports.set_aside(engine._module):
-            try:
-                yield
-            finally:
+
+            def free() -> None:
                 engine._sessions.release()
+
+            try:
+                yield free
+            finally:
+                free()
                 exports.forget(engine._module)
     finally:
         for name, value in before.items():

@@ -15,6 +15,7 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from ortlab.engine.tracing import baked_in
+from ortlab.engine.tracing.taps import Looker
 
 Entry: TypeAlias = tuple[str, str]
 """A name ("kwargs.input_ids", "encoder.layer.0") and what an export bakes in about it ("int64, 2 dims, cpu")."""
@@ -60,8 +61,9 @@ def surroundings(device_type: str) -> Schema:
 def module_schema(module: torch.nn.Module, functions: Iterable[object] = ()) -> Schema:
     """Describe a module as far as an export depends on it, in terms that another process would use, too.
 
-    - Of each part its class, the code of that class, whether it trains, its forward hooks, and what a trace makes a
-      constant of: numbers, flags, texts, tensors and functions among its attributes, also in lists and dicts.
+    - Of each part its class, the code of that class, whether it trains, its forward hooks (but a `Looker`), and what
+      a trace makes a constant of: numbers, flags, texts, tensors and functions among its attributes, also in lists
+      and dicts.
     - Of the model's `config` the same.
     - Of each parameter and buffer its dtype, shape, device, `requires_grad` and the name it is tied to; not its values,
       which ORT reads anew in each step. Buffers that are not in the `state_dict` are constants, with their values.
@@ -96,6 +98,7 @@ def module_schema(module: torch.nn.Module, functions: Iterable[object] = ()) -> 
                 (f"{name}.{table} {key}", baked_in.describe(hook))
                 for table in _HOOKS
                 for key, hook in attributes[table].items()
+                if not isinstance(hook, Looker)
             ]
         constant = attributes["_non_persistent_buffers_set"]
         for key, tensor in (*part._parameters.items(), *part._buffers.items()):
@@ -163,7 +166,9 @@ class ModuleReader:
         for cell in known[3]:
             state.append(baked_in.state(baked_in.content(cell)))
         if part is not self._module:
-            state += [tuple(attributes[table]) for table in _HOOKS if attributes[table]]
+            for table in _HOOKS:
+                hooks = attributes[table]
+                state += [key for key, hook in hooks.items() if not isinstance(hook, Looker)] if hooks else ()
         for tensor in (*attributes["_parameters"].values(), *attributes["_buffers"].values()):
             if tensor is not None:
                 state += (id(tensor), tensor.dtype, tensor.shape, tensor.device, tensor.requires_grad)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from ortlab.engine.tracing.taps import Mark, is_tracing
+from ortlab.engine.tracing.taps import Looker, Mark, is_tracing
 from ortlab.parity.pairs import (
     INPUT,
     INPUT_GRADIENT,
@@ -235,7 +235,7 @@ class Observation:
         return Site(self.step, path, 0, kind, own)
 
 
-class _Entering:
+class _Entering(Looker):
     """A forward pre-hook; it ignores copies of its module."""
 
     def __init__(self, observation: Observation, path: str, module: torch.nn.Module) -> None:
@@ -247,7 +247,7 @@ class _Entering:
         return self._observation.enter(self._path, args, kwargs)
 
 
-class _Leaving:
+class _Leaving(Looker):
     """A forward hook; it ignores copies of its module."""
 
     def __init__(self, observation: Observation, path: str, module: torch.nn.Module) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from ortlab.parity.statistics import TensorStatistics
+from ortlab.parity.statistics import TensorStatistics, blocks
 
 if TYPE_CHECKING:
     import torch
@@ -85,22 +85,39 @@ class Distance:
         """
         import torch
 
-        block = 2**24  # bounds the memory of the float64 copies
-        squares = of_reference = largest = 0.0
-        flat, peer = reference.detach().reshape(-1), other.detach().reshape(-1)
-        for start in range(0, flat.numel(), block):
-            left = flat[start : start + block].to(torch.float64)
-            right = peer[start : start + block].to(device=left.device, dtype=torch.float64)
-            same = (left == right) | (left.isnan() & right.isnan())
-            apart = torch.where(same, 0.0, left - right)
-            if not bool(apart.isfinite().all()):
-                return cls(math.inf, math.inf)
-            squares += float(apart.square().sum())
-            of_reference += float(torch.where(left.isfinite(), left, 0.0).square().sum())
-            largest = max(largest, float(apart.abs().max()))
-        if squares == 0:
-            return cls(0.0, 0.0)
-        return cls(math.sqrt(squares / of_reference) if of_reference else math.inf, largest)
+        flat, peer = reference.detach().reshape(-1), other.detach().reshape(-1).to(reference.device)
+        sums = []
+        for left, right in zip(blocks(flat), blocks(peer), strict=True):
+            exact = left.to(torch.float64)
+            apart = exact - right.to(torch.float64)
+            largest = apart.abs_().max()
+            sums.append(torch.stack([apart.square_().sum(), exact.square().sum(), largest]))
+        found = torch.stack(sums).tolist() if sums else []
+        squares, of_reference = sum(one[0] for one in found), sum(one[1] for one in found)
+        if not (math.isfinite(squares) and math.isfinite(of_reference)):
+            return cls._without_equals(flat, peer)
+        return cls(_ratio(squares, of_reference), max((one[2] for one in found), default=0.0))
+
+    @classmethod
+    def _without_equals(cls, flat: torch.Tensor, peer: torch.Tensor) -> Distance:
+        """Compare what is not equal; nan is equal to nan here, and an infinity to itself."""
+        import torch
+
+        same = (flat == peer) | (flat.isnan() & peer.isnan())
+        exact = flat.to(torch.float64)
+        apart = torch.where(same, 0.0, exact - peer.to(torch.float64))
+        if not bool(apart.isfinite().all()):
+            return cls(math.inf, math.inf)
+        squares = float(apart.square().sum())
+        of_reference = float(torch.where(exact.isfinite(), exact, 0.0).square().sum())
+        return cls(_ratio(squares, of_reference), float(apart.abs().max()) if squares else 0.0)
+
+
+def _ratio(squares: float, of_reference: float) -> float:
+    """Return the ratio of two norms from their squares."""
+    if squares == 0:
+        return 0.0
+    return math.sqrt(squares / of_reference) if of_reference else math.inf
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class Runs:
 def compare_engines(  # noqa: PLR0913 - what a lab knows of itself, name by name
     module: torch.nn.Module,
     trial: Trial,
-    apart: Callable[[], AbstractContextManager[None]],
+    apart: Callable[[], AbstractContextManager[Callable[[], None]]],
     *,
     name: str,
     steps: int,
@@ -94,7 +94,7 @@ def compare_engines(  # noqa: PLR0913 - what a lab knows of itself, name by name
     trial
         Makes a run from the start.
     apart
-        Makes a block in which ONNX Runtime builds anew, and forgets at its end.
+        Makes a block in which ONNX Runtime builds anew, and forgets at its end; what it gives frees the sessions only.
     name
         What the model is called.
     steps
@@ -133,18 +133,20 @@ def compare_engines(  # noqa: PLR0913 - what a lab knows of itself, name by name
             )
             ort, ort_again = Compared(eager_store, ort_store, facts=True), Compared(ort_store)
             missing: dict[Mark, str] = {}
+            plain = Compared(ort_store)
             with apart():
                 tell(4, "ONNX Runtime")
                 found, capture = _captured_run(trial, module, ort, edit)
                 missing |= capture.missing
                 _same_data(eager, found)
+            with apart() as free_sessions:  # exported again: what a trace has drawn at random is another then
                 tell(5, "ONNX Runtime again")
                 with _receiving(capture, module, ort_again) as observation:
                     trial("ort", observation)
-            plain = Compared(ort_store)
-            tell(6, "ONNX Runtime without capture")
-            with apart(), _editing(edit) if edit else nullcontext():
-                unseen = trial("ort", _Ends(module, plain.take))
+                tell(6, "ONNX Runtime without capture")
+                free_sessions()
+                with _editing(edit) if edit else nullcontext():
+                    unseen = trial("ort", _Ends(module, plain.take))
         seeds = _seeds(trial, tell) if ask_seeds else ()
         _check_lengths(eager, found)
         known = {

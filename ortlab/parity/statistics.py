@@ -12,8 +12,25 @@ if TYPE_CHECKING:
 SAMPLES: Final = 128
 """Elements that are kept as they are, from the first on; as many as ORTModule's own subscriber keeps."""
 
-_BLOCK: Final = 2**24
-"""Elements that are looked at together, which bounds the memory for it: float64 copies of 128 MiB."""
+_BLOCK: Final = 2**15 - 64
+"""Elements that are looked at together on the CPU: what is made of them stays in a core's cache.
+
+From 2**15 on torch gives an operator to several threads (``GRAIN_SIZE``). Those have to wait for each other at its end,
+which takes longer than an operator of this size where other work has one of the cores.
+"""
+
+_LARGE_BLOCK: Final = 2**24
+"""The same elsewhere, where each operator is a launch; it bounds the memory of the copies, 128 MiB."""
+
+_OWN: Final = frozenset({"torch.float32", "torch.float64"})
+"""Types in which signs are counted as they are: sums of signs of a block are exact in them."""
+
+
+def blocks(flat: Tensor) -> tuple[Tensor, ...]:
+    """Cut a tensor of one dimension into the parts that are looked at together; none for an empty one."""
+    if not flat.numel():
+        return ()
+    return flat.split(_BLOCK if flat.device.type == "cpu" else _LARGE_BLOCK)
 
 
 @dataclass(frozen=True)
@@ -56,10 +73,10 @@ class TensorStatistics:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorStatistics:
-        """Look once at every element of a tensor, in float64.
+        """Look once at every element of a tensor, block by block.
 
-        Means and squares of blocks are combined as by Chan, Golub and LeVeque (1979), so that values far from zero
-        lose no digits.
+        Sums are taken in float64, of the distances to the mean of the block. Means and squares of blocks are combined
+        as by Chan, Golub and LeVeque (1979), so that values far from zero lose no digits.
 
         Parameters
         ----------
@@ -69,32 +86,52 @@ class TensorStatistics:
         import torch
 
         flat = tensor.detach().reshape(-1)
-        count, mean, squares = 0, 0.0, 0.0
-        smallest, largest = [], []
-        counts = dict.fromkeys(("nan", "inf", "negative", "positive", "zero"), 0)
-        for block in torch.split(flat, _BLOCK) if flat.numel() else ():
-            low, high = torch.aminmax(block)  # both are nan if one element is
-            if block.is_floating_point() and not (math.isfinite(low) and math.isfinite(high)):
-                counts["nan"] += int(block.isnan().sum())
-                counts["inf"] += int(block.isinf().sum())
-            counts["negative"] += int(torch.count_nonzero(block < 0))
-            counts["positive"] += int(torch.count_nonzero(block > 0))
-            counts["zero"] += block.numel() - int(torch.count_nonzero(block))
-            smallest.append(low.to(torch.float64))
-            largest.append(high.to(torch.float64))
-            variance, block_mean = torch.var_mean(block.to(torch.float64), correction=0)
-            apart, total = float(block_mean) - mean, count + block.numel()
-            squares += float(variance) * block.numel() + apart**2 * count * block.numel() / total
-            mean += apart * block.numel() / total
-            count = total
-        missing = float("nan")
+        sample = tuple(flat[:SAMPLES].to(torch.float64).tolist())
+        parts, count, missing = blocks(flat), flat.numel(), float("nan")
+        if not parts:
+            of_nothing = (missing, missing, missing, missing, 0, 0, 0, 0, 0)
+            return cls(tuple(tensor.shape), str(tensor.dtype), *of_nothing, sample)
+        copy = torch.empty_like(parts[0], dtype=torch.float64)
+        found, sums = [], []
+        for block in parts:
+            exact = copy[: block.numel()].copy_(block)
+            wide = block if str(block.dtype) in _OWN else exact
+            low, high = torch.aminmax(wide)  # both are nan if one element is
+            signs = torch.sign(wide)  # that of nan is 0
+            mean = exact.mean()
+            exact -= mean
+            found.append(torch.stack([low, high, signs.sum(), signs.square_().sum()]))
+            sums.append(torch.stack([mean, exact.square_().sum()]))
+        lows, highs, balances, signed = torch.stack(found).to(torch.float64).unbind(1)
+        means, squares = torch.stack(sums).unbind(1)
+        sizes = torch.tensor(
+            [float(block.numel()) for block in parts], dtype=torch.float64, device=flat.device
+        )
+        shift = ((means - means[0]) * sizes).sum() / count
+        between = ((means - means[0] - shift).square() * sizes).sum()
+        facts = [
+            lows.min(),
+            highs.max(),
+            means[0] + shift,
+            squares.sum() + between,
+            balances.sum(),
+            signed.sum(),
+        ]
+        minimum, maximum, average, variation, balance, not_zero = torch.stack(facts).tolist()
+        nan = inf = 0
+        if not (math.isfinite(minimum) and math.isfinite(maximum)):
+            nan, inf = int(flat.isnan().sum()), int(flat.isinf().sum())
         return cls(
             tuple(tensor.shape),
             str(tensor.dtype),
-            float(torch.stack(smallest).min()) if smallest else missing,
-            float(torch.stack(largest).max()) if largest else missing,
-            mean if count else missing,
-            (squares / (count - 1)) ** 0.5 if count > 1 else missing,
-            **counts,
-            sample=tuple(flat[:SAMPLES].to(torch.float64).tolist()),
+            minimum,
+            maximum,
+            average,
+            math.sqrt(variation / (count - 1)) if count > 1 else missing,
+            nan,
+            inf,
+            round(not_zero - balance) // 2,
+            round(not_zero + balance) // 2,
+            count - round(not_zero) - nan,
+            sample,
         )

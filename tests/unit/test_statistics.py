@@ -47,6 +47,22 @@ def test_nan_and_infinity_are_counted():
     assert facts.mean != facts.mean  # nan
 
 
+def test_nan_in_one_block_is_that_of_the_whole(monkeypatch):
+    monkeypatch.setattr(statistics, "_BLOCK", 2)
+    facts = TensorStatistics.of(torch.tensor([1.0, -2.0, float("nan"), 0.0, 5.0]))
+    assert facts.minimum != facts.minimum
+    assert facts.maximum != facts.maximum
+    assert (facts.nan, facts.positive, facts.negative, facts.zero) == (1, 2, 1, 1)
+
+
+def test_what_is_looked_at_stays_as_it_is():
+    tensor = torch.arange(-3.0, 4.0, dtype=torch.float64).reshape(1, 7).t()
+    facts, transposed = TensorStatistics.of(tensor), torch.arange(6.0).reshape(2, 3).t()
+    assert torch.equal(tensor[:, 0], torch.arange(-3.0, 4.0, dtype=torch.float64))
+    assert (facts.minimum, facts.maximum, facts.mean) == (-3.0, 3.0, 0.0)
+    assert TensorStatistics.of(transposed).sample == (0.0, 3.0, 1.0, 4.0, 2.0, 5.0)
+
+
 @pytest.mark.parametrize("size", [0, 1])
 def test_too_few_elements_have_no_deviation(size):
     facts = TensorStatistics.of(torch.ones(size))

@@ -34,6 +34,10 @@ class Mark(NamedTuple):
     name: str
 
 
+class Looker:
+    """The base of forward hooks that mark values of a trace and change nothing in it: no export depends on them."""
+
+
 class Taps:
     """The marks of one trace after another; make them with `mark` while `is_tracing`.
 
