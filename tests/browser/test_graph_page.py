@@ -148,6 +148,22 @@ def test_the_page_of_each_netron_draws_searches_and_tells_what_is_selected(train
         assert shown.told("selected", 2)["names"] == [wanted]
 
 
+def test_the_side_bar_is_about_what_is_selected_from_outside(training, netron, show):
+    names = [node.name for node in training.model.graph.node]
+    with show(document(training, around=names[0], hops=3, netron=netron)) as shown:
+        shown.told("ready")
+        shown.inside.locator("g.graph-node.select .node-item").first.click()
+        sidebar = shown.inside.locator("#sidebar")
+        sidebar.get_by_text(names[0], exact=True).first.wait_for()
+        drawn = shown.frame.evaluate(
+            "[...document.querySelectorAll('g.graph-node title')].map((t) => t.textContent)"
+        )
+        other = next(name for name in names[1:] if name in drawn)
+        shown.ask(ortlab="select", names=[other])
+        sidebar.get_by_text(other, exact=True).first.wait_for()
+        assert sidebar.get_by_text(names[0], exact=True).count() == 0
+
+
 def test_a_group_stands_for_its_nodes(training, show):
     page = document(training, group="module", colours={})
     names = {node.name for node in training.model.graph.node}
