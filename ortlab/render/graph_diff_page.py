@@ -100,4 +100,5 @@ def _table(diff: GraphDiff) -> Table:
         _COLUMNS,
         tuple(shown),
         f"{units.count(hidden)} more: diff.table() has them all." if hidden else "",
+        sorts=True,
     )

@@ -1,10 +1,10 @@
-"""Records as self-contained HTML: semantic tables, no script, no network, light and dark themes."""
+"""Records as self-contained HTML: semantic tables, no network, light and dark themes, and no script but `sorting`'s."""
 
 from __future__ import annotations
 
 from html import escape
 
-from ortlab.render import units
+from ortlab.render import sorting, units
 from ortlab.render.page import Block, Cell, Column, Drawing, Folded, Mark, Note, Page, Table
 from ortlab.render.pages import compose
 
@@ -69,7 +69,8 @@ def fragment(record: object) -> str:
 
 def table(content: Table) -> str:
     """Write one table: caption, column headings, and the first cell of each row as its heading."""
-    parts = ['<div class="ortlab-scroll"><table class="ortlab-table">']
+    classes = f"ortlab-table {sorting.CLASS}" if content.sorts else "ortlab-table"
+    parts = [f'<div class="ortlab-scroll"><table class="{classes}">']
     if content.caption:
         parts.append(f"<caption>{escape(content.caption)}</caption>")
     if any(column.name for column in content.columns):
@@ -85,6 +86,8 @@ def table(content: Table) -> str:
     if content.left_out:
         parts.append(f'<p class="ortlab-quiet">{escape(content.left_out)}</p>')
     parts.append("</div>\n")
+    if content.sorts:
+        parts.append(sorting.SCRIPT)
     return "\n".join(parts)
 
 

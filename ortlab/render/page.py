@@ -72,12 +72,15 @@ class Table:
         Cells, as many per row as there are columns.
     left_out
         Rows that exist and are not shown.
+    sorts
+        Whether the page in HTML sorts it by a click on a heading, where scripts run.
     """
 
     caption: str
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
     left_out: str = ""
+    sorts: bool = False
 
     def __post_init__(self) -> None:
         """Refuse ragged rows here, where the traceback names the culprit."""

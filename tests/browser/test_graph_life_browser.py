@@ -90,8 +90,9 @@ def test_a_ticked_plan_marks_its_nodes_in_the_dark_view_too(open_notebook, noteb
     marked.first.wait_for(state="detached")
 
 
-def test_a_difference_is_marked_in_both_graphs(open_notebook, notebook, screenshots):
-    cells = (WRAP, STEP, "view = %ort_diff exported execution --view\nview", SCRATCH)
+def test_a_difference_is_marked_in_both_graphs_and_its_table_is_sorted(open_notebook, notebook, screenshots):
+    compare = "%ort_diff exported execution"
+    cells = (WRAP, STEP, compare, f"view = {compare} --view\nview", SCRATCH)
     page = open_notebook(notebook(*cells), height=3000)
     run_all(page)
     view, frame = ready(page)
@@ -105,6 +106,20 @@ def test_a_difference_is_marked_in_both_graphs(open_notebook, notebook, screensh
     assert execute(page, "view.graph.stage") == "exported"
     colours = "lab.graph_diff('exported', 'execution').colours()[0]"
     assert execute(page, f"view.marks == {colours}") == "True"
+
+    table = page.locator("table.ortlab-sorts").first
+    names = "table => [...table.tBodies[0].rows].map((row) => row.cells[1].textContent)"
+    before = table.evaluate(names)
+    heading = table.get_by_role("button", name="operators")
+    heading.click()
+    table.locator("th[aria-sort=ascending]").wait_for()
+    assert sorted(table.evaluate(names)) == sorted(before)
+    up = table.evaluate(names)
+    heading.click()
+    table.locator("th[aria-sort=descending]").wait_for()
+    collated = "rows => [...rows].sort((a, b) => a.localeCompare(b, undefined, { numeric: true }))"
+    assert up == page.evaluate(collated, before)
+    table.screenshot(path=screenshots / "graph-difference-table.png")
 
 
 def test_a_saved_notebook_has_table_and_picture_where_it_is_opened(

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 from ortlab.options import Options
-from ortlab.render import html
-from ortlab.render.page import Column, Folded, Mark, Note, Page, Table, row
+from ortlab.render import html, sorting
+from ortlab.render.page import Cell, Column, Folded, Mark, Note, Page, Table, row
 from ortlab.runs import Ledger
 
 VOID = {"br"}
@@ -86,11 +87,25 @@ def test_a_name_of_ten_thousand_characters_is_folded():
 def test_pages_need_no_script_no_network_and_stay_in_their_class(comparison):
     source = html.render(comparison)
     assert "<script" not in source
+
     assert "http" not in source
     assert "@import" not in source
     selectors = re.findall(r"^([^{}\n]+)\{", html.STYLE, re.MULTILINE)
     assert selectors
     assert all(part.strip().startswith(".ortlab") for line in selectors for part in line.split(","))
+
+
+def test_a_table_that_sorts_brings_one_script_with_nothing_of_the_record_in_it():
+    name = "</script><script>alert(1)</script>"
+    rows = tuple((Cell(f"{name} {number}"), Cell(str(number))) for number in range(3))
+    plain = Table(name, (Column("name"), Column("number")), rows)
+    sorts = replace(plain, sorts=True)
+    whole = html.table(sorts)
+    assert whole.count("<script>") == 1
+    assert sorting.SCRIPT in whole
+    assert "alert" not in sorting.SCRIPT
+    bare = whole.replace(sorting.SCRIPT, "").replace(f" {sorting.CLASS}", "").strip()
+    assert bare == html.table(plain).strip()  # without the script it is the table that it would be
 
 
 def test_options_show_every_switch_once():
