@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ortlab.parity.pairs import UPDATED_PARAMETER, Site
-from ortlab.parity.record import DONE, FOUND, NOT_DONE, Check
+from ortlab.parity.record import DONE, FOUND, NOT_DONE, ChecklistItem
 
 if TYPE_CHECKING:
     from ortlab.parity.comparing import Compared
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def checklist(
     runs: Runs, bounds: Mapping[Site, tuple[float, float]], *, dropout: bool, steps: int
-) -> tuple[Check, ...]:
+) -> tuple[ChecklistItem, ...]:
     """Answer the questions.
 
     Parameters
@@ -32,7 +32,7 @@ def checklist(
     """
     return (
         _seeds(runs),
-        Check(
+        ChecklistItem(
             "Same start and data?",
             DONE,
             "Both engines start from the same weights, optimizer, seeds and batches.",
@@ -45,60 +45,60 @@ def checklist(
     )
 
 
-def _seeds(runs: Runs) -> Check:
+def _seeds(runs: Runs) -> ChecklistItem:
     question = "What does another seed change?"
     if not runs.seeds:
-        return Check(question, NOT_DONE, "Not asked for.")
+        return ChecklistItem(question, NOT_DONE, "Not asked for.")
     ours, others = runs.seeds
     by_seed, by_engine = apart(ours, others), apart(runs.eager.losses, runs.ort.losses)
     if math.isnan(by_seed) or math.isnan(by_engine):
-        return Check(question, NOT_DONE, "The step has no finite loss to compare.")
+        return ChecklistItem(question, NOT_DONE, "The step has no finite loss to compare.")
     if by_seed == 0:
-        return Check(question, DONE, "Nothing: the losses of PyTorch are the same with another seed.")
+        return ChecklistItem(question, DONE, "Nothing: the losses of PyTorch are the same with another seed.")
     words = (
         f"With dropout as it is, another seed changes PyTorch's losses by up to {by_seed:.1e}; "
         f"the engines, without it, differ by {by_engine:.1e}."
     )
-    return Check(question, DONE, words)
+    return ChecklistItem(question, DONE, words)
 
 
-def _dropout(runs: Runs, *, on: bool) -> Check:
+def _dropout(runs: Runs, *, on: bool) -> ChecklistItem:
     question = "Is dropout off?"
     if on:
-        return Check(
+        return ChecklistItem(
             question, NOT_DONE, "It was left on: the engines draw different masks, which is no fault."
         )
     if runs.draws:
-        return Check(
+        return ChecklistItem(
             question,
             FOUND,
             "Yes, but the step draws random numbers even so: the model is random by design, and the engines may draw "
             "others. What two runs of one engine differ by is part of the floor.",
         )
     if runs.drops:
-        return Check(question, DONE, "Yes: for these runs every dropout lets everything pass.")
-    return Check(question, DONE, "Yes: nothing in the model drops anything.")
+        return ChecklistItem(question, DONE, "Yes: for these runs every dropout lets everything pass.")
+    return ChecklistItem(question, DONE, "Yes: nothing in the model drops anything.")
 
 
-def _repeats(engine: str, again: Compared) -> Check:
+def _repeats(engine: str, again: Compared) -> ChecklistItem:
     question = f"Does {engine} repeat itself?"
     worst = max((one.relative for one in again.distances.values()), default=0.0)
     if worst == 0:
-        return Check(question, DONE, "Bit for bit, with deterministic kernels.")
+        return ChecklistItem(question, DONE, "Bit for bit, with deterministic kernels.")
     (site, _) = max(again.distances.items(), key=lambda item: item[1].relative)
     words = f"No: two runs differ by up to {worst:.1e}, in {site.module or 'the model'} ({site.kind}). In the floor."
-    return Check(question, FOUND, words)
+    return ChecklistItem(question, FOUND, words)
 
 
-def _rounding(bounds: Mapping[Site, tuple[float, float]], steps: int) -> Check:
+def _rounding(bounds: Mapping[Site, tuple[float, float]], steps: int) -> ChecklistItem:
     question = "What does rounding alone change?"
     floors = [
         floor for site, (floor, _) in bounds.items() if site.step == steps and site.kind != UPDATED_PARAMETER
     ]
     if not floors:
-        return Check(question, NOT_DONE, "No tensor was seen.")
+        return ChecklistItem(question, NOT_DONE, "No tensor was seen.")
     middle = sorted(floors)[len(floors) // 2]
-    return Check(
+    return ChecklistItem(
         question,
         DONE,
         f"Moving what each module returns by some units of rounding moves tensors of step {steps} by "
@@ -106,11 +106,11 @@ def _rounding(bounds: Mapping[Site, tuple[float, float]], steps: int) -> Check:
     )
 
 
-def _capture(runs: Runs) -> Check:
+def _capture(runs: Runs) -> ChecklistItem:
     question = "Does looking change the numbers?"
     worst = max((one.relative for one in runs.plain.distances.values()), default=0.0)
     if worst == 0 and list(runs.plain_losses) == list(runs.ort.losses):
-        return Check(
+        return ChecklistItem(
             question, DONE, "No: losses and parameters are bit for bit those of a run without capture."
         )
     words = (
@@ -126,7 +126,7 @@ def _capture(runs: Runs) -> Check:
             f"{runs.plain.distances[over[0]].relative:.1e} after step {over[0].step}, more than rounding explains. "
             "A fusion that capture prevents is at fault; lab.graph('execution') has it."
         )
-    return Check(question, FOUND if over else DONE, words)
+    return ChecklistItem(question, FOUND if over else DONE, words)
 
 
 def apart(ours: Sequence[float | None], theirs: Sequence[float | None]) -> float:

@@ -58,7 +58,7 @@ class Divergence:
 
 
 @dataclass(frozen=True)
-class Check:
+class ChecklistItem:
     """One question that is settled before numbers are blamed on an engine.
 
     Attributes
@@ -111,7 +111,7 @@ class Parity:
     forward: Divergence | None = None
     backward: Divergence | None = None
     update: Divergence | None = None
-    checks: tuple[Check, ...] = ()
+    checks: tuple[ChecklistItem, ...] = ()
     notes: tuple[str, ...] = ()
     written_bytes: int = 0
 
@@ -185,7 +185,7 @@ class Parity:
             data["losses"] = tuple((theirs, ours) for theirs, ours in data["losses"])
             for phase in ("forward", "backward", "update"):
                 data[phase] = _divergence(data[phase]) if data[phase] else None
-            data["checks"] = tuple(Check(**one) for one in data["checks"])
+            data["checks"] = tuple(ChecklistItem(**one) for one in data["checks"])
             data["notes"] = tuple(data["notes"])
             return cls(**data)
         except (KeyError, TypeError, ValueError) as error:
