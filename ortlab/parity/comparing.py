@@ -11,29 +11,37 @@ from ortlab.parity.pairs import Distance, Site, TensorPair
 from ortlab.parity.statistics import TensorStatistics
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from ortlab.parity.tensor_store import TensorStore
 
-FACTOR: Final = 10.0
-"""A distance counts as a difference from this multiple of the measured floor on."""
-
-LEAST: Final = 2.0**8
-"""And never below this many units of rounding of the type (float32: 3e-5): two orders of summation differ so."""
-
 
 class Reference:
-    """Receives the tensors that the others are held against: their facts stay, themselves go to a store."""
+    """Receives the tensors that the others are held against: their facts stay, themselves go to a store.
+
+    Attributes
+    ----------
+    facts
+        By site.
+    epsilon
+        Unit of rounding of the type, relative, by site.
+    longest
+        How many numbers a sum over a part of the dimensions of an activation or its gradient has at most.
+    """
 
     def __init__(self, store: TensorStore) -> None:
         self.facts: dict[Site, TensorStatistics] = {}
         self.epsilon: dict[Site, float] = {}
+        self.longest = 1
         self._store = store
         self._recent = _Recent()
 
     def take(self, site: Site, tensor: torch.Tensor) -> None:
         """Take a tensor; what one module returns and the next one takes is looked at once."""
         before = self._recent.site_of(tensor)
+        if site.call and tensor.numel():
+            last = tensor.shape[-1] if tensor.dim() else 1
+            self.longest = max(self.longest, last, tensor.numel() // last)
         self.epsilon[site] = torch.finfo(tensor.dtype).eps
         if before is None:
             self.facts[site] = TensorStatistics.of(tensor)
@@ -113,24 +121,6 @@ class _Recent:
     def note(self, site: Site, tensor: torch.Tensor) -> None:
         """Take note of a tensor."""
         self._sites.append((site, tensor, tensor._version))  # noqa: SLF001
-
-
-def limits(reference: Reference, floors: Iterable[Compared]) -> dict[Site, tuple[float, float]]:
-    """Return the floor and the limit of each site: what repetition and rounding explain, and what they do not.
-
-    Parameters
-    ----------
-    reference
-        The first run.
-    floors
-        Runs of which it is known that nothing is wrong with them; their distances are rounding, or chance.
-    """
-    measured = [one.distances for one in floors]
-    found = {}
-    for site, epsilon in reference.epsilon.items():
-        floor = max((one[site].relative for one in measured if site in one), default=0.0)
-        found[site] = (floor, max(FACTOR * floor, LEAST * epsilon))
-    return found
 
 
 def pairs(

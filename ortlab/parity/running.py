@@ -12,8 +12,9 @@ from ortlab.engine.capture import Capture
 from ortlab.engine.inspection.places import forward_line
 from ortlab.errors import StepError
 from ortlab.parity.checklist import checklist
-from ortlab.parity.comparing import Compared, Reference, limits, pairs
+from ortlab.parity.comparing import Compared, Reference, pairs
 from ortlab.parity.divergence import find
+from ortlab.parity.limits import limits
 from ortlab.parity.observation import Observation
 from ortlab.parity.pairs import OUTPUT, Site, TensorPair
 from ortlab.parity.record import Parity
@@ -155,7 +156,7 @@ def compare_engines(  # noqa: PLR0913 - what a lab knows of itself, name by name
             for step in range(1, steps + 1)
             for kind in (mark.kind, f"{mark.kind} gradient")
         }
-        bounds = limits(reference, (again, rounded, ort_again))
+        bounds = limits(reference, rounded, (again, ort_again))
         runs = Runs(
             eager=eager,
             ort=found,

@@ -18,7 +18,7 @@ _DROPOUTS: Final = {
         *("dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout"),
     )
 }
-_UNITS: Final = 4.0
+UNITS: Final = 4.0
 """How many units of rounding a tensor is moved by: about what another order of summation does to a product."""
 
 
@@ -88,5 +88,5 @@ class Jitter:
         moved = torch.rand(
             tensor.shape, generator=self._generators[device], device=device, dtype=torch.float32
         )
-        by = (moved * 2 - 1) * (_UNITS * torch.finfo(tensor.dtype).eps)
+        by = (moved * 2 - 1) * (UNITS * torch.finfo(tensor.dtype).eps)
         return tensor * (1 + by.to(torch.float64)).to(tensor.dtype)

@@ -1,0 +1,73 @@
+"""How far apart two engines may be at a site: what rounding and repetition explain there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from statistics import median
+from typing import TYPE_CHECKING, Final
+
+from ortlab.parity.pairs import FORWARD, Site
+
+if TYPE_CHECKING:
+    from ortlab.parity.comparing import Compared, Reference
+
+FACTOR: Final = 4.0
+"""A distance counts as a difference from this multiple of the measured floor on.
+
+The floor is made by moving each number that a module returns by at most `steady.UNITS` = 4 units of rounding, evenly
+spread: 4 / sqrt(3) = 2.3 units in the mean of squares, which is what 64 roundings in a row come to, since each is off
+by half a unit at most, 0.29 in the mean of squares. Four floors are 1,000 roundings in a row. Where engines agree,
+hardly a tensor is more than one floor apart: ``bench/fault_finding.py`` states how near its clean pairs come.
+"""
+
+LEAST: Final = 16.0
+MOST: Final = 256.0
+"""And never below this many units of rounding of the type, nor below more than that for the length of sums."""
+
+
+def limits(
+    reference: Reference, rounded: Compared, repeated: Iterable[Compared]
+) -> dict[Site, tuple[float, float]]:
+    """Return the floor and the limit of each site, both relative distances.
+
+    Two orders of a sum of n numbers differ by sqrt(n) units with a probability near one, since each of the two is off
+    by up to sqrt(n) / 2 (Higham and Mary, "A new approach to probabilistic rounding error analysis", 2019). How long
+    the sums of a step are is told by the largest of its tensors: at most as long as its last dimension, or as the
+    others together.
+
+    Parameters
+    ----------
+    reference
+        The first run.
+    rounded
+        The run with other rounding.
+    repeated
+        Runs that have repeated one; what they differ by is chance.
+    """
+    chances = [one.distances for one in repeated]
+    by_call = _by_call(rounded)
+    units = min(MOST, max(LEAST, math.sqrt(reference.longest)))
+    found = {}
+    for site, epsilon in reference.epsilon.items():
+        known = rounded.distances.get(site)
+        floor = by_call.get(_call(site), 0.0) if known is None else known.relative
+        floor = max([floor, *(one[site].relative for one in chances if site in one)])
+        found[site] = (floor, max(FACTOR * floor, units * epsilon))
+    return found
+
+
+def _by_call(rounded: Compared) -> Mapping[tuple[object, ...], float]:
+    """Return the middle floor of each call's forward and backward.
+
+    For tensors that the run with other rounding does not have. The gradient of what a module returns and has used
+    itself before, such as the probabilities of an attention, is one: what is moved is the tensor that is returned.
+    """
+    found: dict[tuple[object, ...], list[float]] = {}
+    for site, distance in rounded.distances.items():
+        found.setdefault(_call(site), []).append(distance.relative)
+    return {call: median(floors) for call, floors in found.items()}
+
+
+def _call(site: Site) -> tuple[object, ...]:
+    return site.step, site.module, site.call, site.kind in FORWARD
