@@ -44,8 +44,8 @@ class Reference:
             self.longest = max(self.longest, last, tensor.numel() // last)
         self.epsilon[site] = torch.finfo(tensor.dtype).eps
         if before is None:
-            self.facts[site] = TensorStatistics.of(tensor)
-            self._store.put(site, tensor)
+            with self._store.putting(site, tensor):
+                self.facts[site] = TensorStatistics.of(tensor)
         else:
             self.facts[site] = self.facts[before]
             self._store.share(site, before)

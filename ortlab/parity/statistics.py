@@ -92,32 +92,25 @@ class TensorStatistics:
             of_nothing = (missing, missing, missing, missing, 0, 0, 0, 0, 0)
             return cls(tuple(tensor.shape), str(tensor.dtype), *of_nothing, sample)
         copy = torch.empty_like(parts[0], dtype=torch.float64)
-        found, sums = [], []
+        lows, highs, means, squares, balance, signed = [], [], [], [], 0.0, 0.0
         for block in parts:
             exact = copy[: block.numel()].copy_(block)
             wide = block if str(block.dtype) in _OWN else exact
-            low, high = torch.aminmax(wide)  # both are nan if one element is
+            lows.append(wide.amin().item())  # nan if one element is
+            highs.append(wide.amax().item())
             signs = torch.sign(wide)  # that of nan is 0
-            mean = exact.mean()
-            exact -= mean
-            found.append(torch.stack([low, high, signs.sum(), signs.square_().sum()]))
-            sums.append(torch.stack([mean, exact.square_().sum()]))
-        lows, highs, balances, signed = torch.stack(found).to(torch.float64).unbind(1)
-        means, squares = torch.stack(sums).unbind(1)
-        sizes = torch.tensor(
-            [float(block.numel()) for block in parts], dtype=torch.float64, device=flat.device
-        )
-        shift = ((means - means[0]) * sizes).sum() / count
-        between = ((means - means[0] - shift).square() * sizes).sum()
-        facts = [
-            lows.min(),
-            highs.max(),
-            means[0] + shift,
-            squares.sum() + between,
-            balances.sum(),
-            signed.sum(),
-        ]
-        minimum, maximum, average, variation, balance, not_zero = torch.stack(facts).tolist()
+            balance += signs.sum().item()
+            signed += signs.square_().sum().item()
+            means.append(exact.sum().item() / block.numel())
+            exact -= means[-1]
+            squares.append(torch.dot(exact, exact).item())
+        sizes = [block.numel() for block in parts]
+        shift = sum((mean - means[0]) * size for mean, size in zip(means, sizes, strict=True)) / count
+        average = means[0] + shift
+        between = sum((mean - average) ** 2 * size for mean, size in zip(means, sizes, strict=True))
+        variation = sum(squares) + between
+        of_blocks = torch.tensor([lows, highs], dtype=torch.float64)
+        minimum, maximum = of_blocks[0].min().item(), of_blocks[1].max().item()  # nan again, which min() may not see
         nan = inf = 0
         if not (math.isfinite(minimum) and math.isfinite(maximum)):
             nan, inf = int(flat.isnan().sum()), int(flat.isinf().sum())
@@ -130,8 +123,8 @@ class TensorStatistics:
             math.sqrt(variation / (count - 1)) if count > 1 else missing,
             nan,
             inf,
-            round(not_zero - balance) // 2,
-            round(not_zero + balance) // 2,
-            count - round(not_zero) - nan,
+            round(signed - balance) // 2,
+            round(signed + balance) // 2,
+            count - round(signed) - nan,
             sample,
         )

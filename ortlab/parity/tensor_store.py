@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import torch
 
 if TYPE_CHECKING:
     from ortlab.parity.pairs import Site
+
+
+_LARGE: Final = 1 << 20
+"""Bytes from which on a tensor is written by a thread: below, to hand it over takes longer than to write it."""
 
 
 class _Place(NamedTuple):
@@ -35,14 +40,29 @@ class TensorStore:
         self._path = path
         self._places: dict[Site, _Place] = {}
         self._file = path.open("wb", buffering=1 << 20)
+        self._writer = ThreadPoolExecutor(1, "ortlab-tensor-store")
 
     def put(self, key: Site, tensor: torch.Tensor) -> None:
         """Write a tensor; one that was written under the same key counts no longer."""
+        with self.putting(key, tensor):
+            pass
+
+    @contextmanager
+    def putting(self, key: Site, tensor: torch.Tensor) -> Iterator[None]:
+        """Write a tensor while the block looks at it, on another core; at the end of the block it is written."""
         plain = tensor.detach().to("cpu").contiguous()
         data = plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else np.empty(0, np.uint8)
         self._places[key] = _Place(self.number_of_bytes, tuple(plain.shape), plain.dtype)
-        self._file.write(data.data)
         self.number_of_bytes += data.size
+        if data.size < _LARGE:
+            self._file.write(data.data)
+            yield
+            return
+        writing = self._writer.submit(self._file.write, data.data)
+        try:
+            yield
+        finally:
+            writing.result()
 
     def share(self, key: Site, other: Site) -> None:
         """Let a key stand for what was written under another one."""
@@ -63,7 +83,8 @@ class TensorStore:
         return torch.from_numpy(data).view(place.dtype).reshape(place.shape)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, and end the thread that writes."""
+        self._writer.shutdown()
         self._file.close()
 
 
