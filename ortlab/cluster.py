@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.errors import ExecutionError, OptionError
@@ -165,8 +165,7 @@ class Cluster:
             If the user interrupts; the ranks have come back then.
         """
         pending = self._finished(lambda view: view.apply_async(function, *args, **kwargs), range(self.ranks))
-        causes = {rank: cause for rank, one in enumerate(pending) if (cause := one.exception()) is not None}
-        self._raise_failure({rank: _rank_error(cause) for rank, cause in causes.items()}, causes)
+        self._raise_failures(enumerate(pending))
         return [one.get() for one in pending]
 
     def run_cell(
@@ -219,9 +218,9 @@ class Cluster:
                 one.wait_for_output(_OUTPUT_SECONDS)
         finally:
             seen(outputs())
-        found = outputs()
-        self._raise_failure({one.rank: one.error for one in found if one.error is not None}, {})
-        return found
+        # From the replies: a rank shows the error of a magic as words only.
+        self._raise_failures(zip(ranks, asked, strict=True))
+        return outputs()
 
     def values(self, expression: str) -> list[Any]:
         """Evaluate a Python expression among the variables of each rank, and bring the values here.
@@ -346,10 +345,12 @@ class Cluster:
         self._tell(str(RankDiedError(*self._died)))
         return False
 
-    def _raise_failure(self, errors: Mapping[int, RankError], causes: Mapping[int, BaseException]) -> None:
+    def _raise_failures(self, replies: Iterable[tuple[int, Any]]) -> None:
         """Raise what the user can mend: of several errors, not one that only follows from another."""
-        if not errors:
+        causes = {rank: cause for rank, one in replies if (cause := one.exception()) is not None}
+        if not causes:
             return
+        errors = {rank: _rank_error(cause) for rank, cause in causes.items()}
         rank = min(errors, key=lambda one: errors[one].is_consequence)
         others = "" if len(errors) == 1 else f", as did {len(errors) - 1} more"
         fix = "Mend it and run it again."
@@ -363,7 +364,7 @@ class Cluster:
             # It may be an error of ortlab, with lines of its own.
             why=str(errors[rank]).replace("\n", "\n  "),
             fix=fix,
-        ) from causes.get(rank)
+        ) from causes[rank]
 
 
 def _rank_error(cause: BaseException) -> RankError:

@@ -48,7 +48,8 @@ class RankOutput:
     displays
         What it displayed, in order, the value of the cell's last line among it: data by MIME type.
     error
-        What the cell raised; None if it raised nothing, or has not ended.
+        What the cell raised, with its traceback; None if it raised nothing, has not ended, or the error of a magic was
+        printed in place of a traceback.
     """
 
     rank: int

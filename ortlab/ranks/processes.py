@@ -72,6 +72,8 @@ class Processes:
     def __init__(self, ranks: int, threads: int, backend: str) -> None:
         try:
             import ipyparallel
+
+            from ortlab.ranks.client import QuietClient
         except ImportError as error:
             raise InstallError(
                 "ipyparallel is missing.", why=str(error), fix="pip install ipyparallel"
@@ -99,7 +101,12 @@ class Processes:
             for engines in self._cluster.engines.values():
                 self._engines |= {one.pid: one.process for one in engines.launchers.values()}
             self._note_started(before)
-            self.client = self._cluster.connect_client_sync()
+            self.client = QuietClient(
+                profile_dir=self._cluster.profile_dir,
+                cluster_id=self._cluster.cluster_id,
+                cluster=self._cluster,
+                timeout=START_SECONDS,
+            )
             # Its progress bar would stay in the output of the cell.
             self.client.wait_for_engines(ranks, timeout=START_SECONDS, interactive=False)
             self._note_started(before)
