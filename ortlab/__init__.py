@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from ortlab.parity.upstream_folders import merge_folders
     from ortlab.preflights.preflight import Preflight
     from ortlab.preflights.running import preflight
-    from ortlab.recipes import Recipe, recipe
     from ortlab.ranks.ranks import Ranks
+    from ortlab.recipes import Recipe, recipe
     from ortlab.render.figures import plot
     from ortlab.runs import Ledger, Run
     from ortlab.status import Status
