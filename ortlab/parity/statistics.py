@@ -28,9 +28,8 @@ _OWN: Final = frozenset({"torch.float32", "torch.float64"})
 
 def blocks(flat: Tensor) -> tuple[Tensor, ...]:
     """Cut a tensor of one dimension into the parts that are looked at together; none for an empty one."""
-    if not flat.numel():
-        return ()
-    return flat.split(_BLOCK if flat.device.type == "cpu" else _LARGE_BLOCK)
+    size = _BLOCK if flat.device.type == "cpu" else _LARGE_BLOCK
+    return tuple(flat[start : start + size] for start in range(0, flat.numel(), size))
 
 
 @dataclass(frozen=True)
