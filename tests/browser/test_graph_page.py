@@ -33,6 +33,8 @@ addEventListener('message', ({{ source, data }}) => {{ if (source === graph.cont
 window.ask = (message) => graph.contentWindow.postMessage(message, '*');
 </script></body></html>"""
 
+SIDE_BAR_IS_OPEN = "document.getElementById('sidebar').style.opacity === '1'"
+
 
 @pytest.fixture(scope="module")
 def training() -> Graph:
@@ -162,6 +164,15 @@ def test_the_side_bar_is_about_what_is_selected_from_outside(training, netron, s
         shown.ask(ortlab="select", names=[other])
         sidebar.get_by_text(other, exact=True).first.wait_for()
         assert sidebar.get_by_text(names[0], exact=True).count() == 0
+        assert shown.frame.evaluate(SIDE_BAR_IS_OPEN)
+        shown.ask(ortlab="select", names=[])
+        assert shown.told("shown", 2) == {"ortlab": "shown", "missing": []}
+        assert not shown.frame.evaluate(SIDE_BAR_IS_OPEN)
+        assert shown.inside.locator("g.graph-node.select").count() == 0
+        # Emptied once it has slid away, and open again for the next node.
+        shown.frame.wait_for_function("!document.getElementById('sidebar-content').textContent")
+        shown.inside.locator("g.graph-node .node-item").first.click()
+        shown.frame.wait_for_function(SIDE_BAR_IS_OPEN)
 
 
 def test_a_group_stands_for_its_nodes(training, show):
