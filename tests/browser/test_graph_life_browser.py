@@ -1,4 +1,4 @@
-"""A drawn graph through its life in JupyterLab: hostile names, plans, differences, a saved notebook."""
+"""A drawn graph through its life in JupyterLab: hostile names, plans, differences, a restart, a saved notebook."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ __all__ = ["notebook", "screenshots"]
 pytestmark = pytest.mark.browser
 
 SHOW = "import ortlab\nview = ortlab.show_graph(lab, height=420)\nview"
+
+LOST = "The kernel of this view has ended or was restarted"
 
 HOSTILE = """\
 import onnx, ortlab
@@ -122,7 +124,7 @@ def test_a_difference_is_marked_in_both_graphs_and_its_table_is_sorted(open_note
     table.screenshot(path=screenshots / "graph-difference-table.png")
 
 
-def test_a_saved_notebook_has_table_and_picture_where_it_is_opened(
+def test_a_saved_notebook_has_table_and_picture_and_a_restarted_kernel_is_told(
     open_notebook, notebook, jupyter, screenshots
 ):
     name = notebook(WRAP, STEP, SHOW, SCRATCH)
@@ -150,3 +152,17 @@ def test_a_saved_notebook_has_table_and_picture_where_it_is_opened(
             assert not other.get_by_text(words).first.is_visible()
         other.screenshot(path=screenshots / f"graph-saved-{trust}.png")
         other.context.close()
+
+    # The kernel that is restarted under the view: what is drawn stays, and can be searched.
+    page.get_by_role("menuitem", name="Kernel", exact=True).click()
+    page.get_by_text("Restart Kernel…", exact=True).click()
+    page.get_by_role("button", name="Confirm Kernel Restart").click()
+    view = page.locator(".ortlab-graph").first
+    view.get_by_role("alert").filter(has_text=LOST).wait_for(timeout=1000 * CELLS_SECONDS)
+    assert view.get_by_label("Stage").evaluate("one => Boolean(one.closest('[inert]'))")
+    frame = view.frame_locator("iframe")
+    frame.get_by_label("Search nodes").fill("gelu")
+    frame.locator("#ortlab-found button").first.wait_for()
+    view.screenshot(path=screenshots / "graph-restarted.png")
+    page.locator(".ortlab-saved table").first.wait_for()
+    page.get_by_text("| Idle").first.wait_for(timeout=1000 * CELLS_SECONDS)

@@ -21,7 +21,7 @@ function theme() {
 }
 
 // `held` is of the widget: its page is kept for every cell that shows it, also when JupyterLab makes it anew on scrolling.
-export function render({ model, el }, { held }) {
+export function render({ model, el }, { held, script }) {
   const send = (act, ...values) => model.send({ do: act, with: values });
   const controls = make("div", { className: "ortlab-tools" });
   const stages = make("select");
@@ -101,7 +101,7 @@ export function render({ model, el }, { held }) {
 
   function say() {
     const view = model.get("shown");
-    const waits = !view.still && !ready ? "Drawing the graph ..." : "";
+    const waits = !view.still && !ready && !lost ? "Drawing the graph ..." : "";
     const marked = view.marked && `Marked: ${view.marked}.`;
     said.textContent = [view.stale, view.why, marked, view.reduced, waits].filter(Boolean).join(" ");
     said.classList.toggle("ortlab-warn", Boolean(view.stale));
@@ -184,28 +184,20 @@ export function render({ model, el }, { held }) {
 
   const themes = new MutationObserver(postTheme);
   themes.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light"] });
-  // The widget's own element, into which this one is put after this function has returned.
-  const kernel = new MutationObserver(() => {
-    const gone = el.closest(".jupyter-widgets-disconnected") !== null;
-    if (gone !== lost) {
-      lost = gone;
-      draw();
-    }
-  });
-  const arrival = new ResizeObserver(() => {
-    const outer = el.closest(".ortlab-panel"); // which has the class that tells; anywidget gives it no other
-    if (outer === null) return;
-    arrival.disconnect();
-    kernel.observe(outer, { attributes: true, attributeFilter: ["class"] });
-  });
-  arrival.observe(el);
-  draw();
+  // anywidget takes off the listeners with which ipywidgets marks a view whose kernel has gone. The model of the script
+  // is told of it in any case, and the saved form below waits for the mark.
+  const life = () => {
+    lost = !script.comm_live;
+    el.classList.toggle("jupyter-widgets-disconnected", lost);
+    draw();
+  };
+  script.on("comm_live_update", life);
+  life();
   return () => {
     clearTimeout(watch);
     window.removeEventListener("message", heard);
     themes.disconnect();
-    kernel.disconnect();
-    arrival.disconnect();
+    script.off("comm_live_update", life);
     model.off("change:shown", draw);
     model.off("change:selected", selected);
     model.off("change:marks", postMarks);

@@ -23,7 +23,7 @@ export default () => {
       script.ortlab ??= started(script);
       const { render, css } = await script.ortlab;
       if (css) context.el.append(Object.assign(document.createElement("style"), { textContent: css }));
-      return render(context, { held, unpack });
+      return render(context, { held, unpack, script });
     },
   };
 };
