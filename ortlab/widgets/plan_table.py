@@ -80,11 +80,16 @@ class PlanTable(lean.Column):
         self.plan = plan.at(**arguments(self._sizes)) if self._sizes else plan  # type: ignore[arg-type]
         self._refused = ""
         lean.show(self)
-        self.show(self._options)
+        self._draw()
 
     def show(self, options: Options) -> None:
         """Show which plans `options` apply."""
-        self._options = options
+        before, self._options = self._options, options
+        # Other switches change nothing in here, and with thousands of plans drawing takes longer than all else.
+        if (before.memory_plan, before.memory_level) != (options.memory_plan, options.memory_level):
+            self._draw()
+
+    def _draw(self) -> None:
         if self.plan is None:
             return
         self.table.show(self._content(self.plan))
@@ -112,7 +117,7 @@ class PlanTable(lean.Column):
             self._refused = str(error)
         else:
             self._refused, self._sizes = "", sizes
-        self.show(self._options)
+        self._draw()
 
     @property
     def _choice(self) -> Choice:

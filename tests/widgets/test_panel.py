@@ -314,6 +314,22 @@ def test_a_plan_ticked_elsewhere_shows_and_a_level_takes_over(panel, lab, run):
     assert lab.options.memory_plan == ()
 
 
+def test_a_switch_that_plans_do_not_depend_on_leaves_their_table_alone(panel, lab, run):
+    run()
+    panel.plan.click()
+    before = panel.plans.table.table
+    lab.set(compute_optimizer=False)
+    assert panel.plans.table.table is before
+    lab.set(compute_optimizer=True, memory_plan=("Gelu+:1:-1",))
+    assert plan_rows(panel)["Gelu+:1:-1"]["ticked"]
+    # A tick that is refused is drawn again, though nothing has changed here: the browser shows it as set.
+    lab.set(memory_plan=(), memory_level=1)
+    before = panel.plans.table.table
+    tell(panel, "tick", "Gelu+:1:-1", True)
+    assert lab.options.memory_plan == ()
+    assert panel.plans.table.table["drawn"] > before["drawn"]
+
+
 def test_the_stash_is_shown_and_read_again_by_a_rerun(panel, lab, run):
     run()
     panel.stash.click()
