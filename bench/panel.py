@@ -53,33 +53,50 @@ rows = [replace(plan.rows[0], config=f"Gelu{{n}}+:1:-1", saving_bytes=float(n)) 
 panel.plans.show_plan(replace(plan, rows=tuple(rows)))
 panel.runs.show()"""
 
+WAIT_MS = 20_000
+"""How long one press may go without an answer before the benchmark ends with an error."""
+
 TIMED = """\
-([press, seen]) => new Promise((done) => {
+([press, seen, limit]) => new Promise((done, failed) => {
   const look = (words) => [...document.querySelectorAll(words[0])].some(
     (one) => one.textContent.includes(words[1]) === (words[2] ?? true));
+  const [pressed] = document.querySelectorAll(press);
+  if (!pressed || pressed.disabled) throw new Error(`${press} cannot be pressed`);
   const start = performance.now();
-  const watch = new MutationObserver(() => {
-    if (!look(seen)) return;
+  const end = (act) => {
     watch.disconnect();
-    requestAnimationFrame(() => done(performance.now() - start));
+    clearTimeout(timer);
+    act();
+  };
+  const watch = new MutationObserver(() => {
+    if (look(seen)) end(() => requestAnimationFrame(() => done(performance.now() - start)));
   });
-  watch.observe(document.querySelector('.ortlab-panel'), {subtree: true, childList: true, characterData: true});
-  document.querySelectorAll(press[0])[press[1] ?? 0].click();
+  const late = `${press} was pressed, and after ${limit} ms ${JSON.stringify(seen)} does not hold`;
+  const timer = setTimeout(() => end(() => failed(new Error(late))), limit);
+  const panel = document.querySelector('.ortlab-panel');
+  watch.observe(panel, {subtree: true, childList: true, characterData: true});
+  pressed.click();
 })"""
 """Presses an element and resolves with the ms until one of others has, or no longer has, certain words."""
 
 
 SIGNED = """\
-(press) => new Promise((done) => {
+([press, limit]) => new Promise((done, failed) => {
   const panel = document.querySelector('.ortlab-panel');
   const start = performance.now();
+  const end = (act) => {
+    watch.disconnect();
+    clearTimeout(timer);
+    act();
+  };
   const watch = new MutationObserver(() => {
     if (!panel.classList.contains('ortlab-waits')) return;
-    watch.disconnect();
-    requestAnimationFrame(() => done(performance.now() - start));
+    end(() => requestAnimationFrame(() => done(performance.now() - start)));
   });
+  const late = `${press} was pressed, and after ${limit} ms the panel does not say that it waits`;
+  const timer = setTimeout(() => end(() => failed(new Error(late))), limit);
   watch.observe(panel, {attributes: true, attributeFilter: ['class']});
-  document.querySelectorAll(press[0])[press[1] ?? 0].click();
+  document.querySelector(press).click();
 })"""
 """Presses an element and resolves with the ms until the panel says that it waits for the kernel."""
 
@@ -119,7 +136,7 @@ def main() -> None:
         page.locator(".ortlab-plans tbody tr").first.wait_for()
         _run(page, 2)
         page.get_by_text(f"of {PLANS:,} plans").wait_for()
-        large = {name: _median(page, *acts, rounds=read.rounds) for name, acts in _LARGE.items()}
+        large = {name: _acts(page, *acts, read.rounds) for name, acts in _LARGE.items()}
         after = _weight(_saved(page, file))
         crowded = _clicks(page, read.rounds)
         browser.close()
@@ -145,21 +162,31 @@ def main() -> None:
     report.write()
 
 
+_BOX = ".ortlab-switch input[type=checkbox]"
+
 _LARGE = {
-    "next page of runs": ((".ortlab-runs [data-at=later]",), (".ortlab-runs tbody th", "#")),
+    # Forth and back, since there is a last page.
+    "turn the runs": (
+        (".ortlab-runs [data-at=later]", ".ortlab-runs [data-at=earlier]"),
+        (".ortlab-runs tbody th", "#"),
+    ),
     "sort the plans": ((".ortlab-plans [data-at='sort saves']",), (".ortlab-plans tbody th", "Gelu")),
-    "next page of plans": ((".ortlab-plans [data-at=later]",), (".ortlab-plans tbody th", "Gelu")),
+    "turn the plans": (
+        (".ortlab-plans [data-at=later]", ".ortlab-plans [data-at=earlier]"),
+        (".ortlab-plans tbody th", "Gelu"),
+    ),
     "tick a run": ((".ortlab-runs input[type=checkbox]",), (".ortlab-runs tbody th", "#")),
 }
+"""What is done in the large tables: the elements that are pressed in turn, and what is drawn then."""
 
 
 def _clicks(page: Page, rounds: int) -> list[float]:
-    """Switch an option off and on again; both directions count."""
-    box = (".ortlab-switch input[type=checkbox]", 0)
+    """Switch an option off and on again; both directions count, and each press is waited for to its end."""
     times = []
-    for _ in range(rounds):
-        times.append(page.evaluate(TIMED, [box, (".ortlab-state", "rebuild pending")]))
-        times.append(page.evaluate(TIMED, [box, (".ortlab-state", "rebuild pending", False)]))
+    for press in range(2 * rounds):
+        seen = (".ortlab-state", "rebuild pending", press % 2 == 0)
+        times.append(page.evaluate(TIMED, [_BOX, seen, WAIT_MS]))
+        _rest(page)
     return times
 
 
@@ -167,9 +194,13 @@ def _signs(page: Page, rounds: int) -> list[float]:
     """Press the same box until the panel says that it waits; each press is waited for to its end."""
     times = []
     for _ in range(2 * rounds):
-        times.append(page.evaluate(SIGNED, [".ortlab-switch input[type=checkbox]", 0]))
-        page.locator(".ortlab-panel:not(.ortlab-waits)").first.wait_for()
+        times.append(page.evaluate(SIGNED, [_BOX, WAIT_MS]))
+        _rest(page)
     return times
+
+
+def _rest(page: Page) -> None:
+    page.locator(".ortlab-panel:not(.ortlab-waits)").first.wait_for(timeout=WAIT_MS)
 
 
 def _weight(notebook: dict[str, Any]) -> int:
@@ -177,10 +208,11 @@ def _weight(notebook: dict[str, Any]) -> int:
     return len(json.dumps(notebook["cells"][0]["outputs"])) + len(json.dumps(notebook["metadata"]["widgets"]))
 
 
-def _median(page: Page, press: tuple[str, ...], seen: tuple[str, ...], *, rounds: int) -> list[float]:
+def _acts(page: Page, presses: tuple[str, ...], seen: tuple[str, ...], rounds: int) -> list[float]:
     times = []
-    for _ in range(rounds):
-        times.append(page.evaluate(TIMED, [press, seen]))
+    for number in range(rounds):
+        times.append(page.evaluate(TIMED, [presses[number % len(presses)], seen, WAIT_MS]))
+        _rest(page)
         page.wait_for_timeout(100)
     return times
 
