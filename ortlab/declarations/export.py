@@ -65,8 +65,9 @@ class Export:
         default=True,
         effect=Effect.EXPORT,
         help=(
-            "Works out the shapes in the exported graph in terms of batch and sequence length. Off, ORT "
-            "knows fewer shapes: it optimises less and predicts no memory savings."
+            "Tells ORT the shapes in the exported graph in terms of batch and sequence length. Off, ORT knows "
+            "fewer shapes: it optimises less and predicts fewer memory savings. ortlab works them out either way, for "
+            "its repairs of the graph."
         ),
     )
     static_shape: bool = switch(

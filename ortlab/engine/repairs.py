@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ortlab.engine import memory_arena, statistics_files
 from ortlab.engine.logs import build_log
-from ortlab.engine.passes import constant_outputs, label_density, shape_inference
+from ortlab.engine.passes import constant_outputs, label_density, shape_inference, untold_shapes
 from ortlab.engine.patching import replace
 from ortlab.engine.tracing import (
     arguments,
@@ -44,6 +44,7 @@ def install_all() -> None:
     source_lines.install()
     constant_outputs.install()
     shape_inference.install()
+    untold_shapes.install()
     label_density.install()
     statistics_files.install()
     memory_arena.install()

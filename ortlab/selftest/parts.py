@@ -36,7 +36,6 @@ _LEFT_ALONE: Final = {
     "custom_autograd": "off, it refuses models that need it",
     "save_onnx": "writes into the folder that it is run in",
     "tuning": "takes minutes",
-    "symbolic_shape_inference": "off, BERT is not built: nothing else tells the types of PyTorch's operators in it",
 }
 """Switches that are not tried, and why."""
 

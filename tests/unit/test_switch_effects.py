@@ -11,7 +11,14 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint  # before ORTModule, as notebooks and transformers import it
-from transformers import GPT2Config, GPT2LMHeadModel, RobertaConfig, RobertaForSequenceClassification
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
 
 import ortlab
 from ortlab.engine import load
@@ -29,6 +36,46 @@ def operators(lab, stage="optimized"):
 def check_gradients(model, reference):
     for left, right in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(left.grad, right.grad, rtol=1e-4, atol=1e-6)
+
+
+# --- shapes ---------------------------------------------------------------------------------------------------------
+
+
+class DroppingAttention(nn.Linear):
+    """Attention whose weights are dropped in training; torch exports that without a mask."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5 if self.training else 0.0)
+
+
+def test_without_symbolic_shapes_ort_is_told_none_and_trains_as_pytorch():
+    torch.manual_seed(0)
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    model = BertForMaskedLM(BertConfig(vocab_size=50, **sizes, **still))
+    reference = copy.deepcopy(model)
+    lab = ortlab.wrap(model, symbolic_shape_inference=False)
+    ids = torch.randint(50, (2, 6))
+    for one in (model, reference):
+        one(input_ids=ids, labels=ids).loss.backward()
+    check_gradients(model, reference)
+    values = lab.graph("processed").model.graph.value_info
+    assert values
+    assert all(value.type.tensor_type.elem_type for value in values)
+    assert not any(value.type.tensor_type.HasField("shape") for value in values)
+    lab.unwrap()
+
+
+def test_without_symbolic_shapes_the_repairs_of_a_graph_are_made():
+    torch.manual_seed(0)
+    model, x = DroppingAttention(8, 8), torch.randn(2, 2, 16, 8)
+    lab = ortlab.wrap(model, symbolic_shape_inference=False)
+    first, second = model(x), model(x)
+    assert not torch.equal(first, second)
+    (first + second).sum().backward()
+    assert model.weight.grad.abs().sum() > 0
+    lab.unwrap()
 
 
 # --- logging and saved graphs ---------------------------------------------------------------------------------------
