@@ -22,6 +22,19 @@ CELLS_SECONDS = 120
 CLICK_SECONDS = 60
 """How long a click may take to show its result, an export and a rerun included."""
 
+LATE = "[anywidget] Failed to initialize model."
+"""What anywidget says of a widget whose module is not there after 2 s, as on a machine with too few cores.
+
+The widget still comes up, drawn with what it was made with, but anywidget hands it no later message. So this is no
+complaint where all widgets of the pages that are still open are drawn at the end; a test that needs a later message
+fails for want of that.
+"""
+
+UNDRAWN = (
+    ".jp-OutputArea-output.ortlab-panel:empty, .jp-OutputArea-output .lm-Widget:not(.jupyter-widgets):empty"
+)
+"""Elements of anywidget's views that nothing was drawn in; all other kinds of views have the class."""
+
 
 @pytest.fixture(scope="session")
 def jupyter(tmp_path_factory) -> Iterator[JupyterServer]:
@@ -42,12 +55,13 @@ def chromium():
 
 @contextmanager
 def pages(jupyter: JupyterServer, chromium: Browser, folder: Path) -> Iterator[Callable[..., Page]]:
-    """Open notebooks in fresh pages; the console errors of every page are checked at the end.
+    """Open notebooks in fresh pages; the console errors of every page are checked at the end (for `LATE` see there).
 
     Yields a function of the notebook's name. `origin` is where the browser finds the server, `expected` a pattern of
     console errors that belong to the case.
     """
     complaints: list[str] = []
+    late: list[Page] = []
     contexts = []
 
     def open_page(
@@ -67,7 +81,9 @@ def pages(jupyter: JupyterServer, chromium: Browser, folder: Path) -> Iterator[C
         page = context.new_page()
 
         def complain(text: str) -> None:
-            if not expected or not re.search(expected, text):
+            if LATE in text:
+                late.append(page)
+            elif not expected or not re.search(expected, text):
                 complaints.append(text)
 
         page.on("pageerror", lambda error: complain(str(error)))
@@ -83,6 +99,8 @@ def pages(jupyter: JupyterServer, chromium: Browser, folder: Path) -> Iterator[C
     for number, context in enumerate(contexts):
         for page in context.pages:
             page.screenshot(path=folder / f"page-{number}.png")  # what a failed test has seen last
+            if page in late and page.locator(UNDRAWN).count():
+                complaints.append(f"{LATE} It is not drawn either.")
         context.close()
     assert complaints == []
 
