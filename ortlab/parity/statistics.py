@@ -102,7 +102,7 @@ class TensorStatistics:
             signed += signs.square_().sum().item()
             means.append(exact.sum().item() / block.numel())
             exact -= means[-1]
-            squares.append(torch.dot(exact, exact).item())
+            squares.append(exact.square_().sum().item())  # torch.dot gives any size to several threads
         sizes = [block.numel() for block in parts]
         shift = sum((mean - means[0]) * size for mean, size in zip(means, sizes, strict=True)) / count
         average = means[0] + shift
