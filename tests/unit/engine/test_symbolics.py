@@ -31,26 +31,38 @@ pytestmark = [
 ]
 
 
+def is_wrong(outcome: object) -> bool:
+    return not isinstance(outcome, float) or math.isnan(outcome) or outcome > 100 * TOLERANCE
+
+
 @pytest.fixture(scope="module")
 def as_released():
-    """What 1.19.2 does by itself, per case: a relative difference, the name of an exception, or "crash"."""
+    """What 1.19.2 does by itself, per case: a relative difference, the name of an exception, or "crash".
+
+    Once in many processes the gradient of Where comes out right by chance; the worst of up to four is told.
+    """
     script = Path(__file__).with_name("fault_cases.py")
-    finished = subprocess.run(
-        [sys.executable, script],
-        check=True,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"ORTMODULE_FALLBACK_POLICY": "FALLBACK_DISABLE"},
-    )
-    lines = [json.loads(line) for line in finished.stdout.splitlines() if line.startswith('["')]
-    return dict(lines)
+    outcomes: dict[str, object] = {}
+    for _ in range(4):
+        finished = subprocess.run(
+            [sys.executable, script],
+            check=True,
+            capture_output=True,
+            text=True,
+            env=os.environ | {"ORTMODULE_FALLBACK_POLICY": "FALLBACK_DISABLE"},
+        )
+        lines = [json.loads(line) for line in finished.stdout.splitlines() if line.startswith('["')]
+        outcomes |= {name: outcome for name, outcome in lines if not is_wrong(outcomes.get(name, 0.0))}
+        if all(map(is_wrong, outcomes.values())):
+            break
+    return outcomes
 
 
 @pytest.mark.parametrize("name", SILENT)
 def test_as_released_the_numbers_are_wrong(name, as_released):
     outcome = as_released[name]
     assert isinstance(outcome, float), outcome
-    assert math.isnan(outcome) or outcome > 100 * TOLERANCE
+    assert is_wrong(outcome)
 
 
 @pytest.mark.parametrize("name", LOUD)
