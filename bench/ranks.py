@@ -99,7 +99,7 @@ def killed() -> tuple[float, int]:
     import psutil
 
     from ortlab.cluster import Cluster
-    from ortlab.ranks.waiting import RankDiedError
+    from ortlab.cluster.waiting import RankDiedError
 
     before = {one.pid for one in psutil.Process().children(recursive=True)}
     sent = 0.0

@@ -10,7 +10,7 @@ from IPython.display import display
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ortlab.ranks.outputs import RankOutput
+    from ortlab.cluster.outputs import RankOutput
 
 _ALIVE = "application/vnd.jupyter.widget-view+json"
 """A widget of another process; its text or HTML is shown in its place."""

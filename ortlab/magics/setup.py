@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from IPython.core.magic import Magics, line_magic, magics_class, no_var_expand
 from IPython.display import display
 
+from ortlab.cluster.member import place
 from ortlab.errors import ArgumentError
 from ortlab.magics import arguments
 from ortlab.magics.arguments import Parser
@@ -15,7 +16,6 @@ from ortlab.magics.chosen_lab import chosen_lab
 from ortlab.magics.command import command
 from ortlab.option_list import OptionList
 from ortlab.options import Options
-from ortlab.ranks.in_rank import place
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ortlab.blame.blame import Blame
 from ortlab.budgets.budget import Budget
 from ortlab.cluster import Cluster
+from ortlab.cluster.status import ClusterStatus
 from ortlab.comparison import Comparison
 from ortlab.data.balance import Balance
 from ortlab.data.density_report import DensityReport
@@ -32,7 +33,6 @@ from ortlab.parity.functions import FunctionReport
 from ortlab.parity.record import Parity
 from ortlab.peers.peers import Peers
 from ortlab.preflights.preflight import Preflight
-from ortlab.ranks.cluster_status import ClusterStatus
 from ortlab.ranks.ranks import Ranks
 from ortlab.recipes import Recipe
 from ortlab.render.balance_page import balance_page

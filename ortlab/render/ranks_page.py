@@ -10,7 +10,7 @@ from ortlab.render.run_pages import engine_words
 from ortlab.runs import EXECUTED_BY_FALLBACK
 
 if TYPE_CHECKING:
-    from ortlab.ranks.cluster_status import ClusterStatus
+    from ortlab.cluster.status import ClusterStatus
     from ortlab.ranks.ranks import RankRun, Ranks
 
 RANK_COLUMNS = (

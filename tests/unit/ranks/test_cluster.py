@@ -14,7 +14,7 @@ import pytest
 
 from ortlab.cluster import Cluster, latest
 from ortlab.errors import ExecutionError, OptionError
-from ortlab.ranks.waiting import RankDiedError
+from ortlab.cluster.waiting import RankDiedError
 from ortlab.render import html, text
 
 pytestmark = [

@@ -10,13 +10,13 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from ortlab.cluster.member import ledger, position, set_variables, value
+from ortlab.cluster.outputs import RankError, RankOutput, rank_output
+from ortlab.cluster.processes import Lost, Processes
+from ortlab.cluster.resources import chosen_backend, cores
+from ortlab.cluster.status import ClusterStatus, RankStatus
+from ortlab.cluster.waiting import RankDiedError, RanksStuckError, Waiting
 from ortlab.errors import ExecutionError, OptionError
-from ortlab.ranks.cluster_status import ClusterStatus, RankStatus
-from ortlab.ranks.in_rank import ledger, position, set_variables, value
-from ortlab.ranks.outputs import RankError, RankOutput, rank_output
-from ortlab.ranks.processes import Lost, Processes
-from ortlab.ranks.resources import chosen_backend, cores
-from ortlab.ranks.waiting import RankDiedError, RanksStuckError, Waiting
 
 if TYPE_CHECKING:
     from ortlab.ranks.ranks import Ranks

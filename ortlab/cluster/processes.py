@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from ortlab.cluster.member import LEAVE, STARTED, Place, join, renew
 from ortlab.errors import ExecutionError, InstallError
-from ortlab.ranks.in_rank import LEAVE, STARTED, Place, join, renew
 
 START_SECONDS: Final = 180
 """How long engines may take to start; on a busy machine Python and torch alone take many seconds."""
@@ -73,7 +73,7 @@ class Processes:
         try:
             import ipyparallel
 
-            from ortlab.ranks.client import QuietClient
+            from ortlab.cluster.client import QuietClient
         except ImportError as error:
             raise InstallError(
                 "ipyparallel is missing.", why=str(error), fix="pip install ipyparallel"

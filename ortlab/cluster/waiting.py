@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ortlab.errors import ExecutionError
 
 if TYPE_CHECKING:
-    from ortlab.ranks.processes import Lost, Processes
+    from ortlab.cluster.processes import Lost, Processes
 
 GRACE_SECONDS: Final = 3.0
 """How long the others may go on by themselves after one rank has failed, and again after they were interrupted."""
