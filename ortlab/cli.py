@@ -127,11 +127,15 @@ def _parser() -> argparse.ArgumentParser:
         "selftest",
         help="try models, switches, optimizers, memory and the headline experiment; under ten minutes",
         description="Try what ortlab promises on this machine, in under ten minutes, and write selftest.json and the"
-        " readable selftest.txt. What is not tried is named with the reason. The exit code is 0 if everything held.",
+        " readable selftest.txt. What is not tried is named with the reason. The exit code is 0 if all that was tried"
+        " holds, 1 if not, 130 after Ctrl-C, which keeps what was found.",
     )
     test.add_argument("--gpu", action="store_true", help="train on the first GPU instead of the CPU")
     test.add_argument("--tiny", action="store_true", help="as little as shows that it runs")
     test.add_argument("--only", nargs="+", metavar="PART", help="parts to run (default: all)")
+    test.add_argument(
+        "--minutes", type=float, default=10.0, help="what all of it may take (default: %(default)g)"
+    )
     test.add_argument(
         "--output",
         type=Path,
@@ -197,12 +201,32 @@ def _doctor(args: argparse.Namespace) -> int:
 
 def _selftest(args: argparse.Namespace) -> int:
     _check_folder(args.output)  # now, not after ten minutes
+    from tqdm import tqdm
+
+    from ortlab.render.selftest_page import verdict
     from ortlab.selftest import running
 
-    test = running.run_selftest(gpu=args.gpu, tiny=args.tiny, only=args.only or running.NAMES)
+    with tqdm(bar_format="{desc}", leave=False, disable=None) as line:  # on a terminal only
+
+        def show(words: str) -> None:
+            tqdm.write(words)
+            sys.stdout.flush()
+
+        test = running.run_selftest(
+            gpu=args.gpu,
+            tiny=args.tiny,
+            only=args.only or running.NAMES,
+            show=show,
+            tick=lambda trial, seconds: line.set_description_str(f"  trying: {trial} ({seconds:.0f} s)"),
+            keep=lambda found: running.write(found, args.output),
+            limit_s=60 * args.minutes,
+        )
     data, report = running.write(test, args.output)
-    print(f"\n{report.read_text(encoding='utf-8')}")
-    print(f"Written to {report} and {data}; ortlab.selftest.record.SelfTest.load reads the second.")
+    print(f"\n{verdict(test)}")
+    for one in test.findings:
+        if one.outcome in {"failed", "did not hold"}:
+            print(f"  {one.outcome:<12}  {one.part}, {one.name}: {one.said}")
+    print(f"Report: {report}\nRecord: {data} (ortlab.selftest.record.SelfTest.load reads it)")
     if test.interrupted:
         return INTERRUPTED
     return 0 if test.ok else FAILED

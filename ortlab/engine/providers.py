@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Final
 
 from ortlab.engine import cuda_libraries
 from ortlab.engine.installation import pip
-from ortlab.errors import BuildError
+from ortlab.errors import BuildError, InstallError
 
 if TYPE_CHECKING:
     import torch
 
 PROVIDERS: Final = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 """Execution provider that a session needs for a model on a device of that type."""
+
+_VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 
 
 def check_device(device: torch.device, available: Collection[str]) -> None:
@@ -46,6 +49,64 @@ def check_device(device: torch.device, available: Collection[str]) -> None:
         )
     if device.type == "cuda":
         check_libraries(cuda_libraries.examine())
+
+
+def check_gpu() -> None:
+    """Make sure that PyTorch and ONNX Runtime both see a GPU.
+
+    Raises
+    ------
+    InstallError
+        They do not; it says which of them does not, and why.
+    """
+    import onnxruntime
+    import torch
+
+    lacking = gpu_faults(
+        torch.__version__,
+        torch.version.cuda,
+        torch.cuda.device_count(),
+        onnxruntime.get_available_providers(),
+        os.environ.get(_VISIBLE),
+    )
+    if lacking:
+        raise InstallError(
+            "There is no GPU that PyTorch and ONNX Runtime both see.",
+            why=" ".join(lacking),
+            fix="`ortlab doctor` names what mends it. Without --gpu, `ortlab selftest` tests the CPU.",
+        )
+
+
+def gpu_faults(
+    torch_version: str, torch_cuda: str | None, gpus: int, available: Collection[str], visible: str | None
+) -> list[str]:
+    """Say why no GPU can be used.
+
+    Parameters
+    ----------
+    torch_version, torch_cuda
+        Of PyTorch, and of the CUDA that it was built for; None if for none.
+    gpus
+        How many PyTorch sees.
+    available
+        Execution providers: `onnxruntime.get_available_providers()`.
+    visible
+        The variable CUDA_VISIBLE_DEVICES; None if it is not set.
+
+    Returns
+    -------
+    list of str
+        Sentences; empty if one can be used.
+    """
+    lacking = []
+    if torch_cuda is None:
+        lacking.append(f"torch {torch_version} was built without CUDA.")
+    elif not gpus:
+        under = "" if visible is None else f", with {_VISIBLE}={visible!r}"
+        lacking.append(f"PyTorch sees no GPU{under}.")
+    if PROVIDERS["cuda"] not in available:
+        lacking.append(f"This ONNX Runtime has no {PROVIDERS['cuda']}, which `ortlab[cuda]` brings.")
+    return lacking
 
 
 def check_libraries(found: Collection[cuda_libraries.Found]) -> None:

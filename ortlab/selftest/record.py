@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
 from ortlab import record_files
-from ortlab.errors import LedgerError
+from ortlab.errors import LedgerError, OrtlabError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 SCHEMA: Final = 1
 
 Outcome: TypeAlias = Literal["held", "did not hold", "stated", "failed", "not run"]
-"""`stated` is a figure that nothing is claimed of."""
+"""`stated` is a figure that nothing is claimed of; what `failed` ended in an error or not at all."""
+
+OUTCOMES: Final[tuple[Outcome, ...]] = get_args(Outcome)
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Finding:
     Attributes
     ----------
     part
-        "installation", "models", "switches", "optimizers", "memory" or "headline".
+        "installation", "models", "switches", "optimizers", "memory" or "headline"; "GPU" for what only `--gpu` tries.
     name
         What was tried.
     outcome
@@ -46,6 +48,21 @@ class Finding:
     value: float | None = None
     bound: float | None = None
 
+    @classmethod
+    def held_to(cls, bound: float, part: str, name: str, said: str, value: float) -> Finding:
+        """Judge a figure by its bound, which is added to what is said; nan does not hold."""
+        outcome: Outcome = "held" if value <= bound else "did not hold"
+        return cls(part, name, outcome, f"{said} (at most {bound:g})", value, bound)
+
+    @classmethod
+    def of_error(cls, part: str, name: str, error: Exception) -> Finding:
+        """Say what a trial failed with: an error of ortlab without its next step, any other by its first line."""
+        words = (
+            " ".join(filter(None, (error.what, error.why))) if isinstance(error, OrtlabError) else str(error)
+        )
+        first = (words.strip().splitlines() or [""])[0]
+        return cls(part, name, "failed", f"{type(error).__name__}: {first}")
+
 
 @dataclass(frozen=True)
 class SelfTest:
@@ -56,7 +73,7 @@ class SelfTest:
     device
         "cpu" or "cuda".
     machine
-        Facts of the machine by name: GPU, driver, CPU, versions.
+        Facts of the machine by name: GPU, cores, memory, versions.
     started_at
         Start, ISO 8601, UTC.
     seconds

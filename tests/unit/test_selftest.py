@@ -13,13 +13,18 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from ortlab.errors import LedgerError, OptionError
 from ortlab.headline import GELU, Headline, Row, largest
+from ortlab.options import switches
 from ortlab.render import html, text
-from ortlab.selftest import running
-from ortlab.selftest.parts import PARTS, _held
+from ortlab.render.selftest_page import verdict
+from ortlab.selftest import child, running
+from ortlab.selftest.models import parted
+from ortlab.selftest.parts import PARTS
 from ortlab.selftest.record import Finding, SelfTest
+from ortlab.selftest.training import _LEFT_ALONE, other_value
 
 REPOSITORY = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {
@@ -80,11 +85,41 @@ def test_the_smallest_form_trains_writes_both_files_and_names_what_was_not_run(t
     assert set(test.seconds) == {"models", "optimizers"}
 
     report = (tmp_path / "out" / "selftest.txt").read_text(encoding="utf-8")
-    assert report.strip() in done.stdout
     for one in test.findings:
-        assert one.name in report
-        assert one.said in report
+        for written in (report, done.stdout):
+            assert one.name in written
+            assert one.said in written
     assert "[2/6] models" in done.stdout
+    assert f"\n\n{verdict(test)}\n" in done.stdout
+    assert verdict(test) in report
+    assert done.stdout.endswith("(ortlab.selftest.record.SelfTest.load reads it)\n")
+    assert not done.stderr
+
+
+def test_the_parts_of_switches_and_memory_name_all_there_is(tmp_path):
+    lines, kept = [], []
+    test = running.run_selftest(
+        tiny=True, only=["switches", "memory"], show=lines.append, keep=kept.append, limit_s=3600.0
+    )
+    assert test.ok, lines
+    found = {one.name: one for one in test.findings if one.part == "switches"}
+    assert set(found) == {one.name for one in switches()}
+    assert [one.name for one in found.values() if one.outcome == "held"] == ["compute_optimizer"]
+    assert found["compute_optimizer"].value <= 1e-5
+    assert "NVIDIA GPU" in found["triton_debug"].said
+    measured = {one.name: one for one in test.findings if one.part == "memory"}
+    assert measured["ONNX Runtime"].outcome == measured["PyTorch"].outcome == "stated"
+    assert "resident set" in measured["PyTorch"].said
+    assert [[*one.seconds] for one in kept] == [["switches"], ["switches", "memory"]]
+    assert all(one.interrupted for one in kept)  # a file of it says that there was more to come
+    assert not test.interrupted
+
+
+def test_every_switch_has_another_value_or_a_reason():
+    declared = {one.name: one for one in switches()}
+    assert set(declared) >= set(_LEFT_ALONE)
+    for name in declared.keys() - _LEFT_ALONE:
+        assert other_value(declared[name]) not in {None, declared[name].default}, name
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a signal of POSIX")
@@ -112,7 +147,8 @@ def test_ctrl_c_keeps_what_was_found_and_leaves_no_process(tmp_path):
     assert test.interrupted
     assert not test.ok
     assert any(one.part == "optimizers" and one.outcome == "held" for one in test.findings)
-    assert "It was interrupted" in rest
+    assert "\nInterrupted: " in rest
+    assert "what is not named was not run" in (tmp_path / "selftest.txt").read_text(encoding="utf-8")
 
 
 def test_without_a_gpu_the_next_step_is_named(tmp_path):
@@ -125,7 +161,9 @@ def test_without_a_gpu_the_next_step_is_named(tmp_path):
     )
     assert done.returncode == 1
     assert "There is no GPU that PyTorch and ONNX Runtime both see." in done.stderr
+    assert "Why: " in done.stderr
     assert "ortlab doctor" in done.stderr
+    assert not done.stdout
     assert not list(tmp_path.iterdir())
 
 
@@ -143,21 +181,84 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(tmp_pat
     assert "installation" not in done.stdout
 
 
-def test_a_part_that_ends_its_process_is_a_finding():
-    (one,) = running._part("nothing", "cpu", "tiny", 500)
-    assert one.outcome == "failed"
-    assert "ended with code 1" in one.said
-    assert "KeyError" in one.said
+# A part with trials of its own, run as the parts of ortlab are.
+TRIALS = """
+import json, os, sys, time
+from ortlab.selftest.record import Finding
+from ortlab.selftest.trial import Trial, report
+
+def good(name):
+    return Trial("odd", name, lambda: [Finding("odd", name, "held", "as it should")])
+
+def trials():
+    if sys.argv[2] != "hang":
+        yield from endings()
+    yield Trial("odd", "six", lambda: time.sleep(float(sys.argv[1])) or [])
+    yield good("seven")
+    if sys.argv[2] == "crash":
+        os._exit(7)
+
+def endings():
+    yield good("one")
+    yield Trial("odd", "two", lambda: 1 / 0)
+    yield Trial("odd", "three", os.abort)
+    yield good("four")
+    yield Trial("odd", "five", lambda: sys.exit("that was all"))
+
+report(trials(), json.loads(sys.argv[-1]))
+"""
+
+
+def odd(seconds, end, limit_s=3600.0):
+    written = [sys.executable, "-c", f"import sys; sys.path.append({str(REPOSITORY)!r})\n{TRIALS}"]
+    ticks = []
+    found = child.findings_of("odd", [*written, str(seconds), end], limit_s, lambda *told: ticks.append(told))
+    return [(one.name, one.outcome, one.said) for one in found], ticks
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+def test_a_trial_that_ends_its_process_does_not_take_the_others_with_it():
+    found, ticks = odd(1.5, "crash")
+    assert found == [
+        ("one", "held", "as it should"),
+        ("two", "failed", "ZeroDivisionError: division by zero"),
+        ("three", "failed", "its process was ended by SIGABRT"),
+        ("four", "held", "as it should"),
+        ("five", "failed", "its process ended with code 1: that was all"),
+        ("seven", "held", "as it should"),
+        ("the rest of it", "failed", "its process ended with code 7"),
+    ]
+    # What is tried for long is told meanwhile.
+    assert "six" in {trial for trial, _ in ticks}
+    assert [seconds for _, seconds in ticks] == sorted(seconds for _, seconds in ticks)
+
+
+def test_a_trial_that_hangs_is_ended_and_named():
+    for limit_s in (2, 8, 32, 128):  # the first that this machine comes to the trial in
+        found, _ = odd(3600, "hang", limit_s)
+        if found[0][0] == "six":
+            break
+    assert found == [
+        ("six", "failed", f"it had not ended after {limit_s} s"),
+        ("the rest of it", "not run", f"the {limit_s} s of this part were over"),
+    ]
+
+
+def test_a_part_that_cannot_start_is_a_finding():
+    (one,) = child.findings_of("nothing", child.command("nothing", "cpu", "tiny"), 500)
+    assert (one.name, one.outcome) == ("the rest of it", "failed")
+    assert "ended with code 1: KeyError" in one.said
 
 
 def test_when_the_time_is_over_the_rest_is_named():
     lines = []
-    test = running.run_selftest(tiny=True, limit_s=0.0, show=lines.append)
+    test = running.run_selftest(tiny=True, limit_s=1e-9, show=lines.append)
     assert {one.part for one in test.not_run} == {*running.NAMES, "GPU"}
-    assert all("seconds were over" in one.said for one in test.not_run if one.part != "GPU")
+    assert all("minutes were over" in one.said for one in test.not_run if one.part != "GPU")
     assert test.ok
     assert not test.seconds
-    assert len(lines) == len(test.findings)
+    with pytest.raises(OptionError, match="no time for a self-test"):
+        running.run_selftest(limit_s=0.0, show=lines.append)
 
 
 def test_an_unknown_part_is_refused():
@@ -173,8 +274,8 @@ def test_the_record_is_json_and_a_page(tmp_path):
     assert json.loads((tmp_path / "one.json").read_text(encoding="utf-8"))["ok"] is True
     assert list(test.table()["outcome"]) == ["held", "stated", "not run"]
     for written in (text.render(test), html.render(test)):
-        assert "1 held, 1 stated, 1 not run." in written
-        assert "models, 3.5 s" in written
+        assert "All that was tried holds: 1 held, 1 stated, 1 not run; 3.50 s." in written
+        assert "models, 3.50 s" in written
         assert "not asked for" in written
     (tmp_path / "other.json").write_text("[]", encoding="utf-8")
     with pytest.raises(LedgerError, match="no self-test"):
@@ -187,12 +288,26 @@ def test_the_record_is_json_and_a_page(tmp_path):
 def test_one_bad_finding_makes_it_bad(outcome):
     bad = record(findings=(*record().findings, Finding("models", "T5", outcome, "no")))
     assert not bad.ok
+    assert verdict(bad).startswith("Not all of it holds: 1 held")
+    assert f"! models, T5: {outcome}: no" in text.render(bad)
     assert not record(interrupted=True).ok
+    assert verdict(record(interrupted=True)).startswith("Interrupted: 1 held")
 
 
 def test_what_is_not_a_number_does_not_hold():
-    assert _held("models", "BERT", "", math.nan, 1e-5).outcome == "did not hold"
-    assert _held("models", "BERT", "", 1e-5, 1e-5).outcome == "held"
+    assert Finding.held_to(1e-5, "models", "BERT", "", math.nan).outcome == "did not hold"
+    assert Finding.held_to(1e-5, "models", "BERT", "", 1e-5).outcome == "held"
+    assert Finding.held_to(1e-5, "models", "BERT", "by 1", 1.0).said == "by 1 (at most 1e-05)"
+
+
+def test_two_trainings_part_by_their_losses_or_their_weights():
+    start, end = torch.zeros(3, dtype=torch.float64), torch.tensor([3.0, 4.0, 0.0], dtype=torch.float64)
+    assert parted(([1.0], [1.0]), (end, end), start) == 0
+    assert parted(([1.0, 2.0], [1.0, 2.5]), (end, end), start) == pytest.approx(0.2)
+    assert parted(([1.0], [1.0]), (end + torch.tensor([0.0, 0.0, 0.5]), end), start) == pytest.approx(0.1)
+    for lost in (math.nan, None):
+        assert math.isnan(parted(([1.0, lost], [1.0, 1.0]), (end, end), start))
+    assert math.isnan(parted(([1.0], [1.0]), (start, start), start))  # nothing has moved, nothing is shown
 
 
 def test_the_headline_names_the_largest_batch_that_was_timed():

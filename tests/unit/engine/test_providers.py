@@ -8,7 +8,7 @@ from cuda_stubs import python, wheels
 from torch import nn
 
 import ortlab
-from ortlab.engine.providers import check_device
+from ortlab.engine.providers import check_device, gpu_faults
 from ortlab.errors import BuildError
 
 CPU_BUILD = ["CPUExecutionProvider"]
@@ -35,6 +35,24 @@ def test_devices_without_one_are_refused(device, what):
     with pytest.raises(BuildError, match=what) as caught:
         check_device(torch.device(device), CPU_BUILD)
     assert "model.cpu()" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("cuda", "gpus", "available", "visible", "said"),
+    [
+        ("12.8", 1, CUDA_BUILD, None, []),
+        ("12.8", 2, CUDA_BUILD, "0,1", []),
+        (None, 0, CUDA_BUILD, "0", ["torch 2.13.0 was built without CUDA."]),
+        ("12.8", 0, CUDA_BUILD, "", ["PyTorch sees no GPU, with CUDA_VISIBLE_DEVICES=''."]),
+        ("12.8", 0, CUDA_BUILD, None, ["PyTorch sees no GPU."]),
+        ("12.8", 1, CPU_BUILD, None, ["This ONNX Runtime has no CUDAExecutionProvider"]),
+        (None, 0, CPU_BUILD, None, ["torch 2.13.0 was built", "no CUDAExecutionProvider"]),
+    ],
+)
+def test_why_no_gpu_can_be_used(cuda, gpus, available, visible, said):
+    faults = gpu_faults("2.13.0", cuda, gpus, available, visible)
+    assert len(faults) == len(said)
+    assert all(one in fault for one, fault in zip(said, faults, strict=True))
 
 
 def test_a_lab_refuses_before_it_exports():
