@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING
 
 from report import THREADS, Report, arguments, in_own_process
@@ -36,12 +38,20 @@ def main() -> None:
     from ortlab.headline import F6, GELU, largest
 
     report = Report("recompute_batch", read)
+    began = time.monotonic()
     ort = in_fresh_process("ort", 0, quick=read.quick)
     report.note(f"On {ort.device}, with {ort.room_bytes / MIB:.0f} MiB above the start of each process.")
-    rows = ort.rows
+    rows, seconds = ort.rows, {"ort": time.monotonic() - began}
     # The quick setting compiles nothing: that alone would take most of its time.
     for engine in PEERS[:-1] if read.quick else PEERS:
-        rows += in_fresh_process(engine, ort.room_bytes, quick=read.quick).rows
+        began = time.monotonic()
+        try:
+            rows += in_fresh_process(engine, ort.room_bytes, quick=read.quick).rows
+        except subprocess.CalledProcessError as error:  # its own words are on standard error
+            report.note(f"{engine} ended with code {error.returncode}; it is not in the tables.")
+        seconds[engine] = time.monotonic() - began
+    took = ", ".join(f"{engine} {one:.0f} s" for engine, one in seconds.items())
+    report.note(f"Each process took, from start to end: {took}.")
     points = [
         {
             "engine": row.engine,
