@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from ortlab.parity.pairs import Distance, Site, TensorPair
+from ortlab.parity.pairs import OUTPUT, Distance, Site, TensorPair
 from ortlab.parity.statistics import TensorStatistics
 
 if TYPE_CHECKING:
@@ -99,28 +99,47 @@ class Compared:
 
 
 class _Recent:
-    """The last tensors that were taken, kept alive so that none of another time has their memory."""
+    """The last tensors that were taken, kept alive so that none of another time has their memory.
+
+    What the model returns is kept until its next step: ONNX Runtime hands over what the last module returned, which is
+    the same, no sooner than in backward.
+    """
 
     def __init__(self) -> None:
-        self._sites: deque[tuple[Site, torch.Tensor, int]] = deque(maxlen=8)
+        self._last: deque[tuple[Site, torch.Tensor, int]] = deque(maxlen=8)
+        self._returned: list[tuple[Site, torch.Tensor, int]] = []
 
     def site_of(self, tensor: torch.Tensor) -> Site | None:
-        """Return where the same tensor was seen, if nothing has been written into it since."""
-        for site, known, version in self._sites:
+        """Return where the same numbers were seen, if nothing has been written into them since.
+
+        What ONNX Runtime hands over can be a copy. To find two large tensors equal takes a tenth of what to look at one
+        takes, and that they are not shows at their first numbers.
+        """
+        for site, known, version in (*self._last, *self._returned):
             if (
-                known.data_ptr() == tensor.data_ptr()
-                and known.shape == tensor.shape
-                and known.stride() == tensor.stride()
+                known.shape == tensor.shape
                 and known.dtype == tensor.dtype
-                and version == tensor._version  # noqa: SLF001 - torch has no public name for it
-                and known._version == version  # noqa: SLF001
+                and known.device == tensor.device
+                and known._version == version  # noqa: SLF001 - torch has no public name for it
+                and _are_equal(known, tensor)
             ):
                 return site
         return None
 
     def note(self, site: Site, tensor: torch.Tensor) -> None:
         """Take note of a tensor."""
-        self._sites.append((site, tensor, tensor._version))  # noqa: SLF001
+        noted = (site, tensor, tensor._version)  # noqa: SLF001
+        self._last.append(noted)
+        if not site.module and site.kind == OUTPUT:
+            of_step = [one for one in self._returned if one[0].step == site.step]
+            self._returned = [*of_step, noted]
+
+
+def _are_equal(known: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Tell whether two tensors of one shape and type hold the same numbers, at once where they are one in memory."""
+    if known.data_ptr() == tensor.data_ptr() and known.stride() == tensor.stride():
+        return known._version == tensor._version  # noqa: SLF001 - else it was written into by another name
+    return torch.equal(known, tensor)
 
 
 def pairs(

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
 SAMPLES: Final = 128
 """Elements that are kept as they are, from the first on; as many as ORTModule's own subscriber keeps."""
 
-_BLOCK: Final = 2**15 - 64
-"""Elements that are looked at together on the CPU: what is made of them stays in a core's cache.
+_ROWS: Final = 4
+"""In how many rows the elements of a block lie where their squares are summed, row by row.
 
-From 2**15 on torch gives an operator to several threads (``GRAIN_SIZE``). Those have to wait for each other at its end,
-which takes longer than an operator of this size where other work has one of the cores.
+numpy's BLAS gives more than 10,000 numbers to several threads (OpenBLAS, ``ddot.c``), torch more than 2**15
+(``GRAIN_SIZE``). Those have to wait for each other at the end, which takes longer than an operator of this size where
+other work has one of the cores.
 """
+
+_BLOCK: Final = _ROWS * 8176
+"""Elements that are looked at together on the CPU: what is made of them stays in a core's cache."""
 
 _LARGE_BLOCK: Final = 2**24
 """The same elsewhere, where each operator is a launch; it bounds the memory of the copies, 128 MiB."""
 
 _OWN: Final = frozenset({"torch.float32", "torch.float64"})
-"""Types in which signs are counted as they are: sums of signs of a block are exact in them."""
+"""Types whose extremes and signs are looked up in the tensor itself, not in its copy in float64."""
 
 
 def blocks(flat: Tensor) -> tuple[Tensor, ...]:
@@ -90,29 +98,20 @@ class TensorStatistics:
         if not parts:
             of_nothing = (missing, missing, missing, missing, 0, 0, 0, 0, 0)
             return cls(tuple(tensor.shape), str(tensor.dtype), *of_nothing, sample)
-        copy = torch.empty_like(parts[0], dtype=torch.float64)
-        lows, highs, means, squares, balance, signed = [], [], [], [], 0.0, 0.0
-        for block in parts:
-            exact = copy[: block.numel()].copy_(block)
-            wide = block if str(block.dtype) in _OWN else exact
-            lows.append(wide.amin().item())  # nan if one element is
-            highs.append(wide.amax().item())
-            signs = torch.sign(wide)  # that of nan is 0
-            balance += signs.sum().item()
-            signed += signs.square_().sum().item()
-            means.append(exact.sum().item() / block.numel())
-            exact -= means[-1]
-            squares.append(exact.square_().sum().item())  # torch.dot gives any size to several threads
-        sizes = [block.numel() for block in parts]
+        look = _on_cpu(parts[0].numel()) if flat.device.type == "cpu" else _elsewhere
+        seen = [look(part) for part in parts]
+        sizes = [part.numel() for part in parts]
+        means = [one.mean for one in seen]
         shift = sum((mean - means[0]) * size for mean, size in zip(means, sizes, strict=True)) / count
         average = means[0] + shift
         between = sum((mean - average) ** 2 * size for mean, size in zip(means, sizes, strict=True))
-        variation = sum(squares) + between
-        of_blocks = torch.tensor([lows, highs], dtype=torch.float64)
-        minimum, maximum = of_blocks[0].min().item(), of_blocks[1].max().item()  # nan again, which min() may not see
+        variation = sum(one.squares for one in seen) + between
+        minimum = float(np.min([one.low for one in seen]))  # nan if one is, which min() may not see
+        maximum = float(np.max([one.high for one in seen]))
         nan = inf = 0
         if not (math.isfinite(minimum) and math.isfinite(maximum)):
             nan, inf = int(flat.isnan().sum()), int(flat.isinf().sum())
+        negative, positive = sum(one.negative for one in seen), sum(one.positive for one in seen)
         return cls(
             tuple(tensor.shape),
             str(tensor.dtype),
@@ -122,8 +121,56 @@ class TensorStatistics:
             math.sqrt(variation / (count - 1)) if count > 1 else missing,
             nan,
             inf,
-            round(signed - balance) // 2,
-            round(signed + balance) // 2,
-            count - round(signed) - nan,
+            negative,
+            positive,
+            count - negative - positive - nan,
             sample,
         )
+
+
+class _OfBlock(NamedTuple):
+    """What is seen of the elements of one block; squares are those of their distances to its mean."""
+
+    low: float
+    high: float
+    negative: int
+    positive: int
+    mean: float
+    squares: float
+
+
+def _on_cpu(longest: int) -> Callable[[Tensor], _OfBlock]:
+    """Return what looks at blocks on the CPU; numpy's reductions of a cached block are the quickest at hand."""
+    import torch
+
+    copy = torch.empty(_ROWS * -(-longest // _ROWS), dtype=torch.float64)
+    wide, flags_of_all = copy.numpy(), np.empty(longest, dtype=np.bool_)
+    rows = wide.reshape(_ROWS, -1)
+
+    def look(block: Tensor) -> _OfBlock:
+        size = block.numel()
+        exact, flags = wide[:size], flags_of_all[:size]
+        own = block.numpy() if str(block.dtype) in _OWN else block.to(torch.float64).numpy()
+        np.copyto(exact, own)
+        with np.errstate(all="ignore"):  # what nan and inf do to a mean is told by the mean
+            low, high = float(np.minimum.reduce(own)), float(np.maximum.reduce(own))  # nan if one element is
+            negative = np.count_nonzero(np.less(own, 0, out=flags))
+            positive = np.count_nonzero(np.greater(own, 0, out=flags))
+            mean = copy[:size].sum().item() / size
+            exact -= mean
+            wide[size:] = 0
+            squares = float(np.matmul(rows[:, None, :], rows[:, :, None]).sum())
+        return _OfBlock(low, high, negative, positive, mean, squares)
+
+    return look
+
+
+def _elsewhere(block: Tensor) -> _OfBlock:
+    """Look at a block where its device is."""
+    import torch
+
+    exact = block.to(torch.float64)
+    low, high = torch.aminmax(exact)  # nan if one element is
+    mean = exact.sum().item() / block.numel()
+    negative, positive = int((exact < 0).sum()), int((exact > 0).sum())
+    return _OfBlock(low.item(), high.item(), negative, positive, mean, (exact - mean).square_().sum().item())

@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 _LARGE: Final = 1 << 20
 """Bytes from which on a tensor is written by a thread: below, to hand it over takes longer than to write it."""
 
+_PIECE: Final = 1 << 19
+"""Bytes that are written at once. For more, Linux takes larger folios of the page cache, which are slow to come by.
+
+On a virtual machine whose host takes free memory back, 500 MB are written at 0.4 GB/s in one piece, at 3.3 in these.
+"""
+
 
 class _Place(NamedTuple):
     offset: int
@@ -39,7 +45,7 @@ class TensorStore:
         self.number_of_bytes = 0
         self._path = path
         self._places: dict[Site, _Place] = {}
-        self._file = path.open("wb", buffering=1 << 20)
+        self._file = path.open("wb", buffering=_PIECE)
         self._writer = ThreadPoolExecutor(1, "ortlab-tensor-store")
 
     def put(self, key: Site, tensor: torch.Tensor) -> None:
@@ -58,11 +64,15 @@ class TensorStore:
             self._file.write(data.data)
             yield
             return
-        writing = self._writer.submit(self._file.write, data.data)
+        writing = self._writer.submit(self._write, data.data)
         try:
             yield
         finally:
             writing.result()
+
+    def _write(self, data: memoryview) -> None:
+        for start in range(0, len(data), _PIECE):
+            self._file.write(data[start : start + _PIECE])
 
     def share(self, key: Site, other: Site) -> None:
         """Let a key stand for what was written under another one."""
