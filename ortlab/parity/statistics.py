@@ -154,8 +154,8 @@ def _on_cpu(longest: int) -> Callable[[Tensor], _OfBlock]:
         np.copyto(exact, own)
         with np.errstate(all="ignore"):  # what nan and inf do to a mean is told by the mean
             low, high = float(np.minimum.reduce(own)), float(np.maximum.reduce(own))  # nan if one element is
-            negative = np.count_nonzero(np.less(own, 0, out=flags))
-            positive = np.count_nonzero(np.greater(own, 0, out=flags))
+            negative = int(np.count_nonzero(np.less(own, 0, out=flags)))
+            positive = int(np.count_nonzero(np.greater(own, 0, out=flags)))
             mean = copy[:size].sum().item() / size
             exact -= mean
             wide[size:] = 0
