@@ -55,7 +55,7 @@ class Size:
 
 
 TINY: Final = Size(2, 64, 4, 128, 64, (64, 128, 256), steps=1)
-ON_CPU: Final = Size(4, 512, 8, 8192, 256, (2, 4, 8))
+ON_CPU: Final = Size(3, 384, 6, 8192, 256, (2, 4, 8), steps=2)
 SMALL_ON_GPU: Final = Size(6, 768, 12, 8192, 256, tuple(2**power for power in range(3, 13)))
 ON_GPU: Final = Size(24, 1024, 16, 128_100, 256, tuple(2**power for power in range(13)))
 
