@@ -63,6 +63,16 @@ def test_what_is_looked_at_stays_as_it_is():
     assert TensorStatistics.of(transposed).sample == (0.0, 3.0, 1.0, 4.0, 2.0, 5.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
+def test_a_block_of_another_device_is_looked_at_as_one_of_the_cpu(dtype):
+    torch.manual_seed(2)
+    block = (torch.randn(1001) * 9).to(dtype)
+    here = statistics._on_cpu(2000)(block)
+    there = statistics._elsewhere(block)  # torch's operators, which every device has
+    assert here[:4] == there[:4]
+    assert here[4:] == pytest.approx(there[4:], rel=1e-12)
+
+
 @pytest.mark.parametrize("size", [0, 1])
 def test_too_few_elements_have_no_deviation(size):
     facts = TensorStatistics.of(torch.ones(size))
