@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 from ortlab.errors import BuildError, OptionError
 from ortlab.graphs.graph_set import GraphSet
 from ortlab.graphs.stages import STAGES, Graph
+from ortlab.options import unmet
+from ortlab.triton_kernels import FOLDER, TritonKernels, fused_nodes, read_triton_kernels
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +21,7 @@ if TYPE_CHECKING:
     from ortlab.engine.ort import OrtEngine
     from ortlab.memory.stash import Stash
     from ortlab.memory.trace import Trace
+    from ortlab.options import Need, Options
 
 Mode = Literal["training", "inference"]
 
@@ -27,6 +32,7 @@ class GraphLab(ABC):
     """The base of `Lab` that takes graphs out of its builds; the abstract parts are the lab's."""
 
     module: torch.nn.Module
+    have: frozenset[Need]
 
     def graph(
         self,
@@ -97,6 +103,51 @@ class GraphLab(ABC):
         path, execution = self._graph_source(part, mode)
         return GraphSet(tuple(self._graph(execution, stage, path) for stage in STAGES))
 
+    def triton_kernels(self, folder: str | Path = FOLDER) -> TritonKernels:
+        """List the sub-graphs that ORT's Triton fusion took out of the graph, and the kernels that it generated.
+
+        They are there after a step with `triton` and `triton_debug` on. `ortlab.show_graph` shows one with its code.
+
+        Parameters
+        ----------
+        folder
+            Where they were written: ``triton_debug`` below the folder of the process.
+
+        Returns
+        -------
+        TritonKernels
+            Those that the lab's graph runs, in its order; then those that are in the folder from elsewhere.
+
+        Raises
+        ------
+        BuildError
+            If there are none; the error says what they need, and what of it is missing here.
+
+        Examples
+        --------
+        >>> lab.set(triton=True, triton_debug=True).rerun()
+        >>> ortlab.show_graph(lab.triton_kernels().kernel(1))
+        """
+        if str(folder) == FOLDER and not Path(folder).is_dir():
+            raise BuildError(
+                "There are no Triton kernels to show.",
+                why=f"Nothing has written a folder {FOLDER} here. {self._why_no_kernels()}",
+                fix="lab.set(triton=True, triton_debug=True), then a step. Files of another machine can be read here: "
+                "lab.triton_kernels(folder).",
+            )
+        nodes: dict[int, tuple[str, ...]] = {}
+        for engine in self._engines(None).values():
+            with suppress(BuildError):  # nothing is built: then no sub-graph is known to be of this lab
+                graph = Graph("execution", "training", engine.execution.serialized_graph("execution"))
+                for key, names in fused_nodes(graph.model).items():
+                    nodes[key] = nodes.get(key, ()) + names
+        return read_triton_kernels(folder).of_graphs(nodes)
+
+    def _why_no_kernels(self) -> str:
+        missing = unmet("triton", self.have)
+        off = [name for name in ("triton", "triton_debug") if not getattr(self.options, name)]
+        return missing or (f"{' and '.join(off)} is off." if off else "No step has generated a kernel since.")
+
     def _graph_source(self, part: str | None, mode: str | None) -> tuple[str, Execution]:
         """Return the path of the part that graphs are asked of, and what runs it."""
         if mode is not None and mode not in _MODES:
@@ -115,6 +166,11 @@ class GraphLab(ABC):
         mode = "training" if execution.training else "inference"
         traced = execution.traced_model(self.module)
         return Graph(stage, mode, execution.serialized_graph(stage), path, traced)
+
+    @property
+    @abstractmethod
+    def options(self) -> Options:
+        """The present switches."""
 
     @property
     @abstractmethod

@@ -76,7 +76,7 @@ ROWS: Final = {
     "H4": "The time for tuning one kernel is limited.",
     "H5": "The folder of tuning results is handed to ONNX Runtime.",
     "H6": "Flash attention has a switch, which says what it needs.",
-    "H7": "Triton's debug folder has a switch, which says what it needs.",
+    "H7": "Triton's debug folder has a switch, which says what it needs; what is in it is listed, drawn and read.",
     "I1": "Losses and measures of both engines stand beside each other; a loss scaler at its minimum raises.",
     "I2": "The first checks of a divergence are made: seeds, dropout, deterministic kernels.",
     "I3": "Subscribers see a model on PyTorch and on ONNX Runtime, subscribed before or after wrapping.",

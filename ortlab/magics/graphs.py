@@ -1,4 +1,4 @@
-"""The magic about differences of graphs."""
+"""The magics about differences of graphs, and about what Triton runs of them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from ortlab.graphs.diff import GraphDiff
+    from ortlab.triton_kernels import TritonKernels
     from ortlab.widgets.graph_view import GraphView
 
 _DIFF = Parser("%ort_diff")
@@ -27,10 +28,15 @@ _DIFF.add_argument("--part", metavar="PART")
 _DIFF.add_argument("--view", action="store_true")
 _DIFF.add_lab()
 
+_TRITON = Parser("%ort_triton")
+_TRITON.add_argument("number", nargs="?", metavar="N")
+_TRITON.add_argument("--from", dest="folder", metavar="FOLDER")
+_TRITON.add_lab()
+
 
 @magics_class
 class GraphMagics(Magics):
-    """The magic over `Lab.graph_diff`."""
+    """Magics over `Lab.graph_diff` and `Lab.triton_kernels`."""
 
     shell: InteractiveShell
 
@@ -86,6 +92,45 @@ class GraphMagics(Magics):
         return _shown(
             lab.graph_diff(before, after, stage=args.stage or "", part=args.part), in_view=args.view
         )
+
+    @line_magic
+    @no_var_expand
+    @command(_TRITON)
+    def ort_triton(self, args: argparse.Namespace) -> TritonKernels | GraphView:
+        """List the sub-graphs that Triton runs, or draw one of them beside the code that was generated for it.
+
+        ::
+
+            %ort_triton [N] [--from FOLDER] [--lab NAME]
+
+        Arguments:
+
+        - ``N``: number of a sub-graph in the list, or ``$name``; the list itself if not given.
+        - ``--from FOLDER``: where ONNX Runtime wrote them, here or on another machine; a path, quoted if it has spaces,
+          or ``$name``. ``triton_debug`` below the present folder if not given.
+        - ``--lab NAME``: variable of the lab; the one wrapped last if not given.
+
+        They are written while kernels are generated with ``triton=true triton_debug=true``, which needs an NVIDIA GPU
+        and Triton; to look at them needs neither.
+
+        Example::
+
+            %ort_triton
+            %ort_triton 2
+
+        The same in Python::
+
+            kernels = lab.triton_kernels()
+            view = ortlab.show_graph(kernels.kernel(2))
+        """
+        variables = self.shell.user_ns
+        folders = () if args.folder is None else (arguments.path(args.folder, variables),)
+        kernels = chosen_lab(args.lab, variables).triton_kernels(*folders)
+        if args.number is None:
+            return kernels
+        from ortlab.widgets.graph_display import show_graph
+
+        return show_graph(kernels.kernel(arguments.number(args.number, variables, "N")))
 
 
 def _shown(difference: GraphDiff, *, in_view: bool) -> GraphDiff | GraphView:

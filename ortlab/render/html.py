@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from html import escape
 
-from ortlab.render import sorting, units
-from ortlab.render.page import Block, Cell, Column, Drawing, Folded, Mark, Note, Page, Table
+from ortlab.render import code, sorting, units
+from ortlab.render.page import Block, Cell, Code, Column, Drawing, Folded, Mark, Note, Page, Table
 from ortlab.render.pages import compose
 
 STYLE = """\
@@ -97,6 +97,9 @@ def _block(block: Block) -> str:
     if isinstance(block, Note):
         lines = "<br>".join(escape(line) for line in block.text.splitlines())
         return f"<p{_classes(block.mark)}>{lines}</p>\n"
+    if isinstance(block, Code):
+        shown = f"<style>{code.STYLE}</style>{code.highlighted(block.source)}"
+        return f"<p><strong>{escape(block.caption)}</strong></p>\n{shown}\n"
     if isinstance(block, Drawing):
         return f'<div class="ortlab-scroll">{block.svg()}</div>\n'
     return _folded(block)

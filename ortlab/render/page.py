@@ -124,6 +124,22 @@ class Folded:
 
 
 @dataclass(frozen=True)
+class Code:
+    """Python code, shown whole and as it stands; HTML colours its words.
+
+    Attributes
+    ----------
+    caption
+        What it is.
+    source
+        The code.
+    """
+
+    caption: str
+    source: str
+
+
+@dataclass(frozen=True)
 class Drawing:
     """A figure, drawn when it is shown; text says what it shows and how to get it.
 
@@ -139,7 +155,7 @@ class Drawing:
     svg: Callable[[], str]
 
 
-Block = Table | Note | Folded | Drawing
+Block = Table | Note | Folded | Drawing | Code
 
 
 @dataclass(frozen=True)

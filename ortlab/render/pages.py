@@ -62,11 +62,13 @@ from ortlab.render.selftest_page import selftest_page
 from ortlab.render.stash_page import stash_page
 from ortlab.render.sweep_page import sweep_page
 from ortlab.render.trace_page import trace_page
+from ortlab.render.triton_page import kernel_page, kernels_page
 from ortlab.render.tuning_page import tuning_page
 from ortlab.runs import Ledger, Run
 from ortlab.selftest.record import SelfTest
 from ortlab.status import Status
 from ortlab.sweeps.sweep import Sweep
+from ortlab.triton_kernels import TritonKernel, TritonKernels
 from ortlab.tuning_results import TuningResults
 from ortlab.viewer.embedded import EmbeddedGraph
 
@@ -115,6 +117,8 @@ compose.register(Sweep, sweep_page)
 compose.register(Peers, peers_page)
 compose.register(Preflight, preflight_page)
 compose.register(Recipe, recipe_page)
+compose.register(TritonKernels, kernels_page)
+compose.register(TritonKernel, kernel_page)
 compose.register(TuningResults, tuning_page)
 compose.register(SelfTest, selftest_page)
 compose.register(FunctionReport, function_page)

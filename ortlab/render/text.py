@@ -6,7 +6,7 @@ import textwrap
 import unicodedata
 
 from ortlab.render import units
-from ortlab.render.page import Block, Cell, Column, Drawing, Folded, Mark, Note, Page, Table, printable
+from ortlab.render.page import Block, Cell, Code, Column, Drawing, Folded, Mark, Note, Page, Table, printable
 from ortlab.render.pages import compose
 
 _GAP = "  "
@@ -69,6 +69,9 @@ def _block(block: Block) -> str:
         return "\n".join(wrapper.fill(printable(line)) for line in block.text.splitlines())
     if isinstance(block, Drawing):
         return f"Figure: {printable(block.description)}"
+    if isinstance(block, Code):
+        lines = (f"    {printable(line)}".rstrip() for line in block.source.splitlines())
+        return "\n".join([f"{printable(block.caption)}:", *lines])
     return _folded(block)
 
 

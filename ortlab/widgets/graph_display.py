@@ -12,6 +12,8 @@ from ortlab.graphs.diff import GraphDiff
 from ortlab.graphs.stages import STAGES, Graph
 from ortlab.memory.recompute import COPY
 from ortlab.memory.recompute_places import EVERYWHERE
+from ortlab.render.triton_page import code_title
+from ortlab.triton_kernels import TritonKernel
 from ortlab.widgets.graph_source import HOPS, GraphSource
 from ortlab.widgets.graph_view import HEIGHT, GraphView
 
@@ -30,7 +32,7 @@ _BUILDS: Final = {"export", "graph", "session"}
 
 
 def show_graph(
-    source: Lab | Graph | GraphDiff,
+    source: Lab | Graph | GraphDiff | TritonKernel,
     stage: str = "",
     part: str | None = None,
     *,
@@ -49,10 +51,12 @@ def show_graph(
     ----------
     source
         A lab; or one graph, of `lab.graph(...)` or `ortlab.open_graph(...)`; or a difference, of `lab.graph_diff(...)`,
-        whose two graphs are shown with what was added, removed, moved, changed and fused marked in them.
+        whose two graphs are shown with what was added, removed, moved, changed and fused marked in them; or a sub-graph
+        that Triton runs, of `lab.triton_kernels()`, with the code that was generated for it beside it.
     stage
         As for `lab.graph`, "execution" if it is left out; the view lets choose among them. Of a difference "before" or
-        "after", which is shown first: by default what came after, if it has marks. Of no meaning for one graph.
+        "after", which is shown first: by default what came after, if it has marks. Of a sub-graph that Triton runs
+        "original" or "processed". Of no meaning for one graph.
     part, mode
         As for `lab.graph`.
     around
@@ -74,8 +78,8 @@ def show_graph(
     OptionError
         If there is no such stage, part or node.
     BuildError
-        If nothing has been built yet for the present options, or a difference has no graphs since it was read from a
-        file.
+        If nothing has been built yet for the present options, a difference has no graphs since it was read from a
+        file, or a file of a sub-graph is gone.
 
     Examples
     --------
@@ -84,11 +88,14 @@ def show_graph(
     >>> view.selected
     ['/encoder/layer.0/attention/MatMul']
     >>> ortlab.show_graph(lab.graph_diff(memory_level=1))
+    >>> ortlab.show_graph(lab.triton_kernels().kernel(1))
     """
     if isinstance(source, Graph):
         return _of_graph(source, around=around, hops=hops, group=group, height=height)
     if isinstance(source, GraphDiff):
         return _of_diff(source, stage, around=around, hops=hops, group=group, height=height)
+    if isinstance(source, TritonKernel):
+        return _of_kernel(source, stage, around=around, hops=hops, group=group, height=height)
     stage = stage or "execution"
     lab_ref = ref(source)
 
@@ -206,6 +213,26 @@ def _of_diff(diff: GraphDiff, side: str, *, around: str, hops: int, group: str, 
     colours = {"before": before, "after": after}
     source = GraphSource(titles, graphs.__getitem__, colours.__getitem__)
     view = GraphView(source, side, around=around, hops=hops, group=group, height=height)
+    _of_graphs[key] = view
+    return view
+
+
+def _of_kernel(
+    kernel: TritonKernel, form: str, *, around: str, hops: int, group: str, height: int
+) -> GraphView:
+    form = form or next(iter(kernel.forms), "original")
+    kernel.graph(form)  # says what is wrong before anything is shown
+    key = (
+        "triton",
+        form,
+        *(f"{one}{one.stat().st_mtime_ns}" for one in (*kernel.graphs.values(), *kernel.sources)),
+    )
+    known = _of_graphs.get(key)
+    if known is not None and not known.closed:
+        known.show(form, around=around, hops=hops, group=group)
+        return known
+    source = GraphSource(kernel.forms, kernel.graph, code=kernel.source, about_code=code_title(kernel))
+    view = GraphView(source, form, around=around, hops=hops, group=group, height=height)
     _of_graphs[key] = view
     return view
 

@@ -29,11 +29,17 @@ class GraphSource:
     colours
         Returns the marks that its nodes have at first, as `GraphView.highlight` takes them; None if marks stay from one
         graph to the next.
+    code
+        Python code that stands beside each of them; empty for none.
+    about_code
+        What the code is, one line.
     """
 
     titles: Mapping[str, str]
     read: Callable[[str], Graph]
     colours: Callable[[str], Mapping[str, str]] | None = None
+    code: str = ""
+    about_code: str = ""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ import traitlets
 
 from ortlab.errors import OptionError, OrtlabError
 from ortlab.graphs.scopes import node_names
-from ortlab.render import graph_picture, html, text
+from ortlab.render import code, graph_picture, html, text
+from ortlab.render.page import Code
 from ortlab.render.pages import compose
 from ortlab.viewer.document import SANDBOX
 from ortlab.viewer.embedded import EmbeddedGraph, drawn
@@ -99,7 +100,7 @@ class GraphView(Part):
         self._problem = self._stale = self._failure = ""
         self._wanted = Wanted(stage, around, hops, group)
         self.graph, self._document = self._made(self._wanted)
-        super().__init__(Script("graph_view.js", compacted_style(html.STYLE + compact("graph_view.css"))))
+        super().__init__(Script("graph_view.js", compacted_style(_style(with_code=bool(source.code)))))
         self.add_class(PANEL)
         self.marks = dict(source.colours(stage)) if source.colours else {}
         self._saved = SavedForm(self, self.page, dated=False)
@@ -303,8 +304,14 @@ class GraphView(Part):
             "stale": self._stale,
             "sandbox": SANDBOX,
             "height": self._height,
+            "code": self._code(),
             "patience": PATIENCE_MS,
         }
+
+    def _code(self) -> list[str] | None:
+        """Return title and coloured text of the code that stands beside the graph."""
+        source = self._source
+        return [source.about_code, code.highlighted(source.code)] if source.code else None
 
     def _check(self, names: Sequence[str] | Mapping[str, str]) -> None:
         if isinstance(names, str):
@@ -322,7 +329,11 @@ class GraphView(Part):
 
     def page(self) -> Page:
         """Say what is in the graph, with a still picture: for front ends without widgets and without a kernel."""
-        return compose(self.graph)
+        page = compose(self.graph)
+        if not self._source.code:
+            return page
+        beside = Code(self._source.about_code, self._source.code)
+        return replace(page, blocks=(*page.blocks, beside))
 
     def _repr_mimebundle_(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         forms, metadata = super()._repr_mimebundle_(**kwargs) or ({}, {})
@@ -350,6 +361,10 @@ class GraphView(Part):
         self.closed = True
         self._end()
         close_tree(self)
+
+
+def _style(*, with_code: bool) -> str:
+    return html.STYLE + compact("graph_view.css") + (code.STYLE if with_code else "")
 
 
 _DUE: Final = "The switches have changed: the next step builds another graph than this."

@@ -25,6 +25,7 @@ PYTHON = {
     "%ort_memory": 'measured = lab.measure_memory(memory_plan=("Gelu+:1:-1",))',
     "%ort_graph": 'graph = lab.graph("optimized")\n    graph.save("my graphs/optimized.onnx")',
     "%ort_diff": "difference = lab.graph_diff(memory_level=1)",
+    "%ort_triton": "kernels = lab.triton_kernels()\n    view = ortlab.show_graph(kernels.kernel(2))",
     "%ort_options": 'OptionList(lab.options, ("memory_level", "memory_plan"), lab.have)',
     "%ort_log": 'lab.messages.of(run=2, level="WARNING")',
     "%ort_preflight": "report = ortlab.preflight(model, batch)",

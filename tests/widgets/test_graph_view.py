@@ -10,6 +10,7 @@ from collections import Counter
 
 import pytest
 import torch
+import triton_files
 from ipywidgets.widgets.widget import _instances as open_widgets
 
 import ortlab
@@ -280,3 +281,35 @@ def test_a_damaged_installation_is_explained(tmp_path, monkeypatch):
     with pytest.raises(InstallError, match=r"graph_view\.js for the browser cannot be read") as raised:
         static_files.compact("graph_view.js")
     assert "pip install" in raised.value.fix
+
+
+@pytest.fixture
+def kernel(lab, tmp_path, monkeypatch):
+    """A sub-graph of the lab with the code that ORT has generated for it."""
+    monkeypatch.chdir(tmp_path)
+    graph = lab.graph("gradient").model
+    name = next(node.name for node in graph.graph.node if node.op_type == "Gelu")
+    triton_files.write(triton_files.cut(graph, [name]), lab.stash().symbols, monkeypatch)
+    return lab.triton_kernels().kernel(1)
+
+
+@pytest.mark.row("H7")
+def test_a_sub_graph_of_triton_is_drawn_beside_its_code(kernel):
+    view = ortlab.show_graph(kernel)
+    assert [one for one, _ in view.shown["stages"]] == ["original", "processed"]
+    assert view.graph.operators == {"com.microsoft.Gelu": 1}
+    about, code = view.shown["code"]
+    assert about.startswith("func_")
+    assert f'<span class="nf">{kernel.functions[0]}</span>' in code
+    tell(view, "stage", "processed")
+    assert view.graph.inputs[0].shape == (4, 32)  # sizes, where the original has a name
+    assert view.shown["code"] == [about, code]
+    assert kernel.functions[0] in text.render(view.page())
+    assert ortlab.show_graph(kernel) is view
+    assert view.stage == "original"
+    view.close()
+
+
+def test_graphs_without_code_have_none_beside_them(view):
+    assert view.shown["code"] is None
+    assert "ortlab-code" not in html.render(view.page())

@@ -1,7 +1,7 @@
 // Holds the page of a graph in a sandboxed frame and passes on what is selected, in both directions.
 // The frame has an origin of its own: it reads nothing of the notebook, and only its own messages are heard here.
-// Every text is set as text: names come from models and may hold markup. The one exception is the still picture, whose
-// names ortlab/render/graph_picture.py has escaped.
+// Every text is set as text: names come from models and may hold markup. The exceptions are the still picture, whose
+// names ortlab/render/graph_picture.py has escaped, and generated code, which ortlab/render/code.py has.
 
 const LOST =
   "The kernel of this view has ended or was restarted: what is drawn stays, and nothing else acts any more. " +
@@ -39,7 +39,14 @@ export function render({ model, el }, { held, script }) {
   chosen.setAttribute("role", "status");
   const place = make("div", { className: "ortlab-frame" });
   controls.append(stagesBox, groupsBox, around, whole, refresh);
-  const root = make("div", { className: "ortlab ortlab-graph" }, controls, said, alert, place, chosen);
+  const beside = make("div", { className: "ortlab-beside" }, place);
+  if (model.get("shown").code) {
+    const [about, code] = model.get("shown").code;
+    const source = make("section", { ariaLabel: about }, make("p", { textContent: about }));
+    source.insertAdjacentHTML("beforeend", code);
+    beside.append(source);
+  }
+  const root = make("div", { className: "ortlab ortlab-graph" }, controls, said, alert, beside, chosen);
   el.append(root);
 
   let frame = null;

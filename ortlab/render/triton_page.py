@@ -1,0 +1,83 @@
+"""The pages of what Triton runs: the list of fused sub-graphs, and one of them with its code."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from ortlab.render import units
+from ortlab.render.graph_forms import with_picture
+from ortlab.render.graph_page import graph_page
+from ortlab.render.page import Block, Cell, Code, Column, Mark, Note, Page, Table, row
+
+if TYPE_CHECKING:
+    from ortlab.triton_kernels import TritonKernel, TritonKernels
+
+_COLUMNS: Final = (
+    Column("sub-graph", numeric=True),
+    Column("operators", whole=True),
+    Column(
+        "run by", meaning="nodes of the lab's graph that run it; none if it is of another graph", whole=True
+    ),
+    Column("kernels", numeric=True, meaning="Triton functions in its newest code"),
+    Column("versions of code", numeric=True, meaning="one for each choice of sizes, and for each process"),
+    Column("key", meaning="ORT's hash of the sub-graph, as in the names of the files"),
+)
+
+
+def kernels_page(found: TritonKernels) -> Page:
+    """List the sub-graphs."""
+    rows = tuple(_row(one) for one in found)
+    note = (
+        "%ort_triton N, or ortlab.show_graph(kernels.kernel(N)), draws one with its code. ONNX Runtime deletes nothing "
+        "in the folder: what no node runs is of another graph, or of an earlier one."
+    )
+    return Page(
+        f"Sub-graphs that Triton runs, in {found.folder}", (Table("", _COLUMNS, rows), Note(note, Mark.QUIET))
+    )
+
+
+def kernel_page(kernel: TritonKernel) -> Page:
+    """Show one: what is in it, who runs it, and its code."""
+    blocks: list[Block] = [Note(_run_by(kernel))]
+    for form, words in kernel.forms.items():
+        page = with_picture(kernel.graph(form), graph_page(kernel.graph(form)))  # type: ignore[arg-type]
+        blocks += [Note(f"{form.capitalize()}: {words}."), *page.blocks]
+    if kernel.source:
+        blocks.append(Code(code_title(kernel), kernel.source))
+    else:
+        blocks.append(Note("No code was generated for it.", Mark.WARN))
+    return Page(f"Sub-graph {kernel.number} that Triton runs: {_operators(kernel)}", tuple(blocks))
+
+
+def code_title(kernel: TritonKernel) -> str:
+    """Say what the code beside a sub-graph is; empty where there is none."""
+    if not kernel.sources:
+        return ""
+    older = len(kernel.sources) - 1
+    more = f", the newest of {units.count(older + 1)}" if older else ""
+    count = len(kernel.functions)
+    return f"{kernel.sources[-1].name}: {units.count(count)} Triton kernel{'s' * (count != 1)}{more}"
+
+
+def _row(kernel: TritonKernel) -> tuple[Cell, ...]:
+    return row(
+        units.count(kernel.number),
+        _operators(kernel),
+        ", ".join(kernel.nodes) if kernel.nodes else Cell("none of this lab's graph", Mark.QUIET),
+        units.count(len(kernel.functions)) if kernel.sources else Cell("none generated", Mark.WARN),
+        units.count(len(kernel.sources)),
+        str(kernel.key),
+    )
+
+
+def _operators(kernel: TritonKernel) -> str:
+    if "original" not in kernel.graphs:
+        return "not known: its graph is not there"
+    nodes = kernel.graph("original").model.graph.node
+    return ", ".join(node.op_type for node in nodes)
+
+
+def _run_by(kernel: TritonKernel) -> str:
+    if not kernel.nodes:
+        return f"No node of the lab's graph runs it. Key {kernel.key}."
+    return f"Run by {', '.join(kernel.nodes)}. Key {kernel.key}."
