@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from ortlab.cluster.member import LEAVE, STARTED, Place, join, renew
+from ortlab.cluster import guard
+from ortlab.cluster.connections import request_break
+from ortlab.cluster.loss import Lost, how_ended, lives
+from ortlab.cluster.member import Place, join, renew
+from ortlab.cluster.started import Started
 from ortlab.errors import ExecutionError, InstallError
 
 START_SECONDS: Final = 180
@@ -25,23 +27,6 @@ _END_SECONDS: Final = 15
 _RANK_SECONDS: Final = 3
 _POLL_SECONDS: Final = 0.1
 _LOG_LINES: Final = 12
-
-
-@dataclass(frozen=True)
-class Lost:
-    """A rank that has ended though nobody asked it to.
-
-    Attributes
-    ----------
-    rank, process
-        Which, and the id of its process.
-    how
-        "was killed by signal 9", "ended with status 1", or "has ended" where that is not known.
-    """
-
-    rank: int
-    process: int
-    how: str
 
 
 class Processes:
@@ -60,6 +45,8 @@ class Processes:
     ----------
     ranks
         Process ids, by rank.
+    client
+        ipyparallel's; ``client[rank]`` is what a rank is asked through.
 
     Raises
     ------
@@ -79,46 +66,41 @@ class Processes:
                 "ipyparallel is missing.", why=str(error), fix="pip install ipyparallel"
             ) from error
         self._temporary = tempfile.TemporaryDirectory(prefix="ortlab-cluster-", ignore_cleanup_errors=True)
-        self.folder = Path(self._temporary.name)
+        self._folder = Path(self._temporary.name)
         self._cluster = ipyparallel.Cluster(
             n=ranks,
-            profile_dir=str(self.folder / "profile"),
+            profile_dir=str(self._folder / "profile"),
             cluster_id=f"ortlab-{os.getpid()}-{id(self):x}",
             log_level=logging.CRITICAL,
             engine_timeout=START_SECONDS,
             controller_ip="127.0.0.1",  # the port is one that is free
+            config=_guarded(),
         )
         self.client: Any = None
-        self._started: list[Any] = []
         self._engines: dict[int, Any] = {}
         self._groups = 0
         self._requests = 0
         self.ranks: tuple[int, ...] = ()
-        before = _children()
+        whose = guard.variables(self._folder)
+        self._started = Started(whose)
         try:
-            with _environment({"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": _loopback()}):
+            with _environment({**whose, "OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": _loopback()}):
                 self._cluster.start_cluster_sync()
             for engines in self._cluster.engines.values():
                 self._engines |= {one.pid: one.process for one in engines.launchers.values()}
-            self._note_started(before)
             self.client = QuietClient(
                 profile_dir=self._cluster.profile_dir,
                 cluster_id=self._cluster.cluster_id,
                 cluster=self._cluster,
                 timeout=START_SECONDS,
             )
-            # Its progress bar would stay in the output of the cell.
-            self.client.wait_for_engines(ranks, timeout=START_SECONDS, interactive=False)
-            self._note_started(before)
-            joined = [
-                self.client[rank].apply_async(
-                    join, Place(rank, ranks, backend, str(self.folder)), threads, os.getpid()
-                )
-                for rank in range(ranks)
-            ]
-            self.ranks = tuple(one.get(START_SECONDS) for one in joined)
+            self._wait(lambda: len(self.client.ids) >= ranks)
+            self._started.note()
+            places = [Place(rank, ranks, backend, str(self._folder)) for rank in range(ranks)]
+            joined = [self.client[place.rank].apply_async(join, place, threads) for place in places]
+            self._wait(lambda: all(one.ready() for one in joined))
+            self.ranks = tuple(one.get() for one in joined)
         except BaseException as error:
-            self._note_started(before)
             log = self._log_end()
             self.end()
             if not isinstance(error, Exception):
@@ -129,17 +111,17 @@ class Processes:
                 fix="Mend what the log names, or try fewer ranks: the machine may be short of memory.",
             ) from error
 
-    def lost(self) -> Lost | None:
-        """Look whether a rank has ended; None if all live."""
-        import psutil
+    def lost(self, when: str) -> Lost | None:
+        """Look whether a rank has ended; None if all live.
 
+        Parameters
+        ----------
+        when
+            What is said of the moment: "while it ran" or "between two calls".
+        """
         for rank, pid in enumerate(self.ranks):
-            try:
-                lives = psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-            except psutil.NoSuchProcess:
-                lives = False
-            if not lives:
-                return Lost(rank, pid, self._how(pid))
+            if not lives(pid):
+                return Lost(rank, pid, how_ended(self._engines[pid]), when, len(self.ranks))
         return None
 
     def interrupt(self, ranks: list[int]) -> None:
@@ -151,10 +133,7 @@ class Processes:
     def break_connections(self) -> None:
         """Let every collective operation that waits for another rank fail, within some tenths of a second."""
         self._requests += 1
-        name = f"{LEAVE}{self._requests}"
-        written = self.folder / f"of-{name}"
-        written.write_text(json.dumps(self.ranks), encoding="utf-8")
-        written.rename(self.folder / name)  # whole when it appears
+        request_break(self._folder, self._requests, self.ranks)
 
     def renew_group(self) -> None:
         """Put all ranks into a new process group.
@@ -171,72 +150,49 @@ class Processes:
 
     def end(self) -> None:
         """End what was started, whatever state it is in; only processes that were started here."""
+        self._started.note()
         with contextlib.suppress(Exception):  # nothing may keep the processes from being ended below
             if self.client is not None:
                 self.client.close(linger=0)
         # The ranks first: one that computes, or waits for another, does not hear a SIGTERM.
-        engines = [one for one in self._started if one.pid in self._engines]
-        _end(engines, _RANK_SECONDS)
+        self._started.end(_RANK_SECONDS, only=self._engines)
         with contextlib.suppress(Exception):
             self._cluster.stop_cluster_sync()
-        _end(self._started, _END_SECONDS)
-        self._started = []
+        self._started.note()
+        self._started.end(_END_SECONDS)
         self._temporary.cleanup()
 
-    def _note_started(self, before: list[Any]) -> None:
-        """Write down what was started, for the ranks: where the kernel is killed, they end it."""
-        import psutil
-
-        known = {one.pid for one in self._started}
-        self._started += [one for one in _children() if one not in before and one.pid not in known]
-        listed = []
-        for one in self._started:
-            with contextlib.suppress(psutil.Error):
-                listed.append([one.pid, one.create_time()])
-        (self.folder / STARTED).write_text(json.dumps(listed), encoding="utf-8")
-
-    def _how(self, pid: int) -> str:
-        """Say how an engine has ended; ipyparallel waits for each in a thread, and its process keeps the status."""
-        import psutil
-
-        deadline = time.monotonic() + _RANK_SECONDS
-        code = None
-        while code is None and pid in self._engines and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)  # whoever asks first gets the status, and that is to be the thread
-            with contextlib.suppress(psutil.Error):
-                code = None if psutil.pid_exists(pid) else self._engines[pid].wait(timeout=0)
-        if code is None:
-            return "has ended"
-        return f"was killed by signal {-int(code)}" if code < 0 else f"ended with status {int(code)}"
+    def _wait(self, is_done: Callable[[], bool]) -> None:
+        """Wait for all engines, unless one has ended: ipyparallel would wait for it to the end of its time."""
+        deadline = time.monotonic() + START_SECONDS
+        while not is_done():
+            for pid in self._engines:
+                if not lives(pid):
+                    raise ChildProcessError(
+                        f"engine {pid} {how_ended(self._engines[pid])} before it was ready"
+                    )
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not all engines were ready after {START_SECONDS} s")
+            time.sleep(_POLL_SECONDS)
 
     def _log_end(self) -> str:
         """Return the last lines that the controller and the engines wrote."""
         found = []
-        for file in sorted((self.folder / "profile" / "log").glob("*")):
+        for file in sorted((self._folder / "profile" / "log").glob("*")):
             with contextlib.suppress(OSError):
                 lines = file.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
                 found += [f"  {line}" for line in lines if line.strip()]
         return "\n".join(found[-3 * _LOG_LINES :])
 
 
-def _end(processes: list[Any], seconds: float) -> None:
-    """Ask processes to end, and kill those that have not after a time."""
-    import psutil
+def _guarded() -> Any:
+    """Return ipyparallel's configuration by which its processes are started beside guards."""
+    from traitlets.config import Config
 
-    for one in processes:
-        with contextlib.suppress(psutil.Error):
-            one.terminate()
-    _, alive = psutil.wait_procs(processes, timeout=seconds)
-    for one in alive:
-        with contextlib.suppress(psutil.Error):
-            one.kill()
-    psutil.wait_procs(alive, timeout=_END_SECONDS)
-
-
-def _children() -> list[Any]:
-    import psutil
-
-    return list(psutil.Process().children(recursive=True))
+    return Config(
+        LocalControllerLauncher={"controller_cmd": guard.command("ipyparallel.controller")},
+        LocalEngineSetLauncher={"engine_cmd": guard.command("ipyparallel.engine")},
+    )
 
 
 def _loopback() -> str:

@@ -24,6 +24,16 @@ class RankStatus:
     resident_bytes: int | None
 
 
+def rank_status(rank: int, process: int) -> RankStatus:
+    """Ask the operating system about the process of a rank."""
+    import psutil
+
+    try:
+        return RankStatus(rank, process, int(psutil.Process(process).memory_info().rss))
+    except psutil.Error:
+        return RankStatus(rank, process, None)
+
+
 @dataclass(frozen=True)
 class ClusterStatus:
     """A cluster at one moment.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.errors import ExecutionError
 
 if TYPE_CHECKING:
-    from ortlab.cluster.processes import Lost, Processes
+    from ortlab.cluster.loss import Lost
+    from ortlab.cluster.processes import Processes
 
 GRACE_SECONDS: Final = 3.0
 """How long the others may go on by themselves after one rank has failed, and again after they were interrupted."""
@@ -27,18 +28,16 @@ class RankDiedError(ExecutionError):
     Attributes
     ----------
     lost
-        Which, and how.
-    when
-        "while it ran" or "between two calls".
+        Which, how and when.
     """
 
-    def __init__(self, lost: Lost, when: str) -> None:
-        self.lost, self.when = lost, when
+    def __init__(self, lost: Lost) -> None:
+        self.lost = lost
         super().__init__(
-            f"Rank {lost.rank} (process {lost.process}) {lost.how} {when}, and the other ranks were ended.",
+            f"Rank {lost.rank} (process {lost.process}) {lost.how} {lost.when}, and the other ranks were ended.",
             why="Ranks train on the same model: without one of them the others would wait forever.",
-            fix="Start the cluster again, %ort_cluster -n 2 or Cluster(2); where memory was short, with fewer ranks or "
-            "smaller batches.",
+            fix=f"Start the cluster again, %ort_cluster -n {lost.ranks} or Cluster({lost.ranks}); where memory was "
+            "short, with fewer ranks or smaller batches.",
         )
 
 
@@ -67,8 +66,6 @@ class Waiting:
         The ranks.
     pending
         ipyparallel's results, by rank.
-    ranks
-        Number of the rank of each.
     look
         Called at each turn, to show what has been printed.
 
@@ -83,12 +80,11 @@ class Waiting:
     def __init__(
         self,
         processes: Processes,
-        pending: Sequence[Any],
-        ranks: Sequence[int],
+        pending: Mapping[int, Any],
         look: Callable[[], None] = lambda: None,
     ) -> None:
         self._processes = processes
-        self._pending = dict(zip(ranks, pending, strict=True))
+        self._pending = pending
         self._look = look
         self._stage = _LEFT_ALONE
         self._since: float | None = None
@@ -120,10 +116,10 @@ class Waiting:
                 return
 
     def _is_over(self) -> bool:
-        lost = self._processes.lost()
+        lost = self._processes.lost("while it ran")
         self._look()
         if lost is not None:
-            raise RankDiedError(lost, "while it ran")
+            raise RankDiedError(lost)
         open_ = [rank for rank, one in self._pending.items() if not one.ready()]
         if not open_:
             return True

@@ -37,6 +37,11 @@ FAILING = STEP.replace(
     "loss.backward()", "loss.backward()\nif dist.get_rank() == 1: raise ValueError('one gives up')"
 )
 
+DYING = STEP.replace(
+    "loss.backward()",
+    "loss.backward()\nimport os, signal\nif dist.get_rank() == 1: os.kill(os.getpid(), signal.SIGKILL)",
+)
+
 WRONG_ORDER = """%%ort_ranks
 other = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
 %ort_wrap other
@@ -86,6 +91,7 @@ def test_a_cell_runs_on_each_rank_of_one_cluster(shell, cluster, capsys):
 @pytest.mark.slow
 @pytest.mark.row("A5")
 def test_ranks_train_and_are_brought_together(shell, cluster, captured, capsys, tmp_path):
+    started = children()
     shell.run(MODEL)
     assert not captured.outputs  # no panel: nobody could click on it
     with pytest.raises(UsageError, match="The order is wrong: ORT is around DistributedDataParallel"):
@@ -124,6 +130,15 @@ def test_ranks_train_and_are_brought_together(shell, cluster, captured, capsys, 
     shell.run("%%ort_ranks\nlab.save_rank(folder)")
     opened = shell.run("%ort_ranks --from $folder")
     assert [one.runs for one in opened.ledgers] == [one.runs for one in again.ledgers]
+
+    # Rank 1 dies in the middle of a step, and rank 0 waits for it in the next: it is named, and nothing is left.
+    died = cluster.processes[1]
+    with pytest.raises(UsageError, match=rf"Rank 1 \(process {died}\) was killed by signal 9 while it ran"):
+        shell.run(DYING)
+    assert not cluster.running
+    assert not started & children()
+    with pytest.raises(UsageError, match="the other ranks were ended"):
+        shell.run(STEP)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -13,8 +14,9 @@ import psutil
 import pytest
 
 from ortlab.cluster import Cluster, latest
-from ortlab.errors import ExecutionError, OptionError
+from ortlab.cluster.resources import RANK_BYTES
 from ortlab.cluster.waiting import RankDiedError
+from ortlab.errors import ExecutionError, OptionError
 from ortlab.render import html, text
 
 pytestmark = [
@@ -247,7 +249,30 @@ def test_engines_that_do_not_start_are_told_with_the_end_of_their_log(tmp_path, 
     before = started_here()
     with pytest.raises(ExecutionError, match="2 processes of the cluster did not start") as raised:
         Cluster(2, threads=1).start()
+    assert "ended with status 3 before it was ready" in raised.value.why
     assert "the licence of this engine has expired" in raised.value.why
+    assert started_here() <= before
+
+
+def test_a_port_in_use_and_the_variables_of_another_launcher_do_not_matter(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        launcher = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        for name, value in {**launcher, "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "5"}.items():
+            monkeypatch.setenv(name, value)
+        with Cluster(2, threads=1) as cluster:
+            cluster.run_cell(TOGETHER)
+            assert cluster.values("total") == [3.0, 3.0]
+            assert cluster.values("__import__('os').environ['RANK']") == ["0", "1"]
+
+
+def test_more_ranks_than_the_memory_holds_are_refused_before_any_starts():
+    before = started_here()
+    many = psutil.virtual_memory().total // RANK_BYTES + 1
+    with pytest.raises(OptionError, match=f"{many} ranks do not fit into this machine's memory") as raised:
+        Cluster(many).start()
+    assert "MiB are free" in raised.value.why
     assert started_here() <= before
 
 

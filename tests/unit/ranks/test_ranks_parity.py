@@ -12,8 +12,10 @@ from ortlab.cluster import Cluster
 STEPS = 4
 
 
-def train(engine):
+def train(engine, *, ddp_first=False):
     """Train a BERT on this process's part of each batch; it runs here and on each rank, so it imports what it needs.
+
+    With `ddp_first`, what is inside a DistributedDataParallel that is there already is wrapped.
 
     Returns
     -------
@@ -42,8 +44,12 @@ def train(engine):
     )
     model = BertForMaskedLM(config).train()
     batches = [torch.randint(1, 64, (2, 4, 16)) for _ in range(4)]
-    lab = ortlab.wrap(model, engine=engine)
-    called = DistributedDataParallel(model) if together else model
+    if ddp_first:
+        called = DistributedDataParallel(model)
+        lab = ortlab.wrap(called.module, engine=engine)
+    else:
+        lab = ortlab.wrap(model, engine=engine)
+        called = DistributedDataParallel(model) if together else model
     # Not Adam: it divides a gradient that is nothing but rounding by its own size.
     optimizer = torch.optim.SGD(called.parameters(), lr=0.1, momentum=0.9)
     gradients, losses = [], []
@@ -61,13 +67,13 @@ def train(engine):
     return {**found, "executed by": executed_by}
 
 
-@pytest.fixture(scope="module")
-def two_ranks():
+@pytest.fixture(scope="module", params=["wrapped first", "DDP first"])
+def two_ranks(request):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # one core
         cluster = Cluster(2, threads=1)
     with cluster:
-        return cluster.run(train, "ort")
+        return cluster.run(train, "ort", ddp_first=request.param == "DDP first")
 
 
 @pytest.fixture(scope="module", params=["ort", "eager"])

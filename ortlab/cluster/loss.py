@@ -1,0 +1,65 @@
+"""A rank that has ended though nobody asked it to: whether one lives, and how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass
+from typing import Any, Final
+
+_STATUS_SECONDS: Final = 3
+_POLL_SECONDS: Final = 0.1
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A rank that was lost.
+
+    Attributes
+    ----------
+    rank, process
+        Which, and the id of its process.
+    how
+        "was killed by signal 9", "ended with status 1", or "has ended" where that is not known.
+    when
+        "while it ran" or "between two calls".
+    ranks
+        How many the cluster had.
+    """
+
+    rank: int
+    process: int
+    how: str
+    when: str
+    ranks: int
+
+
+def lives(pid: int) -> bool:
+    """Return whether a process has not ended."""
+    import psutil
+
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def how_ended(engine: Any) -> str:
+    """Say how an engine has ended.
+
+    Parameters
+    ----------
+    engine
+        ipyparallel's own `psutil.Process` of it; a thread of ipyparallel waits for it, and it keeps the status.
+    """
+    import psutil
+
+    deadline = time.monotonic() + _STATUS_SECONDS
+    code = None
+    while code is None and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)  # whoever asks first gets the status, and that is to be the thread
+        with contextlib.suppress(psutil.Error):
+            code = None if psutil.pid_exists(engine.pid) else engine.wait(timeout=0)
+    if code is None:
+        return "has ended"
+    return f"was killed by signal {-int(code)}" if code < 0 else f"ended with status {int(code)}"
