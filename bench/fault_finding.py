@@ -30,8 +30,9 @@ SIZE = 1.001
 FAMILIES = ("BERT", "GPT-2", "Llama", "T5", "ViT")
 CLEAN = "clean"
 SIDES = ("ort forward", "ort backward", "eager forward", "eager backward")
-FIRST = 8000
-"""Number of the first case. It seeds weights, batch and choice; what parity does was mended with numbers below 1000."""
+FIRST = 9000
+"""Number of the first case. It seeds weights, batch and choice. What parity does was mended with numbers below 1000 and
+with 8000 to 8004, which were measured before; nobody had looked at those from here on."""
 
 COMPUTING = frozenset(
     """linear matmul mul __mul__ __rmul__ add __add__ __radd__ sub __sub__ truediv __truediv__ softmax layer_norm
@@ -239,18 +240,18 @@ class InGraph:
     def __init__(self, model: Any, draw: random.Random, *, backward: bool) -> None:
         self.module = self.operator = ""
         self._model, self._draw, self._backward = model, draw, backward
-        self._name = ""
+        self._node = ""
 
     def __call__(self, model: Any) -> None:
-        """Change a gradient graph in place; the same node each time."""
+        """Change a gradient graph in place; the same node each time, whatever the graph calls its result."""
         import onnx
 
         graph = model.graph
-        if not self._name:
+        if not self._node:
             felt = _felt(graph)
             made = {name for node in graph.node for name in node.output}
             names = [
-                node.output[0]
+                node.name
                 for node in graph.node
                 if node.op_type in IN_GRAPH
                 and "/" in node.name.partition("_Grad/")[0]  # or fused: its name tells no module
@@ -258,19 +259,22 @@ class InGraph:
                 and node.output[0] in felt
                 and ("_grad" in node.output[0] if self._backward else f"{node.output[0]}_grad" in made)
             ]
-            self._name = self._draw.choice(names)
-        place = next(i for i, node in enumerate(graph.node) if self._name in node.output)
+            self._node = self._draw.choice(names)
+        place = next((i for i, node in enumerate(graph.node) if node.name == self._node), None)
+        if place is None:
+            return  # a graph of other switches computes this otherwise
         node = graph.node[place]
         self.module, self.operator = place_of(self._model, node.name), f"{node.op_type} {node.name}"
-        node.output[[*node.output].index(self._name)] = raw = f"{self._name}_before_fault"
-        factor = f"{self._name}_fault"
+        result = node.output[0]
+        node.output[0] = raw = f"{result}_before_fault"
+        factor = f"{result}_fault"
         typed = onnx.helper.make_tensor_value_info(
             raw, onnx.TensorProto.FLOAT, None
         )  # ATen's is not inferred
         graph.value_info.append(typed)
         value = onnx.helper.make_tensor(factor, onnx.TensorProto.FLOAT, [], [SIZE])
         constant = onnx.helper.make_node("Constant", [], [factor], name=f"{factor}_constant", value=value)
-        graph.node.insert(place + 1, onnx.helper.make_node("Mul", [raw, factor], [self._name], name=factor))
+        graph.node.insert(place + 1, onnx.helper.make_node("Mul", [raw, factor], [result], name=factor))
         graph.node.insert(place + 1, constant)
 
 

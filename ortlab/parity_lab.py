@@ -52,7 +52,8 @@ class ParityLab(ABC):
         What modules take and return, the gradients of it, the parameters' gradients and the updated parameters are held
         against each other. PyTorch runs three times: once more as it is, and once with everything that a module returns
         moved by some units of rounding; ONNX Runtime runs twice, and once without anything taken out of it. So it is
-        known at each place what repetition and rounding explain.
+        known at each place what repetition and rounding explain. If the runs part behind tensors that the compute
+        optimizer has cut, ONNX Runtime runs once more with it off, to look for the module among them.
 
         Parameters
         ----------
@@ -104,10 +105,10 @@ class ParityLab(ABC):
         from ortlab.parity.running import compare_engines
 
         @contextmanager
-        def apart() -> Iterator[Callable[[], None]]:
+        def apart(**changes: object) -> Iterator[Callable[[], None]]:
             with ExitStack() as stack:
                 engines = self._engines(None).values()
-                freeing = [stack.enter_context(built_apart(engine)) for engine in engines]
+                freeing = [stack.enter_context(built_apart(engine, **changes)) for engine in engines]
 
                 def free_sessions() -> None:
                     for free in freeing:
@@ -138,6 +139,7 @@ class ParityLab(ABC):
                 steps=steps,
                 dropout=dropout,
                 ask_seeds=seeds,
+                cuts=self._options.compute_optimizer,
                 progress=tell,
                 edit=edit,
             )

@@ -24,8 +24,15 @@ _STATE: Final = (
 
 
 @contextmanager
-def built_apart(engine: OrtEngine) -> Iterator[Callable[[], None]]:
+def built_apart(engine: OrtEngine, **changes: object) -> Iterator[Callable[[], None]]:
     """Let an engine build what it needs in the block anew; afterwards it has again what it had before.
+
+    Parameters
+    ----------
+    engine
+        The engine.
+    **changes
+        Options that have other values in the block.
 
     Yields
     ------
@@ -35,7 +42,7 @@ def built_apart(engine: OrtEngine) -> Iterator[Callable[[], None]]:
     before = {name: getattr(engine, name) for name in _STATE}
     engine._sessions, engine._failed, engine._starts_over = BuiltSessions(), None, False
     # Files of exports and graphs are the user's: nothing of the block goes there.
-    engine.options = engine.options.replace(export_cache_dir="", save_onnx=False, fallback=False)
+    engine.options = engine.options.replace(export_cache_dir="", save_onnx=False, fallback=False, **changes)
     try:
         with exports.set_aside(engine._module):
 

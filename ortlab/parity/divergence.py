@@ -75,10 +75,9 @@ def _at_fault(
         return _handed_over(site, verdicts, structure)
     if site.kind == OUTPUT_GRADIENT:
         return _behind(site, verdicts, structure)
-    words = {
-        INPUT_GRADIENT: "the gradient that comes in agrees, the one for its input does not",
-        PARAMETER_GRADIENT: f"the gradient of its {site.name} differs",
-    }
+    if site.kind == PARAMETER_GRADIENT:
+        return _user(site, structure)
+    words = {INPUT_GRADIENT: "the gradient that comes in agrees, the one for its input does not"}
     return site.module, words.get(site.kind, f"its {site.name} differs after the optimizer's step"), ()
 
 
@@ -107,6 +106,9 @@ def _behind(
         for taken, source in structure.sources.items()
         if source in returned and (taken.step, taken.module, taken.call) not in handing_on
     ]
+    user = next((one for one in returned if one in structure.own_use), None)
+    if user is not None and not structure.own_use[user]:
+        readers = [one for one in readers if not user.module or one.module.startswith(f"{user.module}.")]
     unseen = [one for one in readers if verdicts.get(_as(one, INPUT_GRADIENT), NOT_COMPARED) == NOT_COMPARED]
     unseen = _innermost(unseen, structure)
     caller = _caller(returned[-1], structure)
@@ -114,7 +116,24 @@ def _behind(
     if unseen:
         names = tuple(dict.fromkeys(one.module for one in unseen))
         return names[0], f"{what}, and this takes it", (*names[1:], caller)
+    if user is not None:
+        itself = f"{user.module or 'the model'} itself"
+        if structure.own_use[user]:
+            return user.module, f"{what}, and {itself} uses that, too", (caller,)
+        return user.module, f"{what}, and only {itself} uses that", ()
     return caller, f"{what}, though the gradients that its parts return agree", ()
+
+
+def _user(site: Site, structure: Structure) -> tuple[str, str, tuple[str, ...]]:
+    """Name who has used a parameter: of modules that share it, those that were called."""
+    what = f"the gradient of its {site.name} differs"
+    called = {call[0] for step, call in structure.callers if step == site.step}
+    users = [path for path in structure.sharing.get((site.module, site.name), ()) if path in called]
+    if not users:
+        return site.module, what, ()
+    if len(users) == 1:
+        return users[0], what, ()
+    return users[0], f"{what}, a sum over {len(users)} modules that share it", tuple(users[1:])
 
 
 def _innermost(sites: list[Site], structure: Structure) -> list[Site]:

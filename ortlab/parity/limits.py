@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
-from ortlab.parity.pairs import FORWARD, Site
+from ortlab.parity.pairs import FORWARD, OUTPUT_GRADIENT, Site
 
 if TYPE_CHECKING:
     from ortlab.parity.comparing import Compared, Reference
@@ -27,7 +28,7 @@ MOST: Final = 256.0
 
 
 def limits(
-    reference: Reference, rounded: Compared, repeated: Iterable[Compared]
+    reference: Reference, rounded: Compared, repeated: Iterable[Compared], own_use: Collection[Site] = ()
 ) -> dict[Site, tuple[float, float]]:
     """Return the floor and the limit of each site, both relative distances.
 
@@ -44,13 +45,16 @@ def limits(
         The run with other rounding.
     repeated
         Runs that have repeated one; what they differ by is chance.
+    own_use
+        Sites of outputs that their modules have used, too: what is moved is what others get, a part of the gradient.
     """
+    in_part = {replace(site, kind=OUTPUT_GRADIENT) for site in own_use}
     chances = [one.distances for one in repeated]
     by_call = _by_call(rounded)
     units = min(MOST, max(LEAST, math.sqrt(reference.longest)))
     found = {}
     for site, epsilon in reference.epsilon.items():
-        known = rounded.distances.get(site)
+        known = None if site in in_part else rounded.distances.get(site)
         floor = by_call.get(_call(site), 0.0) if known is None else known.relative
         floor = max([floor, *(one[site].relative for one in chances if site in one)])
         found[site] = (floor, max(FACTOR * floor, units * epsilon))

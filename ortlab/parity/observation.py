@@ -32,6 +32,7 @@ Call = tuple[str, int]
 """Path of a module, and which of its calls in the step."""
 
 _MADE_BY: Final = "_ortlab_made_by"
+_WHOLE: Final = "_ortlab_whole"
 
 
 @dataclass
@@ -46,11 +47,17 @@ class Structure:
         By site of an input: the site of the output that it is.
     returned_by
         By site of an output: that of the outer module that returned the same tensor.
+    own_use
+        By site of an output that its module has used itself for what else it returns: whether others use it, too.
+    sharing
+        By path of a module and name of its parameter: the modules that have that parameter, if they are several.
     """
 
     callers: dict[tuple[int, Call], Call | None] = field(default_factory=dict)
     sources: dict[Site, Site] = field(default_factory=dict)
     returned_by: dict[Site, Site] = field(default_factory=dict)
+    own_use: dict[Site, bool] = field(default_factory=dict)
+    sharing: dict[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
 
 
 class Observation:
@@ -84,7 +91,7 @@ class Observation:
         capture: Capture | None = None,
         change: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        self.structure = Structure()
+        self.structure = Structure(sharing=_sharing(module))
         self.step = 0
         self.drew = False
         self._module = module
@@ -181,21 +188,35 @@ class Observation:
         while self._stack and self._stack[-1][0] != path:  # of calls that have failed
             self._stack.pop()
         call = self._stack.pop()
+        returned = {id(tensor) for _, tensor in _tensors(outputs) if not tensor.is_leaf}
+        moved: dict[int, torch.Tensor] = {}  # a caller may ask whether two outputs are one
+        aliases: dict[int, torch.Tensor] = {}
 
         def take(name: str, tensor: torch.Tensor) -> torch.Tensor:
             site = Site(self.step, *call, OUTPUT, name)
-            changed = tensor if self._change is None else self._change(tensor)
+            if self._change is not None and id(tensor) not in moved:
+                moved[id(tensor)] = self._change(tensor)
+            changed = moved.get(id(tensor), tensor)
             inner = getattr(changed, _MADE_BY, None)
             if inner is not None and inner.step == self.step:
                 self.structure.returned_by[inner] = site
             self._receive(site, changed.detach())
-            if not changed.is_leaf:
-                self._on_gradient(changed, Site(self.step, *call, OUTPUT_GRADIENT, name))
-                setattr(changed, _MADE_BY, site)
-            return changed
+            if changed.is_leaf:
+                return changed
+            setattr(changed, _MADE_BY, site)
+            whole = getattr(changed, _WHOLE, changed)
+            self._on_gradient(whole, Site(self.step, *call, OUTPUT_GRADIENT, name))
+            if self._change is not None or len(returned) == 1:
+                return changed  # what is returned alone has been used for nothing else that is
+            if id(changed) not in aliases:
+                aliases[id(changed)] = alias = changed.view_as(changed)
+                setattr(alias, _MADE_BY, site)
+                setattr(alias, _WHOLE, whole)
+            self._tell_uses_apart(whole, aliases[id(changed)], site)
+            return aliases[id(changed)]
 
         replaced = _replaced(outputs, take)
-        return replaced if self._change is not None else None
+        return None if replaced is outputs else replaced
 
     def _mark(self, path: str, kind: str, value: Any) -> None:
         if self._capture is None:
@@ -221,6 +242,32 @@ class Observation:
             if gradient is not None:  # which it is where an autograd.Function returns none
                 self._receive(site, gradient.detach())
 
+        tensor.register_hook(take)
+
+    def _tell_uses_apart(self, tensor: Any, alias: Any, site: Site) -> None:
+        """Note, in the backward, whether a returned tensor was used within its module, and whether behind it.
+
+        Parameters
+        ----------
+        tensor
+            What the module has used, if it has.
+        alias
+            What its caller gets instead.
+        site
+            Of the output.
+        """
+        outside: list[torch.Tensor] = []
+        values = tensor.detach()  # which counts what is written into the tensor
+        version = values._version  # noqa: SLF001 - torch has no public name for it
+
+        def take(gradient: torch.Tensor | None) -> None:
+            from_others = outside.pop() if outside else None
+            if gradient is None or values._version != version:  # noqa: SLF001
+                return  # a caller that writes into it goes round the alias
+            if from_others is None or from_others.data_ptr() != gradient.data_ptr():
+                self.structure.own_use[site] = from_others is not None
+
+        alias.register_hook(outside.append)
         tensor.register_hook(take)
 
     def _gradient_of(self, name: str) -> Callable[[torch.Tensor], None]:
@@ -257,6 +304,20 @@ class _Leaving(Looker):
         if id(module) != self._module:
             return None
         return self._observation.leave(self._path, outputs)
+
+
+def _sharing(module: torch.nn.Module) -> dict[tuple[str, str], tuple[str, ...]]:
+    """Name the modules that have the same parameter as others."""
+    owners: dict[int, list[tuple[str, str]]] = {}
+    for path, part in module.named_modules():
+        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(id(parameter), []).append((path, name))
+    return {
+        owner: tuple(dict.fromkeys(path for path, _ in of_one))
+        for of_one in owners.values()
+        for owner in of_one
+        if len(of_one) > 1
+    }
 
 
 def _in_backward() -> bool:

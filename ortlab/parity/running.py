@@ -1,20 +1,23 @@
-"""The runs of a comparison: PyTorch three times, ONNX Runtime three times, all from one start."""
+"""The runs of a comparison: PyTorch three times, ONNX Runtime three times, all from one start.
+
+Where ONNX Runtime's compute optimizer hides where the runs part, it runs a fourth time, to look for that without.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from ortlab.engine.capture import Capture
 from ortlab.engine.inspection.places import forward_line
-from ortlab.errors import StepError
+from ortlab.errors import BuildError, ExecutionError, StepError
 from ortlab.parity.checklist import checklist
 from ortlab.parity.comparing import Compared, Reference, pairs
-from ortlab.parity.divergence import find
 from ortlab.parity.limits import limits
+from ortlab.parity.locating import Locating
 from ortlab.parity.observation import Observation
 from ortlab.parity.pairs import OUTPUT, Site, TensorPair
 from ortlab.parity.record import Parity
@@ -77,12 +80,13 @@ class Runs:
 def compare_engines(  # noqa: PLR0913 - what a lab knows of itself, name by name
     module: torch.nn.Module,
     trial: Trial,
-    apart: Callable[[], AbstractContextManager[Callable[[], None]]],
+    apart: Callable[..., AbstractContextManager[Callable[[], None]]],
     *,
     name: str,
     steps: int,
     dropout: bool = False,
     ask_seeds: bool = True,
+    cuts: bool = False,
     edit: Edit | None = None,
     progress: Callable[[str, float], None] = lambda _text, _fraction: None,
 ) -> Parity:
@@ -95,7 +99,8 @@ def compare_engines(  # noqa: PLR0913 - what a lab knows of itself, name by name
     trial
         Makes a run from the start.
     apart
-        Makes a block in which ONNX Runtime builds anew, and forgets at its end; what it gives frees the sessions only.
+        Makes a block in which ONNX Runtime builds anew, with other options if it is given some, and forgets at its end;
+        what it gives frees the sessions only.
     name
         What the model is called.
     steps
@@ -104,6 +109,8 @@ def compare_engines(  # noqa: PLR0913 - what a lab knows of itself, name by name
         Whether dropout stays on; the engines draw different masks.
     ask_seeds
         Whether to run PyTorch twice more, with another seed.
+    cuts
+        Whether the compute optimizer is on. If it hides where a divergence is, ONNX Runtime runs once more without.
     edit
         Changes ONNX Runtime's gradient graph; see `Capture`.
     progress
@@ -133,12 +140,10 @@ def compare_engines(  # noqa: PLR0913 - what a lab knows of itself, name by name
                 eager, _watched_run(trial, "eager", Observation(module, rounded.take, change=Jitter()))
             )
             ort, ort_again = Compared(eager_store, ort_store, facts=True), Compared(ort_store)
-            missing: dict[Mark, str] = {}
             plain = Compared(ort_store)
             with apart():
                 tell(4, "ONNX Runtime")
                 found, capture = _captured_run(trial, module, ort, edit)
-                missing |= capture.missing
                 _same_data(eager, found)
             with apart() as free_sessions:  # exported again: what a trace has drawn at random is another then
                 tell(5, "ONNX Runtime again")
@@ -148,15 +153,20 @@ def compare_engines(  # noqa: PLR0913 - what a lab knows of itself, name by name
                 free_sessions()
                 with _editing(edit) if edit else nullcontext():
                     unseen = trial("ort", _Ends(module, plain.take))
+            _check_lengths(eager, found)
+            bounds = limits(reference, rounded, (again, ort_again), watched.structure.own_use)
+            compared = pairs(reference, ort, bounds, _by_site(capture.missing, steps))
+            locating = Locating(compared, watched.structure, _describe(module))
+            if cuts and locating.is_hidden:
+                progress("ONNX Runtime with the compute optimizer off (one run more)", (count - 1) / count)
+                whole = Compared(eager_store)
+                try:
+                    with apart(compute_optimizer=False):
+                        _same_data(eager, _captured_run(trial, module, whole, edit)[0])
+                    locating.look_at(whole)
+                except (BuildError, ExecutionError) as error:
+                    locating.give_up(error)
         seeds = _seeds(trial, tell) if ask_seeds else ()
-        _check_lengths(eager, found)
-        known = {
-            Site(step, mark.module, mark.call, kind, mark.name): words
-            for mark, words in missing.items()
-            for step in range(1, steps + 1)
-            for kind in (mark.kind, f"{mark.kind} gradient")
-        }
-        bounds = limits(reference, rounded, (again, ort_again))
         runs = Runs(
             eager=eager,
             ort=found,
@@ -169,8 +179,7 @@ def compare_engines(  # noqa: PLR0913 - what a lab knows of itself, name by name
             limits={site: limit for site, (_, limit) in bounds.items()},
             seeds=seeds,
         )
-        compared = pairs(reference, ort, bounds, known)
-        forward, backward, update = find(compared, watched.structure, _describe(module))
+        forward, backward, update = locating.divergences
         return Parity(
             model=name,
             reference="eager",
@@ -182,7 +191,7 @@ def compare_engines(  # noqa: PLR0913 - what a lab knows of itself, name by name
             backward=backward,
             update=update,
             checks=checklist(runs, bounds, dropout=dropout, steps=steps),
-            notes=_notes(compared, eager),
+            notes=(*locating.notes, *_notes(compared, eager)),
             written_bytes=eager_store.number_of_bytes // steps,
         )
 
@@ -222,6 +231,16 @@ def _editing(edit: Edit) -> Iterator[None]:
     """Let sessions be made of graphs that are changed, and hand nothing over."""
     with Capture(lambda _mark, _tensor: None, edit, hands_over=False).active():
         yield
+
+
+def _by_site(missing: Mapping[Mark, str], steps: int) -> dict[Site, str]:
+    """Return why tensors, and their gradients, are missing in each step."""
+    return {
+        Site(step, mark.module, mark.call, kind, mark.name): words
+        for mark, words in missing.items()
+        for step in range(1, steps + 1)
+        for kind in (mark.kind, f"{mark.kind} gradient")
+    }
 
 
 def _seeds(trial: Trial, tell: Callable[[int, str], None]) -> tuple[tuple[float | None, ...], ...]:

@@ -89,4 +89,19 @@ class Jitter:
             tensor.shape, generator=self._generators[device], device=device, dtype=torch.float32
         )
         by = (moved * 2 - 1) * (UNITS * torch.finfo(tensor.dtype).eps)
-        return tensor * (1 + by.to(torch.float64)).to(tensor.dtype)
+        factor = (1 + by.to(torch.float64)).to(tensor.dtype)
+        product: torch.Tensor = _Times.apply(tensor, factor)  # type: ignore[no-untyped-call]
+        return product
+
+
+class _Times(torch.autograd.Function):
+    """A product that saves no tensor: torch.utils.checkpoint counts them, and what it repeats is not moved again."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        ctx.factor = factor
+        return tensor * factor
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0] * ctx.factor, None

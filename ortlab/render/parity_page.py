@@ -94,7 +94,8 @@ def _verdict(parity: Parity) -> Note:
         f"{first.reason}, {times}."
     )
     if first.others:
-        words += f" It may also be {', '.join(first.others)}: ONNX Runtime computes them together."
+        others = ", ".join(one or "the model" for one in first.others)
+        words += f" It may also be {others}: these cannot be told apart."
     return Note(words + matters, Mark.BAD)
 
 

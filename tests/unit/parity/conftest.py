@@ -1,0 +1,94 @@
+"""A fault in what PyTorch computes, and transformers in whose forward or backward it is looked for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ortlab
+
+
+class Multiplied(torch.autograd.Function):
+    """A value, and its gradient, times a factor each."""
+
+    @staticmethod
+    def forward(ctx, tensor, ahead, back):
+        ctx.back = back
+        return tensor * ahead
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.back, None, None
+
+
+@pytest.fixture
+def spoil():
+    """Return what multiplies a tensor where PyTorch computes it; in a trace it stays as it is."""
+
+    def change(tensor, *, ahead=1.0, back=1.0):
+        return tensor if torch._C._get_tracing_state() else Multiplied.apply(tensor, ahead, back)
+
+    return change
+
+
+@pytest.fixture
+def spoil_module(spoil):
+    """Return what does so with what a module returns."""
+
+    def change(part, **factors):
+        original = part.forward
+        part.forward = lambda *args, **kwargs: spoil(original(*args, **kwargs), **factors)
+
+    return change
+
+
+@pytest.fixture
+def lab_of():
+    """Return what wraps a model, moves its weights off zero and one, and makes a step; unwrapped after the test."""
+    labs = []
+
+    def make(model, **batch):
+        torch.manual_seed(5)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.02)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+
+        def step():
+            result = model(**batch)
+            loss = result if isinstance(result, torch.Tensor) else result.loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        lab = ortlab.wrap(model, log_level="ERROR")
+        lab.step(step, progress=False)
+        labs.append(lab)
+        return lab
+
+    yield make
+    for lab in labs:
+        lab.unwrap(forget=True)
+
+
+@pytest.fixture
+def vit():
+    """Return a ViT, whose classifier reads one token, and a batch."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    torch.manual_seed(3)
+    config = ViTConfig(
+        image_size=32,
+        patch_size=8,
+        num_labels=10,
+        num_hidden_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        intermediate_size=64,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        attn_implementation="eager",
+    )
+    model = ViTForImageClassification(config).train()
+    return model, {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.tensor([1, 7])}
