@@ -243,8 +243,8 @@ def _room(
     loose = lab.hunt_batch(
         make_batch, "1 TiB", train=train, sizes=size.batches[-3:-1], plans=(), steps=1, progress=False
     )
+    train(make_batch(before))  # plans are of the last batch that ran
     rows = lab.plan().rows
-    # The plans stand for the last batch that ran, the one before the largest.
     saving = next((row.saving_bytes or 0.0 for row in rows if sets and row.config == sets[0][0]), 0.0)
     without = loose.predicted(last, ())
     if without is None:
