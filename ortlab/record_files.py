@@ -3,15 +3,90 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from ortlab.errors import LedgerError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from typing_extensions import Self
+
 _Content = TypeVar("_Content", bound="list[Any] | dict[str, Any]")
+
+
+class JsonRecord(ABC):
+    """A record that goes to a JSON file and comes back.
+
+    Parameters
+    ----------
+    noun
+        What users call it, as in "budget".
+    layout
+        Number of the layout that it has as plain JSON types; no other is read.
+    """
+
+    _noun: ClassVar[str]
+    _layout: ClassVar[int]
+
+    def __init_subclass__(cls, *, noun: str, layout: int) -> None:
+        """Take note of what the class is called, and of its layout."""
+        super().__init_subclass__()
+        cls._noun, cls._layout = noun, layout
+
+    @abstractmethod
+    def _fields(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+
+    @classmethod
+    @abstractmethod
+    def _of_fields(cls, fields: dict[str, Any]) -> Self:
+        """Make the record of what `_fields` returned; whatever is raised for want of a field is told by `from_dict`."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types, readable by `from_dict`."""
+        return {"schema": self._layout, **self._fields()}
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Self:
+        """Rebuild it from `to_dict`.
+
+        Raises
+        ------
+        LedgerError
+            If the record was written by another layout, or a field is missing or unknown.
+        """
+        fields = without_layout(record, cls._layout, f"This {cls._noun}")
+        try:
+            return cls._of_fields(fields)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise LedgerError(
+                f"This {cls._noun} cannot be read.", why=f"A field is missing or unknown: {error}."
+            ) from error
+
+    def save(self, path: str | Path) -> Path:
+        """Write it as JSON, and return the path."""
+        return write(path, self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read what `save` wrote.
+
+        Raises
+        ------
+        LedgerError
+            If the file cannot be read, or holds something else.
+        """
+        content = read(
+            path,
+            dict,
+            file=f"The file {path} of a {cls._noun}",
+            other=f"The file {path} is not a {cls._noun}.",
+            fix=f"Give a file that {cls.__name__}.save wrote.",
+        )
+        return cls.from_dict(content)
 
 
 def write(path: str | Path, content: object) -> Path:

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ortlab import record_files
 from ortlab.blame.metrics import Metric
 from ortlab.blame.search import Culprits
 from ortlab.blame.trials import Trial
-from ortlab.errors import LedgerError
 from ortlab.options import Options
+from ortlab.record_files import JsonRecord
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from ortlab.switches import Value
-
-SCHEMA: Final = 1
-"""Version of the JSON layout of `Blame.to_dict`."""
 
 BLAMED: Final = "blamed"
 NO_CHANGE: Final = "no change"
@@ -30,7 +24,7 @@ UNFINISHED: Final = "unfinished"
 
 
 @dataclass(eq=False, repr=False)
-class Blame:
+class Blame(JsonRecord, noun="blame", layout=1):
     """A search for the switches that cause a change; `Lab.blame` makes it and fills it in, trial by trial.
 
     Attributes
@@ -179,10 +173,8 @@ class Blame:
 
     # ---- JSON -------------------------------------------------------------------------------------------------
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types, readable by `from_dict`."""
+    def _fields(self) -> dict[str, Any]:
         return {
-            "schema": SCHEMA,
             **vars(self),
             "against": self.against.to_dict(),
             "changes": {
@@ -197,52 +189,18 @@ class Blame:
         }
 
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Blame:
-        """Rebuild a blame from `to_dict`.
-
-        Raises
-        ------
-        LedgerError
-            If the record was written by another layout, or lacks a field.
-        """
-        data = record_files.without_layout(record, SCHEMA, "This record of a blame")
-        try:
-            data["against"] = Options.from_dict(data["against"])
-            changes = data["changes"].items()
-            data["changes"] = {name: tuple(one) if isinstance(one, list) else one for name, one in changes}
-            for name in ("trials", "repeats"):
-                data[name] = [Trial.from_dict(trial) for trial in data[name]]
-            data["culprits"] = tuple(
+    def _of_fields(cls, fields: dict[str, Any]) -> Blame:
+        changes = fields["changes"].items()
+        read = {
+            "against": Options.from_dict(fields["against"]),
+            "changes": {name: tuple(one) if isinstance(one, list) else one for name, one in changes},
+            **{name: [Trial.from_dict(one) for one in fields[name]] for name in ("trials", "repeats")},
+            "culprits": tuple(
                 Culprits(tuple(one["names"]), tuple(tuple(group) for group in one["together"]))
-                for one in data["culprits"]
-            )
-            return cls(**data)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise LedgerError(
-                "This record of a blame cannot be read.", why=f"A field is missing or unknown: {error}."
-            ) from error
-
-    def save(self, path: str | Path) -> Path:
-        """Write the blame with its runs as JSON, and return the path."""
-        return record_files.write(path, self.to_dict())
-
-    @classmethod
-    def load(cls, path: str | Path) -> Blame:
-        """Read what `save` wrote; `lab.blame(resume=...)` goes on with one that was interrupted.
-
-        Raises
-        ------
-        LedgerError
-            If the file is not a blame.
-        """
-        record = record_files.read(
-            path,
-            dict,
-            file=f"The file {path} of a blame",
-            other=f"The file {path} is not a blame.",
-            fix="Give a file that Blame.save wrote.",
-        )
-        return cls.from_dict(record)
+                for one in fields["culprits"]
+            ),
+        }
+        return cls(**{**fields, **read})
 
     def __repr__(self) -> str:
         """Show the metric, how much was tried, and whom it names."""

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ortlab import record_files
-from ortlab.errors import LedgerError
+from ortlab.record_files import JsonRecord
 
 if TYPE_CHECKING:
     import pandas as pd
-
-SCHEMA: Final = 1
-"""Version of the JSON layout of `Budget.to_dict`."""
 
 NO_PLANS_NEEDED: Final = "no plans needed"
 MET: Final = "met"
@@ -134,7 +129,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Budget:
+class Budget(JsonRecord, noun="budget", layout=1):
     """The plans that cost least within a number of bytes; `Lab.budget` makes it.
 
     Attributes
@@ -228,47 +223,12 @@ class Budget:
 
     # ---- JSON -------------------------------------------------------------------------------------------------
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types, readable by `from_dict`."""
-        return {"schema": SCHEMA, **asdict(self)}
+    def _fields(self) -> dict[str, Any]:
+        return asdict(self)
 
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Budget:
-        """Rebuild a budget from `to_dict`.
-
-        Raises
-        ------
-        LedgerError
-            If the record was written by another layout, or a field is missing or unknown.
-        """
-        data = record_files.without_layout(record, SCHEMA, "This budget")
-        try:
-            read = {name: reader(data[name]) for name, reader in _READERS.items()}
-            return cls(**{**data, **read})
-        except (KeyError, TypeError, ValueError) as error:
-            raise LedgerError("This budget cannot be read.", why=f"{error}.") from error
-
-    def save(self, path: str | Path) -> Path:
-        """Write it as JSON, and return the path."""
-        return record_files.write(path, self.to_dict())
-
-    @classmethod
-    def load(cls, path: str | Path) -> Budget:
-        """Read what `save` wrote.
-
-        Raises
-        ------
-        LedgerError
-            If the file is not a budget.
-        """
-        record = record_files.read(
-            path,
-            dict,
-            file=f"The budget file {path}",
-            other=f"The file {path} is not a budget.",
-            fix="Give a file that Budget.save wrote.",
-        )
-        return cls.from_dict(record)
+    def _of_fields(cls, fields: dict[str, Any]) -> Budget:
+        return cls(**{**fields, **{name: reader(fields[name]) for name, reader in _READERS.items()}})
 
     def __repr__(self) -> str:
         """Show what was asked for, what came out, and the plans."""

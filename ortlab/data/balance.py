@@ -7,15 +7,12 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ortlab import record_files
+from ortlab.record_files import JsonRecord
 
 if TYPE_CHECKING:
     import pandas as pd
-
-SCHEMA: Final = 1
-"""Version of the JSON layout of `Balance.to_dict`."""
 
 Batches: TypeAlias = tuple[tuple[int, ...], ...]
 """Batches of one rank, each the indices of its samples."""
@@ -78,7 +75,7 @@ class Epoch:
 
 
 @dataclass(frozen=True)
-class Balance:
+class Balance(JsonRecord, noun="record of a load balance", layout=1):
     """Epochs with and without load balancing.
 
     Attributes
@@ -186,23 +183,13 @@ class Balance:
                         )
         return pd.DataFrame(rows)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types, readable by `from_dict`."""
-        return {"schema": SCHEMA, **asdict(self)}
+    def _fields(self) -> dict[str, Any]:
+        return asdict(self)
 
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Balance:
-        """Read what `to_dict` wrote.
-
-        Raises
-        ------
-        LedgerError
-            If the record has another layout.
-        """
-        fields = record_files.without_layout(record, SCHEMA, "This record of a load balance")
-        for name in ("without", "having"):
-            fields[name] = tuple(_epoch(one) for one in fields[name])
-        return cls(**{**fields, "sizes": tuple(fields["sizes"])})
+    def _of_fields(cls, fields: dict[str, Any]) -> Balance:
+        epochs = {name: tuple(_epoch(one) for one in fields[name]) for name in ("without", "having")}
+        return cls(**{**fields, **epochs, "sizes": tuple(fields["sizes"])})
 
     def _tokens(self, batch: Sequence[int]) -> int:
         sizes = [self.sizes[index] for index in batch]

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from ortlab import record_files
 from ortlab.data.density import EMBED, LABEL, Density, DensityRow
+from ortlab.record_files import JsonRecord
 
 if TYPE_CHECKING:
     import pandas as pd
-
-SCHEMA: Final = 1
-"""Version of the JSON layout of `DensityReport.to_dict`."""
 
 THRESHOLD: Final = 0.9
 """Density from which on ORT's sparsity optimizers leave a batch as it is
@@ -69,7 +66,7 @@ class SwitchEffect:
 
 
 @dataclass(frozen=True)
-class DensityReport:
+class DensityReport(JsonRecord, noun="record of densities", layout=1):
     """What was counted of a model's inputs, and what may be made of it.
 
     Attributes
@@ -129,10 +126,8 @@ class DensityReport:
         """Every row, under the headings that ORTModule's table had until 1.17; density from 0 to 1."""
         return self.density.table()
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types, readable by `from_dict`."""
+    def _fields(self) -> dict[str, Any]:
         return {
-            "schema": SCHEMA,
             "density": self.density.to_list(),
             "source": self.source,
             "labels": self.labels,
@@ -141,15 +136,7 @@ class DensityReport:
         }
 
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> DensityReport:
-        """Read what `to_dict` wrote.
-
-        Raises
-        ------
-        LedgerError
-            If the record has another layout.
-        """
-        fields = record_files.without_layout(record, SCHEMA, "This record of densities")
+    def _of_fields(cls, fields: dict[str, Any]) -> DensityReport:
         return cls(
             Density.from_list(fields.pop("density")),
             effects=tuple(SwitchEffect(**one) for one in fields.pop("effects")),

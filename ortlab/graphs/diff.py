@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from ortlab.errors import LedgerError
 from ortlab.graphs.diff_parts import Change, DiffNode, Kind, Move, Rewrite, Side, nodes_of
-from ortlab.record_files import read, without_layout, write
+from ortlab.record_files import JsonRecord
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import pandas as pd
 
     from ortlab.graphs.alignment import Alignment
     from ortlab.graphs.stages import Graph
     from ortlab.graphs.wiring import Wiring
 
-LAYOUT: Final = 1
-"""Of the JSON that `GraphDiff.save` writes."""
-
 _BETWEEN: Final = "com.microsoft.YieldOp"
 """The node that hands the forward's results to PyTorch; what depends on it is backward."""
 
 
 @dataclass(frozen=True)
-class GraphDiff:
+class GraphDiff(JsonRecord, noun="difference of graphs", layout=1):
     """The differences of two graphs.
 
     Attributes
@@ -105,62 +99,26 @@ class GraphDiff:
         columns = ["difference", "before", "after", "operators", "module", "backward", "more"]
         return pd.DataFrame([tuple(row) for row in rows(self)], columns=columns)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types, with the sentences and the colours."""
+    def _fields(self) -> dict[str, Any]:
         before, after = self.colours()
         found = asdict(replace(self, graphs=()))
         found.pop("graphs")
-        colours = {"before": before, "after": after}
-        return {"schema": LAYOUT, **found, "sentences": list(self.sentences), "colours": colours}
+        return {**found, "sentences": list(self.sentences), "colours": {"before": before, "after": after}}
 
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> GraphDiff:
-        """Rebuild a difference from what `to_dict` returned.
-
-        Raises
-        ------
-        LedgerError
-            If it has another layout, or is not one of these.
-        """
-        fields = without_layout(record, LAYOUT, "This difference of graphs")
-        try:
-            return cls(
-                before=Side.from_dict(fields["before"]),
-                after=Side.from_dict(fields["after"]),
-                matched=tuple((one, other) for one, other in fields["matched"]),
-                rewritten=tuple(Rewrite.from_dict(one) for one in fields["rewritten"]),
-                moved=tuple(Move.from_dict(one) for one in fields["moved"]),
-                changed=tuple(Change.from_dict(one) for one in fields["changed"]),
-                added=nodes_of(fields["added"]),
-                removed=nodes_of(fields["removed"]),
-                recomputed=nodes_of(fields["recomputed"]),
-                recomputed_before=nodes_of(fields["recomputed_before"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise LedgerError(
-                "This is no difference of graphs.", why=f"It has no usable {error}.", fix=_WRITTEN_BY
-            ) from error
-
-    def save(self, path: str | Path) -> Path:
-        """Write it as JSON, and return the path of the file."""
-        return write(path, self.to_dict())
-
-    @classmethod
-    def load(cls, path: str | Path) -> GraphDiff:
-        """Read what `save` wrote.
-
-        Raises
-        ------
-        LedgerError
-            If the file cannot be read, or holds something else.
-        """
-        file = f"The file {path}"
-        return cls.from_dict(
-            read(path, dict, file=file, other=f"{file} holds no difference of graphs.", fix=_WRITTEN_BY)
+    def _of_fields(cls, fields: dict[str, Any]) -> GraphDiff:
+        return cls(
+            before=Side.from_dict(fields["before"]),
+            after=Side.from_dict(fields["after"]),
+            matched=tuple((one, other) for one, other in fields["matched"]),
+            rewritten=tuple(Rewrite.from_dict(one) for one in fields["rewritten"]),
+            moved=tuple(Move.from_dict(one) for one in fields["moved"]),
+            changed=tuple(Change.from_dict(one) for one in fields["changed"]),
+            added=nodes_of(fields["added"]),
+            removed=nodes_of(fields["removed"]),
+            recomputed=nodes_of(fields["recomputed"]),
+            recomputed_before=nodes_of(fields["recomputed_before"]),
         )
-
-
-_WRITTEN_BY: Final = "Give a file that GraphDiff.save has written."
 
 
 def diff(before: Graph, after: Graph, *, names: tuple[str, str] | None = None) -> GraphDiff:

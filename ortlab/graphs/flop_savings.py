@@ -7,14 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from ortlab import record_files
 from ortlab.graphs.flops import Flops, NodeFlops
+from ortlab.record_files import JsonRecord
 
 if TYPE_CHECKING:
     import pandas as pd
-
-SCHEMA: Final = 2
-"""Version of the JSON layout of `FlopSavings.to_dict`."""
 
 CHOOSING: Final = frozenset(
     {"Gather", "GatherND", "GatherElements", "Slice", "ShrunkenGather", "PadAndUnflatten"}
@@ -56,7 +53,7 @@ class NodeChange:
 
 
 @dataclass(frozen=True)
-class FlopSavings:
+class FlopSavings(JsonRecord, noun="record of saved FLOPs", layout=2):
     """One training step with a switch and without it.
 
     Attributes
@@ -144,10 +141,8 @@ class FlopSavings:
         ]
         return pd.DataFrame(rows)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types, readable by `from_dict`."""
+    def _fields(self) -> dict[str, Any]:
         return {
-            "schema": SCHEMA,
             "without": self.without.to_dict(),
             "having": self.having.to_dict(),
             "same": dict(self.same),
@@ -155,15 +150,7 @@ class FlopSavings:
         }
 
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> FlopSavings:
-        """Read what `to_dict` wrote.
-
-        Raises
-        ------
-        LedgerError
-            If the record has another layout.
-        """
-        fields = record_files.without_layout(record, SCHEMA, "This record of saved FLOPs")
+    def _of_fields(cls, fields: dict[str, Any]) -> FlopSavings:
         graphs = {key: Flops.from_dict(fields[key]) for key in ("without", "having")}
         return cls(**graphs, same=fields["same"], changed=fields["changed"])
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from ortlab import record_files
 from ortlab.errors import OptionError
+from ortlab.record_files import JsonRecord
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from ortlab.graphs.flop_formulas import Shape
-
-SCHEMA: Final = 1
-"""Version of the JSON layout of `Flops.to_dict`."""
 
 Kind = Literal["operator", "module", "layer"]
 KINDS: Final[tuple[Kind, ...]] = ("operator", "module", "layer")
@@ -68,7 +64,7 @@ class NodeFlops:
 
 
 @dataclass(frozen=True)
-class Flops:
+class Flops(JsonRecord, noun="record of FLOPs", layout=1):
     """What one training step on ONNX Runtime calculates.
 
     Attributes
@@ -154,20 +150,11 @@ class Flops:
             frame["FLOPs"] = frame["FLOPs"].astype("Int64")
         return frame
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types, readable by `from_dict`."""
-        return {"schema": SCHEMA, **asdict(self)}
+    def _fields(self) -> dict[str, Any]:
+        return asdict(self)
 
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Flops:
-        """Read what `to_dict` wrote.
-
-        Raises
-        ------
-        LedgerError
-            If the record has another layout.
-        """
-        fields = record_files.without_layout(record, SCHEMA, "This record of FLOPs")
+    def _of_fields(cls, fields: dict[str, Any]) -> Flops:
         shapes = ("inputs", "outputs")
         nodes = [
             NodeFlops(**{**one, **{key: tuple(map(tuple, one[key])) for key in shapes}})

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from ortlab import record_files
-from ortlab.errors import LedgerError
 from ortlab.hunting.points import HuntPoint, Plans, plans_name
 from ortlab.hunting.prediction import predicted_peak
+from ortlab.record_files import JsonRecord
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from ortlab.runs import Run
 
-SCHEMA: Final = 1
-"""Version of the JSON layout of `BatchHunt.to_dict`."""
-
 
 @dataclass(eq=False, repr=False)
-class BatchHunt:
+class BatchHunt(JsonRecord, noun="hunt", layout=1):
     """Batch sizes tried under a limit; `Lab.hunt_batch` makes it and fills it in, point by point.
 
     Attributes
@@ -165,10 +159,8 @@ class BatchHunt:
 
     # ---- JSON -------------------------------------------------------------------------------------------------
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types, readable by `from_dict`."""
+    def _fields(self) -> dict[str, Any]:
         return {
-            "schema": SCHEMA,
             **vars(self),
             "sizes": None if self.sizes is None else list(self.sizes),
             "plan_sets": None if self.plan_sets is None else [list(plans) for plans in self.plan_sets],
@@ -176,47 +168,14 @@ class BatchHunt:
         }
 
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> BatchHunt:
-        """Rebuild a hunt from `to_dict`.
-
-        Raises
-        ------
-        LedgerError
-            If the record was written by another layout, or lacks a field.
-        """
-        data = record_files.without_layout(record, SCHEMA, "This record of a hunt")
-        try:
-            data["points"] = [HuntPoint.from_dict(point) for point in data["points"]]
-            data["sizes"] = None if data["sizes"] is None else tuple(data["sizes"])
-            sets = data["plan_sets"]
-            data["plan_sets"] = None if sets is None else tuple(tuple(plans) for plans in sets)
-            return cls(**data)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise LedgerError(
-                "This record of a hunt cannot be read.", why=f"A field is missing or unknown: {error}."
-            ) from error
-
-    def save(self, path: str | Path) -> Path:
-        """Write the hunt with its runs as JSON, and return the path."""
-        return record_files.write(path, self.to_dict())
-
-    @classmethod
-    def load(cls, path: str | Path) -> BatchHunt:
-        """Read what `save` wrote; `lab.hunt_batch(make_batch, resume=...)` goes on with it.
-
-        Raises
-        ------
-        LedgerError
-            If the file is not a hunt.
-        """
-        record = record_files.read(
-            path,
-            dict,
-            file=f"The file {path} of a hunt",
-            other=f"The file {path} is not a hunt.",
-            fix="Give a file that BatchHunt.save wrote.",
-        )
-        return cls.from_dict(record)
+    def _of_fields(cls, fields: dict[str, Any]) -> BatchHunt:
+        sizes, sets = fields["sizes"], fields["plan_sets"]
+        read = {
+            "points": [HuntPoint.from_dict(point) for point in fields["points"]],
+            "sizes": None if sizes is None else tuple(sizes),
+            "plan_sets": None if sets is None else tuple(tuple(plans) for plans in sets),
+        }
+        return cls(**{**fields, **read})
 
     def __repr__(self) -> str:
         """Show the limit, how much was tried, and the best point."""

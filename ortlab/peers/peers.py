@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from ortlab import record_files
 from ortlab.errors import LedgerError
 from ortlab.memory.measured import MemoryMeasurement
+from ortlab.record_files import JsonRecord
 from ortlab.sweeps.sweep import Sweep
 
 if TYPE_CHECKING:
@@ -18,9 +17,6 @@ if TYPE_CHECKING:
 
     from ortlab.sweeps.outcomes import Outcome
     from ortlab.sweeps.points import Point
-
-SCHEMA: Final = 1
-"""Version of the JSON layout of `Peers.to_dict`."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +77,7 @@ class Peer:
 
 
 @dataclass
-class Peers:
+class Peers(JsonRecord, noun="record of peers", layout=1):
     """Peers that ran the same steps from the same start; `Lab.peers` makes it.
 
     Attributes
@@ -191,10 +187,8 @@ class Peers:
 
     # ---- JSON -------------------------------------------------------------------------------------------------
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types, readable by `from_dict`."""
+    def _fields(self) -> dict[str, Any]:
         return {
-            "schema": SCHEMA,
             "sweep": self.sweep.to_dict(),
             "memories": {str(number): memory.to_dict() for number, memory in self.memories.items()},
             "no_memory": {str(number): why for number, why in self.no_memory.items()},
@@ -202,48 +196,13 @@ class Peers:
         }
 
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Peers:
-        """Rebuild the record from `to_dict`.
-
-        Raises
-        ------
-        LedgerError
-            If the record was written by another layout, or lacks a field.
-        """
-        data = record_files.without_layout(record, SCHEMA, "This record of peers")
-        try:
-            return cls(
-                Sweep.from_dict(data["sweep"]),
-                {int(number): MemoryMeasurement.from_dict(one) for number, one in data["memories"].items()},
-                {int(number): why for number, why in data["no_memory"].items()},
-                {int(number): what for number, what in data["details"].items()},
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise LedgerError(
-                "This record of peers cannot be read.", why=f"A field is missing or unknown: {error}."
-            ) from error
-
-    def save(self, path: str | Path) -> Path:
-        """Write the record with its runs as JSON, and return the path."""
-        return record_files.write(path, self.to_dict())
-
-    @classmethod
-    def load(cls, path: str | Path) -> Peers:
-        """Read what `save` wrote.
-
-        Raises
-        ------
-        LedgerError
-            If the file holds no record of peers.
-        """
-        record = record_files.read(
-            path,
-            dict,
-            file=f"The file {path}",
-            other=f"The file {path} is no record of peers.",
-            fix="Give a file that Peers.save wrote.",
+    def _of_fields(cls, fields: dict[str, Any]) -> Peers:
+        return cls(
+            Sweep.from_dict(fields["sweep"]),
+            {int(number): MemoryMeasurement.from_dict(one) for number, one in fields["memories"].items()},
+            {int(number): why for number, why in fields["no_memory"].items()},
+            {int(number): what for number, what in fields["details"].items()},
         )
-        return cls.from_dict(record)
 
 
 def _words(value: object) -> str:

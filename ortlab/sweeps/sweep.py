@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ortlab import record_files
-from ortlab.errors import LedgerError
+from ortlab.record_files import JsonRecord
 from ortlab.sweeps.outcomes import Outcome
 from ortlab.sweeps.points import Point, cheapest_order
 
@@ -19,11 +17,8 @@ if TYPE_CHECKING:
     from ortlab.runs import Run
     from ortlab.sweeps.grid import Changes
 
-SCHEMA = 1
-"""Version of the JSON layout of `Sweep.to_dict`."""
 
-
-class Sweep:
+class Sweep(JsonRecord, noun="sweep", layout=1):
     """Points tried from one start; `Lab.sweep` makes it and fills it in, run by run.
 
     Parameters
@@ -159,10 +154,8 @@ class Sweep:
 
     # ---- JSON -------------------------------------------------------------------------------------------------
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types, readable by `from_dict`."""
+    def _fields(self) -> dict[str, Any]:
         return {
-            "schema": SCHEMA,
             "number": self.number,
             "model": self.model,
             "baseline": self._baseline,
@@ -173,46 +166,11 @@ class Sweep:
         }
 
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Sweep:
-        """Rebuild a sweep from `to_dict`.
-
-        Raises
-        ------
-        LedgerError
-            If the record was written by another layout, or lacks a field.
-        """
-        data = record_files.without_layout(record, SCHEMA, "This sweep record")
-        try:
-            points = [Point.from_dict(point) for point in data.pop("points")]
-            sweep = cls(data.pop("number"), data.pop("model"), points, **data)
-            _ = sweep.baseline  # raises if its position is not there
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise LedgerError(
-                "This sweep record cannot be read.", why=f"A field is missing or unknown: {error}."
-            ) from error
+    def _of_fields(cls, fields: dict[str, Any]) -> Sweep:
+        points = [Point.from_dict(point) for point in fields.pop("points")]
+        sweep = cls(fields.pop("number"), fields.pop("model"), points, **fields)
+        _ = sweep.baseline  # raises if its position is not there
         return sweep
-
-    def save(self, path: str | Path) -> Path:
-        """Write the sweep with its runs as JSON, and return the path."""
-        return record_files.write(path, self.to_dict())
-
-    @classmethod
-    def load(cls, path: str | Path) -> Sweep:
-        """Read what `save` wrote; `lab.sweep(resume=...)` goes on with it.
-
-        Raises
-        ------
-        LedgerError
-            If the file is not a sweep.
-        """
-        record = record_files.read(
-            path,
-            dict,
-            file=f"The sweep file {path}",
-            other=f"The file {path} is not a sweep.",
-            fix="Give a file that Sweep.save wrote.",
-        )
-        return cls.from_dict(record)
 
     def __repr__(self) -> str:
         """Show the size of the sweep and how much of it is done."""

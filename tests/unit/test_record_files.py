@@ -1,0 +1,54 @@
+"""A file that holds something else, or a part of a record, is told, whatever the record."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ortlab.blame.blame import Blame
+from ortlab.budgets.budget import Budget
+from ortlab.data.balance import Balance
+from ortlab.data.density_report import DensityReport
+from ortlab.errors import LedgerError
+from ortlab.graphs.diff import GraphDiff
+from ortlab.graphs.flop_savings import FlopSavings
+from ortlab.graphs.flops import Flops
+from ortlab.hunting.batch_hunt import BatchHunt
+from ortlab.peers.peers import Peers
+from ortlab.sweeps.sweep import Sweep
+
+RECORDS = {
+    Balance: "record of a load balance",
+    BatchHunt: "hunt",
+    Blame: "blame",
+    Budget: "budget",
+    DensityReport: "record of densities",
+    FlopSavings: "record of saved FLOPs",
+    Flops: "record of FLOPs",
+    GraphDiff: "difference of graphs",
+    Peers: "record of peers",
+    Sweep: "sweep",
+}
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)
+def test_what_is_no_such_record_is_refused_with_its_name(record, tmp_path):
+    file, noun = tmp_path / "record.json", RECORDS[record]
+    layout = 2 if record is FlopSavings else 1
+    for content, said in {
+        "[]": f"{file} is not a {noun}",
+        "{": f"{file} of a {noun} cannot be read",
+        "{}": f"This {noun} has layout None",
+        json.dumps({"schema": 99}): f"This {noun} has layout 99, and this ortlab reads layout {layout}",
+        json.dumps({"schema": layout}): f"This {noun} cannot be read",
+        json.dumps({"schema": layout, "nodes": 3, "points": 3, "sweep": 3}): f"This {noun} cannot be read",
+    }.items():
+        file.write_text(content, encoding="utf-8")
+        with pytest.raises(LedgerError, match=said):
+            record.load(file)
+
+
+def test_a_record_goes_to_a_file_and_comes_back(tmp_path):
+    flops = Flops((), "forward")
+    assert Flops.load(flops.save(tmp_path / "flops.json")) == flops
