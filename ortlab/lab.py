@@ -27,6 +27,7 @@ from ortlab.interrupts import interrupts_kept
 from ortlab.lab_view import LabView, Observer
 from ortlab.loop_recording import LoopRecording
 from ortlab.memory.measuring_lab import MeasuringLab
+from ortlab.memory.snapshot_lab import SnapshotLab
 from ortlab.messages import MessageLog
 from ortlab.option_files import with_files, with_usable_export_folder
 from ortlab.options import Options, check_needs, switches
@@ -62,6 +63,7 @@ class Lab(
     SweepingLab,
     ProfilingLab,
     MeasuringLab,
+    SnapshotLab,
     PricingLab,
     BudgetingLab,
     HuntingLab,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from ortlab.budgets.budget import Budget
     from ortlab.hunting.batch_hunt import BatchHunt
+    from ortlab.memory.device_snapshot import MemorySnapshot
     from ortlab.memory.measured import MemoryMeasurement
     from ortlab.memory.phases import MemoryPhases
     from ortlab.memory.stash import Stash
@@ -36,6 +37,7 @@ _MEMORY = Parser("%ort_memory")
 _MEMORY.add_argument("-n", metavar="STEPS")
 _MEMORY.add_argument("--run", metavar="RUN")
 _MEMORY.add_argument("--from", dest="file", metavar="FILE")
+_MEMORY.add_argument("--snapshot", metavar="FILE")
 _MEMORY.add_changes()
 _MEMORY.add_lab()
 
@@ -116,7 +118,7 @@ class MemoryMagics(Magics):
     @line_magic
     @no_var_expand
     @command(_MEMORY)
-    def ort_memory(self, args: argparse.Namespace) -> MemoryMeasurement | MemoryPhases:
+    def ort_memory(self, args: argparse.Namespace) -> MemoryMeasurement | MemoryPhases | MemorySnapshot:
         """Measure the memory of the last step: its peak, each phase, and what the peak is made of.
 
         ::
@@ -124,6 +126,7 @@ class MemoryMagics(Magics):
             %ort_memory [-n STEPS] [option=value ...] [--lab NAME]
             %ort_memory --run RUN [--lab NAME]
             %ort_memory --from FILE
+            %ort_memory --snapshot FILE [option=value ...] [--lab NAME]
 
         Arguments:
 
@@ -134,6 +137,9 @@ class MemoryMagics(Magics):
           ``print_memory_stats=true``.
         - ``--from FILE``: show such readings from a log that ORTModule wrote; a path, quoted if it has spaces, or
           ``$name``.
+        - ``--snapshot FILE``: name what is in the blocks of torch's CUDA allocator when the forward has ended, and
+          write the whole step for torch's memory viewer, https://pytorch.org/memory_viz; a path, quoted if it has
+          spaces, or ``$name``. On an NVIDIA GPU only.
         - ``--lab NAME``: variable of the lab; the one wrapped last if not given.
 
         The last step is run again from its start. Afterwards, also when it fails or is interrupted, weights, optimizer,
@@ -147,8 +153,20 @@ class MemoryMagics(Magics):
         The same in Python::
 
             measured = lab.measure_memory(memory_plan=("Gelu+:1:-1",))
+            lab.memory_snapshot().save("step.pickle")
         """
         variables = self.shell.user_ns
+        if args.snapshot is not None:
+            if args.n is not None or args.run is not None or args.file is not None:
+                raise ArgumentError(
+                    "--snapshot takes one step, so it goes with none of -n, --run and --from.",
+                    fix="%ort_memory --snapshot step.pickle",
+                )
+            changes = arguments.changes(args.changes, variables)
+            snapshot = chosen_lab(args.lab, variables).memory_snapshot(**changes)
+            path = snapshot.save(arguments.path(args.snapshot, variables))
+            print(f"Saved to {path}")  # noqa: T201 - the snapshot is returned, so this is the only place to say it
+            return snapshot
         if args.file is not None or args.run is not None:
             if args.changes or args.n is not None or (args.file is not None and args.run is not None):
                 raise ArgumentError(

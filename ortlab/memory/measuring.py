@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import torch
@@ -165,13 +165,7 @@ class Measuring:
             If memory cannot be told here, the step does not call the model, PyTorch executed what ORT was asked for,
             or steps do not settle.
         """
-        from ortlab.engine.sessions import seed
-
-        if self._engine.name == "ort":
-            seed(self._experiment.start.ort_seed)
-        self._engine.start_over()
-        self._stopwatch.on_phase = self._reach
-        with self._gauge.ready() as self._gaps, self._stopwatch.watching(), interrupts_kept():
+        with self._prepared(), interrupts_kept():
             warm_up = self._warm_up()
             steps = tuple(self._measured(number) for number in range(1, self._experiment.count + 1))
         return MemoryMeasurement(
@@ -201,6 +195,18 @@ class Measuring:
         self._built = True
 
     # ---- steps ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _prepared(self) -> Iterator[None]:
+        """Make a block in which steps start as the experiment's did, and their borders are seen."""
+        from ortlab.engine.sessions import seed
+
+        if self._engine.name == "ort":
+            seed(self._experiment.start.ort_seed)
+        self._engine.start_over()
+        self._stopwatch.on_phase = self._reach
+        with self._gauge.ready() as self._gaps, self._stopwatch.watching():
+            yield
 
     def _warm_up(self) -> int:
         """Run steps until nothing is built and the heap has no new gaps; return how many."""

@@ -20,6 +20,7 @@ from ortlab.graphs.graph_set import GraphSet
 from ortlab.graphs.onnx_files import FileGraph
 from ortlab.graphs.stages import Graph
 from ortlab.hunting.batch_hunt import BatchHunt
+from ortlab.memory.device_snapshot import MemorySnapshot
 from ortlab.memory.measured import MemoryMeasurement
 from ortlab.memory.phases import MemoryPhases
 from ortlab.memory.plan import MemoryPlan
@@ -59,6 +60,7 @@ from ortlab.render.recipe_page import recipe_page
 from ortlab.render.run_pages import comparison_page, ledger_page, run_page
 from ortlab.render.saved_plans_page import saved_plans_page
 from ortlab.render.selftest_page import selftest_page
+from ortlab.render.snapshot_page import snapshot_page
 from ortlab.render.stash_page import stash_page
 from ortlab.render.sweep_page import sweep_page
 from ortlab.render.trace_page import trace_page
@@ -106,6 +108,7 @@ compose.register(Stash, stash_page)
 compose.register(Trace, trace_page)
 compose.register(MemoryMeasurement, measurement_page)
 compose.register(MemoryPhases, phases_page)
+compose.register(MemorySnapshot, snapshot_page)
 compose.register(Graph, lambda graph: with_picture(graph, graph_page(graph)))
 compose.register(GraphSet, graph_set_page)
 compose.register(FileGraph, lambda graph: file_page(graph, with_picture(graph, graph_page(graph))))

@@ -34,3 +34,16 @@ def test_the_last_step_is_measured_and_a_run_shown(stepped_shell):
     assert (lab.configuration, len(lab.runs)) == (before, runs)
     assert "above its start" in stepped_shell.formats(measured)["text/html"]
     assert not stepped_shell.run("%ort_memory --run 1").readings
+
+
+@pytest.mark.parametrize("line", ["-n 2", "--run 1", "--from x.log"])
+def test_a_snapshot_is_of_one_step(shell, line):
+    with pytest.raises(UsageError, match="--snapshot takes one step"):
+        shell.run(f"%ort_memory --snapshot step.pickle {line}")
+
+
+def test_on_a_cpu_a_snapshot_says_what_it_needs(eager_shell, tmp_path, unchanged):
+    file = tmp_path / "step.pickle"
+    with unchanged(eager_shell), pytest.raises(UsageError, match="needs an NVIDIA GPU"):
+        eager_shell.run(f'%ort_memory --snapshot "{file}"')
+    assert not file.exists()
