@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from ortlab.engine import calls
 from ortlab.engine.callback_error import take_error
+from ortlab.engine.exhaustion import place, ran_out
 from ortlab.engine.random_state import RandomState
 from ortlab.errors import BuildError, ExecutionError, OrtlabError
 
 
 class ForwardError(BuildError):
     """The model's own forward fails or returns nothing that can be trained, in PyTorch as well: never falls back."""
+
+
+class OutOfMemoryError(ExecutionError):
+    """ONNX Runtime had no memory left for a step; what PyTorch would say to the same call is not asked."""
+
+
+_LESS: Final = (
+    "Take a smaller batch, or keep less for the backward: lab.set(memory_level=1). lab.hunt_batch(...) looks for the "
+    "largest batch that fits; on a GPU `nvidia-smi` names other processes that hold memory."
+)
 
 
 def explain_build_failure(
@@ -68,10 +79,17 @@ def explain_build_failure(
 
 
 def explain_execution_failure(error: Exception) -> BaseException:
-    """Return what to raise for a failed run: the exception that a callback left, or ORT's message made readable."""
+    """Return what to raise for a failed run: what a callback left, that memory ran out, or ORT's message in short."""
     kept = take_error()
     if kept is not None:
         return kept
+    if ran_out(error):
+        where = place(error)
+        return OutOfMemoryError(
+            f"Memory ran out while ONNX Runtime ran the model{where and f', {where}'}.",
+            why=f"ONNX Runtime says: {_first_line(str(error))}",
+            fix=_LESS,
+        )
     return ExecutionError(
         f"ONNX Runtime failed while it ran the model: {_first_line(str(error)) or type(error).__name__}",
         why="This is the first line of ONNX Runtime's message; the exception's __cause__ has all of it.",
@@ -107,6 +125,7 @@ def own_fault(
             outputs = original_forward(*args, **kwargs)
     except Exception as fault:  # noqa: BLE001 - a user's forward may raise anything
         why, fix = calls.explain(fault, module, args, kwargs)
+        fix = _LESS if ran_out(fault) else fix
         own = ForwardError(f"The forward of {name} failed: {type(fault).__name__}: {fault}", why=why, fix=fix)
         own.__cause__ = fault
         return own

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from ortlab.engine.exhaustion import ran_out, reason
 from ortlab.errors import OptionError, StepError
-from ortlab.hunting.exhaustion import ran_out, reason
 
 if TYPE_CHECKING:
     MakeBatch = Callable[[int], Any]

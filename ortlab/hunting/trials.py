@@ -9,9 +9,9 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from ortlab.engine.exhaustion import place, ran_out, reason, says_ran_out
 from ortlab.errors import OrtlabError, PlanWarning
 from ortlab.experiment import Experiment
-from ortlab.hunting.exhaustion import place, ran_out, reason, says_ran_out
 from ortlab.hunting.plan_sets import largest_plan_sets
 from ortlab.hunting.points import FAILED, FELL_BACK, FITS, OVER, PREDICTED, RAN_OUT, HuntPoint, Plans
 from ortlab.hunting.prediction import most_of

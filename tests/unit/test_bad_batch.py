@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 import ortlab
 from ortlab.errors import BuildError, ExecutionError, StepError
+from ortlab.hunting.room import ProcessCeiling
 from ortlab.render import text
 
 
@@ -244,3 +246,53 @@ def test_training_in_eval_mode_is_what_pytorch_does_and_is_said():
         found.lab.compare(run.number, found.lab.step(found.step, n=3).number).contrasts[0].remarks
     )
     found.lab.unwrap()
+
+
+# ---- no memory left --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="on other systems nothing bounds a process")
+def test_a_batch_that_memory_does_not_suffice_for_is_named_and_loses_nothing():
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(4, 50_000), nn.ReLU(), nn.Linear(50_000, 1))
+    lab = ortlab.wrap(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [torch.randn(2, 4)]
+
+    def step():
+        optimizer.zero_grad()
+        loss = model(batches[-1]).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    lab.step(step, n=2)
+    before = [value.clone() for value in model.state_dict().values()]
+    batches.append(torch.randn(5_000, 4))  # 1 GB after the first layer
+    ceiling = ProcessCeiling()
+    ceiling.put_up(64 << 20)
+    try:
+        with pytest.raises(
+            ExecutionError, match="Memory ran out while ONNX Runtime ran the model, in forward, at "
+        ) as caught:
+            lab.step(step)
+    finally:
+        ceiling.take_down()
+    assert "lab.set(memory_level=1)" in caught.value.fix
+    assert "ONNX Runtime says: " in caught.value.why
+    assert len(lab.runs) == 1
+    assert all(
+        torch.equal(one, other) for one, other in zip(before, model.state_dict().values(), strict=True)
+    )
+    first = ortlab.wrap(nn.Sequential(nn.Linear(4, 50_000)))  # the first call, which PyTorch traces
+    ceiling.put_up(64 << 20)
+    try:
+        with pytest.raises(BuildError, match="The forward of Sequential failed") as caught:
+            first.module(batches[-1])
+    finally:
+        ceiling.take_down()
+    assert "Take a smaller batch" in caught.value.fix
+    first.unwrap()
+    batches.pop()
+    assert lab.rerun().losses == lab.runs[0].losses
+    lab.unwrap()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ortlab.errors import ExecutionError
-from ortlab.hunting.exhaustion import place, ran_out, says_ran_out
+from ortlab.engine.exhaustion import place, ran_out, says_ran_out
 from ortlab.hunting.prediction import most_of, predicted_peak
 from ortlab.hunting.room import CudaCeiling, ProcessCeiling, _left, available_bytes, ceiling_of, cuda_fraction
 

@@ -9,8 +9,8 @@ import torch
 
 from ortlab.engine import gpu_allocator
 from ortlab.engine.callback_error import take_error
+from ortlab.engine.exhaustion import ran_out
 from ortlab.engine.gpu_allocator import Allocate, EmptyCache, Free, bridge
-from ortlab.hunting.exhaustion import ran_out
 
 
 @pytest.fixture

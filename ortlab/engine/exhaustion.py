@@ -9,8 +9,10 @@ from typing import Final
 
 from ortlab.errors import OrtlabError
 
-# What torch's CPU and CUDA allocators, C++, ONNX Runtime's arena and its CUDA provider, cuBLAS and cuDNN say.
+# What torch's CPU and CUDA allocators, C++, ONNX Runtime's arena and its CUDA provider, cuBLAS and cuDNN say, and first
+# what ortlab says of them (`ortlab.engine.diagnosis`).
 _SAYINGS: Final = (
+    "memory ran out while",
     "can't allocate memory",
     "cannot allocate memory",
     "not enough memory",
