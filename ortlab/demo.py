@@ -55,7 +55,7 @@ def main(setting: Setting, show: Callable[[str], None] = print) -> Ledger:
     show(f"\n3. The same steps on ONNX Runtime, recomputing {' and '.join(chosen)} ...")
     lab.set(engine="ort", memory_plan=chosen).rerun()
     show("\n" + text.render(lab.compare()))
-    show("\n4. Peak memory once more, each configuration in a fresh process ...")
+    show("\n4. Peak memory once more, now of a fresh process for each, which has no earlier runs ...")
     peaks = {
         "ort": demo_peak.measure(setting, "ort"),
         "eager": demo_peak.measure(setting, "eager"),

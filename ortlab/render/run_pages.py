@@ -291,6 +291,11 @@ def _sources(runs: list[Run]) -> Note:
     """Say once, under a table, what its numbers are."""
     devices = ", ".join(dict.fromkeys(run.device for run in runs))
     kinds = dict.fromkeys(f"{run.memory.kind} of {run.memory.scope}" for run in runs if run.memory)
-    memory = f" Peak memory: measured, {'; '.join(kinds)}." if kinds else ""
-    times = f"Times: measured on {devices}, median of warm steps, start-up left out."
-    return Note(times + memory, Mark.QUIET)
+    lines = [f"Times: measured on {devices}, median of warm steps, start-up left out."]
+    if kinds:
+        lines.append(f"Peak memory: measured, {'; '.join(kinds)}.")
+    if any(run.memory and run.memory.kind == "resident set" for run in runs):
+        lines.append(
+            "What earlier runs left in an allocator counts in it; lab.measure_memory() tells what a setting needs."
+        )
+    return Note(" ".join(lines), Mark.QUIET)
