@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final
 
 from ortlab.errors import BuildError, OptionError
 from ortlab.graphs.onnx_files import open_graph
@@ -33,8 +33,6 @@ FORMS: Final = {
     "processed": "taken apart, with the sizes that the code is for",
 }
 """The two forms in which a sub-graph is written."""
-
-Form = Literal["original", "processed"]
 
 _GRAPH: Final = re.compile(r"(?P<key>-?\d+)_(?P<form>original|processed)\.onnx")
 _SOURCE: Final = re.compile(r"func_[0-9a-f]{8}_(?P<key>-?\d+)\.py")
@@ -66,7 +64,7 @@ class TritonKernel:
     sources: tuple[Path, ...]
     nodes: tuple[str, ...] = ()
 
-    def graph(self, form: Form = "original") -> Graph:
+    def graph(self, form: str = "original") -> Graph:
         """Open the sub-graph.
 
         Parameters
@@ -116,6 +114,14 @@ class TritonKernel:
                 why=f"{error}.",
                 fix="Make it readable, or copy it again.",
             ) from error
+
+    @property
+    def operators(self) -> dict[str, int] | None:
+        """Count of the sub-graph's nodes by operator, as it was cut out; None if its file is missing or damaged."""
+        try:
+            return self.graph("original").operators
+        except BuildError:
+            return None
 
     @property
     def functions(self) -> tuple[str, ...]:
@@ -189,7 +195,7 @@ class TritonKernels:
                 {
                     "number": one.number,
                     "key": one.key,
-                    "operators": one.graph("original").operators if "original" in one.graphs else None,
+                    "operators": one.operators,
                     "nodes": list(one.nodes),
                     "kernels": list(one.functions),
                     "source": str(one.sources[-1]) if one.sources else "",

@@ -161,16 +161,16 @@ def held_tensors(module: torch.nn.Module, optimizers: Iterable[Any]) -> dict[int
     """
     found: dict[int, str] = {}
     names = {}
-    for name, tensor in module.named_parameters():
-        names[tensor] = name
-        _add(found, tensor, f"parameter {name}")
-        _add(found, tensor.grad, f"gradient of {name}")
+    for name, parameter in module.named_parameters():
+        names[parameter] = name
+        _add(found, parameter, f"parameter {name}")
+        _add(found, parameter.grad, f"gradient of {name}")
     for name, tensor in module.named_buffers():
         _add(found, tensor, f"buffer {name}")
     for one in optimizers:
-        for parameter, state in one.state.items():
+        for owner, state in one.state.items():
             for key, value in state.items() if isinstance(state, dict) else ():
-                _add(found, value, f"{key} of {names.get(parameter, 'another parameter')}")
+                _add(found, value, f"{key} of {names.get(owner, 'another parameter')}")
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from ortlab.errors import BuildError
 from ortlab.render import units
 from ortlab.render.graph_forms import with_picture
 from ortlab.render.graph_page import graph_page
@@ -40,7 +41,7 @@ def kernel_page(kernel: TritonKernel) -> Page:
     """Show one: what is in it, who runs it, and its code."""
     blocks: list[Block] = [Note(_run_by(kernel))]
     for form, words in kernel.forms.items():
-        page = with_picture(kernel.graph(form), graph_page(kernel.graph(form)))  # type: ignore[arg-type]
+        page = with_picture(kernel.graph(form), graph_page(kernel.graph(form)))
         blocks += [Note(f"{form.capitalize()}: {words}."), *page.blocks]
     if kernel.source:
         blocks.append(Code(code_title(kernel), kernel.source))
@@ -64,16 +65,26 @@ def _row(kernel: TritonKernel) -> tuple[Cell, ...]:
         units.count(kernel.number),
         _operators(kernel),
         ", ".join(kernel.nodes) if kernel.nodes else Cell("none of this lab's graph", Mark.QUIET),
-        units.count(len(kernel.functions)) if kernel.sources else Cell("none generated", Mark.WARN),
+        _functions(kernel),
         units.count(len(kernel.sources)),
         str(kernel.key),
     )
 
 
+def _functions(kernel: TritonKernel) -> str | Cell:
+    if not kernel.sources:
+        return Cell("none generated", Mark.WARN)
+    try:
+        return units.count(len(kernel.functions))
+    except BuildError:
+        return Cell("not readable", Mark.WARN)
+
+
 def _operators(kernel: TritonKernel) -> str:
-    if "original" not in kernel.graphs:
-        return "not known: its graph is not there"
-    nodes = kernel.graph("original").model.graph.node
+    try:
+        nodes = kernel.graph("original").model.graph.node
+    except BuildError as error:  # one damaged file does not hide the others
+        return f"not known: {error.what}"
     return ", ".join(node.op_type for node in nodes)
 
 

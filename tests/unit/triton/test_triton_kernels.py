@@ -103,6 +103,21 @@ def test_without_triton_the_lab_says_what_is_missing(bert, tmp_path, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
+def test_one_damaged_file_does_not_hide_the_others(fused):
+    first = read_triton_kernels().kernel(1)
+    whole = first.graphs["original"].read_bytes()
+    first.graphs["original"].write_bytes(whole[: len(whole) // 2])
+    first.sources[0].write_bytes(b"\xff")
+    kernels = read_triton_kernels()
+    shown = text.render(kernels)
+    assert "not known: triton_debug" in shown
+    assert "not readable" in shown
+    assert "Gelu" in shown or "Softmax" in shown
+    assert kernels.kernel(1).operators is None
+    with pytest.raises(BuildError, match="cut off"):
+        kernels.kernel(1).graph("original")
+
+
 def test_files_that_are_missing_or_foreign_are_said(fused):
     folder = Path("triton_debug")
     with pytest.raises(OptionError, match="no sub-graph 4 in triton_debug"):
