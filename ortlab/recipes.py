@@ -8,7 +8,9 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from ortlab.engine.installation import have
 from ortlab.errors import OptionError
+from ortlab.switches import REASONS, Need
 
 if TYPE_CHECKING:
     import torch
@@ -195,5 +197,9 @@ def _apex(model: str, optimizer: str) -> str:
 
 
 def _missing(name: str) -> tuple[str, ...]:
-    absent = [one for one in _PACKAGES.get(name, ()) if importlib.util.find_spec(one) is None]
-    return tuple(f"{one} is not installed: {_INSTALL[one]}." for one in absent)
+    packages = _PACKAGES.get(name, ())
+    absent = [one for one in packages if importlib.util.find_spec(one) is None]
+    said = [f"{one} is not installed: {_INSTALL[one]}." for one in absent]
+    if packages and Need.CUDA not in have():
+        said.append(f"Training in float16 {REASONS[Need.CUDA]}.")
+    return tuple(said)

@@ -10,8 +10,10 @@ from IPython.core.error import UsageError
 from torch import nn
 
 import ortlab
+from ortlab.engine.installation import have
 from ortlab.errors import OptionError
 from ortlab.lab import Lab
+from ortlab.options import Need
 from ortlab.recipes import RECIPES
 from ortlab.render import text
 
@@ -113,8 +115,17 @@ def test_every_recipe_is_python_that_defines_what_it_uses(name, with_optimizer, 
 
 def test_a_library_that_is_missing_is_said_with_its_command():
     made = ortlab.recipe("all")
-    assert made.missing == ("deepspeed is not installed: pip install 'deepspeed<=0.9.2'.",)
-    assert "deepspeed is not installed" in text.render(made)
+    library, *gpu = made.missing
+    assert library == "deepspeed is not installed: pip install 'deepspeed<=0.9.2'."
+    assert bool(gpu) == (Need.CUDA not in have())
+    assert all(one.startswith("Training in float16 needs an NVIDIA GPU") for one in gpu)
+    assert (
+        ortlab.recipe("apex")
+        .missing[0]
+        .startswith("apex is not installed: build it with its CUDA extensions")
+    )
+    for said in made.missing:
+        assert said in " ".join(text.render(made).split())
     assert made.code.strip() in text.render(made)
     assert ortlab.recipe("fused_adam").missing == ()
     with pytest.raises(ModuleNotFoundError, match="deepspeed"):
