@@ -32,6 +32,7 @@ from ortlab.engine.logs.build_log import exporter_messages, runtime_messages
 from ortlab.engine.operators.symbolics import ATEN_CROSS_ENTROPY
 from ortlab.engine.passes.label_density import valid_label_counts
 from ortlab.engine.passes.static_shapes import with_sizes
+from ortlab.engine.providers import device_made_current
 from ortlab.engine.sessions import make_manager, register_operators, released_agent
 from ortlab.engine.tracing.hooks import TensorHooks, check_hooks
 from ortlab.engine.tracing.input_sizes import FIXED_ONES, NumbersMade
@@ -203,7 +204,7 @@ class Execution(ExecutionView):
         """Create the ONNX Runtime session that executes the graph, with the memory plans applied."""
         manager = self._manager
         choice = self.recompute_choice()
-        with runtime_messages(self.log, "session"):
+        with device_made_current(self._export.device), runtime_messages(self.log, "session"):
             self.recomputed = applied_plans.create_session(manager, choice)
         manager._gradient_accumulation_manager.initialize(
             manager._runtime_options.enable_grad_acc_optimization,
@@ -235,11 +236,9 @@ class Execution(ExecutionView):
             self._info._buffer_for_ort_runs = None
             self._state = state
         self.has_run = True
-        if self._manager.collecting is None:
+        collecting = self._manager.collecting
+        with device_made_current(self._export.device), collecting() if collecting else nullcontext():
             outputs = self._manager.forward(*args, **kwargs)
-        else:
-            with self._manager.collecting():
-                outputs = self._manager.forward(*args, **kwargs)
         if self._profile is not None:
             self._profile.watch(outputs)
         return outputs

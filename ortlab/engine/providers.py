@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Final
 
 from ortlab.engine import cuda_libraries
@@ -49,6 +50,25 @@ def check_device(device: torch.device, available: Collection[str]) -> None:
         )
     if device.type == "cuda":
         check_libraries(cuda_libraries.examine())
+
+
+def device_made_current(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the current one of this thread while a session of it is made or run; nothing on the CPU.
+
+    PyTorch trains a model on cuda:1 while cuda:0 is current. ORT's session would take its memory from torch's pool of
+    the current GPU then (`ortlab.engine.gpu_allocator`, and the extension that it stands in for), and leave its own GPU
+    current behind it.
+
+    Parameters
+    ----------
+    device
+        Of the model.
+    """
+    if device.type != "cuda":
+        return nullcontext()
+    import torch
+
+    return torch.cuda.device(device)
 
 
 def check_gpu() -> None:

@@ -207,6 +207,20 @@ def test_the_library_of_a_driver_is_asked(driver, version, code, status, said):
     assert said in check.found
 
 
+def test_a_machine_with_an_old_driver_and_a_hidden_gpu_trains_on_the_cpu_and_says_so(driver):
+    code = "import sys; from ortlab.cli import main; sys.exit(main(['doctor', '--json']))"
+    here = {"LD_LIBRARY_PATH": str(driver), "CUDA_VISIBLE_DEVICES": ""}
+    done = stubs.python(code, **here, STUB_CUDA="10020", STUB_INIT="100")
+    assert done.returncode == 0, done.stderr
+    report = {one["name"]: one for one in json.loads(done.stdout)["checks"]}
+    assert report["NVIDIA driver"]["status"] == "warn"
+    assert "too old: it runs CUDA up to 10.2" in report["NVIDIA driver"]["found"]
+    assert "nvidia.com/drivers" in report["NVIDIA driver"]["fix"]
+    assert report["GPU"]["status"] == "warn"
+    assert "CUDA_VISIBLE_DEVICES='' lets no GPU be seen" in report["GPU"]["found"]
+    assert report["Training step"]["status"] == "ok"
+
+
 def test_the_provider_is_loaded_where_it_can_be(driver, tmp_path):
     files = stubs.wheels(tmp_path / "wheels")
     stubs.build_with_cuda(tmp_path / "build", list(files.values()))

@@ -8,7 +8,7 @@ from cuda_stubs import python, wheels
 from torch import nn
 
 import ortlab
-from ortlab.engine.providers import check_device, gpu_faults
+from ortlab.engine.providers import check_device, device_made_current, gpu_faults
 from ortlab.errors import BuildError
 
 CPU_BUILD = ["CPUExecutionProvider"]
@@ -35,6 +35,41 @@ def test_devices_without_one_are_refused(device, what):
     with pytest.raises(BuildError, match=what) as caught:
         check_device(torch.device(device), CPU_BUILD)
     assert "model.cpu()" in caught.value.fix
+
+
+def test_another_major_version_of_a_library_is_refused_with_the_command(tmp_path):
+    wheels(tmp_path)
+    folder = tmp_path / "nvidia" / "cudnn" / "lib"
+    (folder / "libcudnn.so.8").rename(folder / "libcudnn.so.9")
+    code = "import torch; from ortlab.engine.providers import check_device as check; "
+    done = python(f"{code}check(torch.device('cuda:0'), {CUDA_BUILD})", tmp_path)
+    assert (
+        "BuildError: Libraries that ONNX Runtime needs on a GPU are missing: cuDNN (libcudnn.so.8)."
+        in done.stderr
+    )
+    assert f"There is {folder / 'libcudnn.so.9'}, of another version." in done.stderr
+    assert "pip install 'nvidia-cudnn-cu11>=8.9,<9'" in done.stderr
+
+
+def test_a_session_of_a_model_on_the_second_gpu_is_asked_for_there():
+    """Up to the call of the device: what ORTModule would create the session with, and which GPU is current then."""
+    model = nn.Linear(2, 2)
+    lab = ortlab.wrap(model)
+    model(torch.ones(1, 2)).sum().backward()
+    manager = lab._engine.execution._manager
+    assert manager._get_session_config()[1:] == (["CPUExecutionProvider"], [{}])
+    manager._graph_transition_manager._device = torch.device("cuda", 1)
+    manager._runtime_options.use_external_gpu_allocator = False  # its addresses are read where torch has CUDA
+    _, providers, (options, _) = manager._get_session_config()
+    assert providers == ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    assert options["device_id"] == "1"
+    lab.unwrap()
+
+    current = device_made_current(torch.device("cuda", 1))
+    assert isinstance(current, torch.cuda.device)
+    assert current.idx == 1
+    with device_made_current(torch.device("cpu")):
+        pass  # there is no device to make current
 
 
 @pytest.mark.parametrize(
