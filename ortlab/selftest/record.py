@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from ortlab import record_files
 from ortlab.errors import LedgerError, OrtlabError
@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 SCHEMA: Final = 1
 
 Outcome: TypeAlias = Literal["held", "did not hold", "stated", "failed", "not run"]
-"""`stated` is a figure that nothing is claimed of; what `failed` ended in an error or not at all."""
-
-OUTCOMES: Final[tuple[Outcome, ...]] = get_args(Outcome)
+"""`stated` is a figure that nothing is claimed of; what `failed` ended in an error, or did not end."""
 
 
 @dataclass(frozen=True)
