@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import random
 from typing import ClassVar
@@ -21,7 +22,7 @@ from ortlab.memory import snapshot_lab
 from ortlab.memory.device_snapshot import MemorySnapshot, with_names
 from ortlab.memory.lifetimes import lifetimes
 from ortlab.memory.named_blocks import KeptBuffer, maker_of, name_blocks
-from ortlab.memory.snapshotting import held_inputs
+from ortlab.memory.snapshotting import CudaHistory, held_inputs
 from ortlab.render import html, text
 
 
@@ -340,6 +341,24 @@ def test_a_failure_in_between_leaves_all_as_it_was(bert, on_gpu):
     assert all(torch.equal(after[0][name], tensor) for name, tensor in before[0].items())
     assert torch.equal(after[1], before[1])
     assert after[2:] == before[2:]
+
+
+def test_torch_is_asked_with_arguments_that_it_has(monkeypatch):
+    accepted = inspect.signature(torch.cuda.memory._record_memory_history)
+    asked = []
+    monkeypatch.setattr(
+        torch.cuda.memory,
+        "_record_memory_history",
+        lambda *given, **named: asked.append(dict(accepted.bind(*given, **named).arguments)),
+    )
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: asked.append({}))
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"segments": [], "device_traces": []})
+    history = CudaHistory()
+    history.start()
+    assert asked == [{"enabled": None}, {"enabled": "all", "context": "all", "stacks": "python"}]
+    assert history.read() == {"segments": [], "device_traces": []}
+    history.stop()
+    assert asked[2:] == [{}, {"enabled": None}]
 
 
 def test_on_a_cpu_it_says_what_it_needs(bert):
