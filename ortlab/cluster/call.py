@@ -44,7 +44,8 @@ class Call:
             return [one.get() for one in self.replies.values()]
         errors = {rank: _rank_error(cause) for rank, cause in causes.items()}
         rank = min(errors, key=lambda one: errors[one].is_consequence)
-        others = "" if len(errors) == 1 else f", as did {len(errors) - 1} more"
+        more = sum(not one.is_consequence for one in errors.values()) - 1
+        others = f", as did {more} more" if more > 0 else ""
         fix = "Mend it and run it again."
         if self.renewed:
             fix += (

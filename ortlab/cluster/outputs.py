@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+_TORN_OUT: Final = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+"""What gloo says, reading or writing, where the connection to another rank has ended."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class RankError:
     @property
     def is_consequence(self) -> bool:
         """Whether it says no more than that another rank is gone, or that this one was told to stop."""
-        return self.name == "KeyboardInterrupt" or "Connection closed by peer" in self.value
+        return self.name == "KeyboardInterrupt" or any(words in self.value for words in _TORN_OUT)
 
     def __str__(self) -> str:
         """Write it as the last line of a traceback."""

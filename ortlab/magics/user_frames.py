@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-_MACHINERY = ("ortlab", "torch", "onnxruntime")
+_MACHINERY = ("ortlab", "torch", "onnxruntime", "ipyparallel")
 """Packages whose frames lie between a magic and the user's model."""
 
 
