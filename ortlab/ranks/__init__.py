@@ -1,1 +1,1 @@
-"""Processes that train together: what each measured, as a record, and how a notebook starts and ends them."""
+"""What processes that train together have measured: a ledger of each rank, and all of them side by side."""

@@ -8,74 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ortlab.data.density import EMBED, LABEL
 from ortlab.errors import LedgerError
 from ortlab.ranks.rank_ledger import PATTERN, RankLedger
+from ortlab.ranks.rank_run import RankRun, step_computing_ms
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from ortlab.runs import Run, Step
-
-
-@dataclass(frozen=True)
-class RankRun:
-    """One run as one rank has measured it.
-
-    Attributes
-    ----------
-    ledger
-        The rank.
-    run
-        The run.
-    """
-
-    ledger: RankLedger
-    run: Run
-
-    @property
-    def rank(self) -> int:
-        """Number of the rank."""
-        return self.ledger.rank
-
-    @property
-    def step_ms(self) -> float:
-        """Median wall time of a warm step, in ms; with gradients exchanged in each, about the same on all ranks."""
-        return self.run.step_ms
-
-    @property
-    def computing_ms(self) -> float | None:
-        """Median time in a warm step that the rank computes, in ms; None if that is not told apart.
-
-        That is its forward, its backward up to its last gradient, and its optimizer: in none of them it waits.
-        """
-        found = [_computing(step) for step in self.run.warm_steps]
-        return None if None in found else statistics.median(time for time in found if time is not None)
-
-    @property
-    def exchange_ms(self) -> float | None:
-        """Median time in a warm step from a rank's last gradient to the end of backward; None if not told."""
-        found = [step.exchange_ms for step in self.run.warm_steps]
-        return None if None in found else statistics.median(time for time in found if time is not None)
-
-    @property
-    def peak_bytes(self) -> int | None:
-        """Peak memory of the run, in bytes; None where it cannot be told."""
-        return self.run.memory.peak_bytes if self.run.memory else None
-
-    @property
-    def tokens(self) -> int | None:
-        """Tokens in all steps, padding left out; None unless `print_input_density` was on.
-
-        A tensor that is passed twice, as inputs and as labels, counts once.
-        """
-        labels = {(row.step, row.name) for row in self.run.density.rows if row.kind == LABEL}
-        counted: dict[object, int] = {}
-        for row in self.run.density.rows:
-            if row.kind == EMBED:
-                same = (row.step, row.total, row.valid_per_sample)
-                counted[same if (row.step, row.name) in labels else (row.step, row.name)] = row.valid
-        return sum(counted.values()) if counted else None
 
 
 @dataclass(frozen=True)
@@ -130,6 +68,16 @@ class Ranks:
         return tuple(rank for rank in range(self.ranks) if rank not in there)
 
     @property
+    def hosts(self) -> tuple[str, ...]:
+        """Names of the machines that the ranks are on."""
+        return tuple(sorted({one.host for one in self.ledgers}))
+
+    @property
+    def is_spread_out(self) -> bool:
+        """Whether the ranks are on more than one machine."""
+        return len(self.hosts) > 1
+
+    @property
     def numbers(self) -> tuple[int, ...]:
         """Numbers of the runs that every ledger has."""
         every = [{run.number for run in one.runs} for one in self.ledgers]
@@ -168,7 +116,7 @@ class Ranks:
         rows = self.rows()
         if len(rows) <= 1:
             return None
-        steps = [list(map(_computing, row.run.warm_steps)) for row in rows]
+        steps = [list(map(step_computing_ms, row.run.warm_steps)) for row in rows]
         ratios = []
         for together in zip(*steps, strict=False):
             times = [time for time in together if time is not None]
@@ -256,9 +204,3 @@ class Ranks:
         else:
             files = list(source)
         return cls(tuple(RankLedger.load(file) for file in files))
-
-
-def _computing(step: Step) -> float | None:
-    if step.exchange_ms is None:
-        return None
-    return step.forward_ms + step.backward_ms - step.exchange_ms + step.optimizer_ms

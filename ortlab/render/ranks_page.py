@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ortlab.render import units
@@ -11,7 +12,8 @@ from ortlab.runs import EXECUTED_BY_FALLBACK
 
 if TYPE_CHECKING:
     from ortlab.cluster.status import ClusterStatus
-    from ortlab.ranks.ranks import RankRun, Ranks
+    from ortlab.ranks.rank_run import RankRun
+    from ortlab.ranks.ranks import Ranks
 
 RANK_COLUMNS = (
     Column("rank", meaning="number of the process, from 0 on"),
@@ -32,7 +34,16 @@ RANK_COLUMNS = (
     Column("tokens", numeric=True, meaning="counted: in all steps, padding left out"),
     Column("last loss", numeric=True, meaning="measured: loss of the rank's own part of the last batch"),
 )
-"""Columns of a table of ranks; `rank_cells` gives the cells."""
+"""Columns of a table of ranks on one machine."""
+
+MACHINE = Column("machine", meaning="name of the rank's machine, and its device there")
+"""The column that comes second where ranks are on several machines."""
+
+
+def rank_columns(ranks: Ranks) -> tuple[Column, ...]:
+    """Return the columns of a table of ranks; `rank_cells` gives the cells."""
+    first, *rest = RANK_COLUMNS
+    return (first, MACHINE, *rest) if ranks.is_spread_out else RANK_COLUMNS
 
 
 def ranks_page(ranks: Ranks) -> Page:
@@ -55,7 +66,7 @@ def rank_blocks(ranks: Ranks, caption: str | None = None) -> tuple[Block, ...]:
     if not rows:
         return (*blocks, Note("The ranks have no run in common yet.", Mark.QUIET))
     head = _title(ranks) if caption is None else caption
-    blocks.append(Table(head, RANK_COLUMNS, tuple(rank_cells(one) for one in rows)))
+    blocks.append(Table(head, rank_columns(ranks), tuple(rank_cells(ranks, one) for one in rows)))
     spread = ranks.spread()
     if spread is not None:
         blocks.append(
@@ -64,26 +75,29 @@ def rank_blocks(ranks: Ranks, caption: str | None = None) -> tuple[Block, ...]:
                 "wait for it in the exchange of gradients."
             )
         )
-    places = list(dict.fromkeys(one.run.device for one in rows))
-    hosts = sorted({one.ledger.host for one in rows})
-    where = f"{', '.join(hosts)}: {', '.join(places)}" if len(hosts) > 1 else ", ".join(places)
+    places = ", ".join(dict.fromkeys(one.run.device for one in rows))
+    where = (
+        f"{', '.join(_short(ranks, host) for host in ranks.hosts)}: {places}"
+        if ranks.is_spread_out
+        else places
+    )
     memory = dict.fromkeys(
-        f"{one.run.memory.kind} of {one.run.memory.scope}" for one in rows if one.run.memory
+        f"{one.run.memory.kind} of {one.run.memory.scope.replace('this', 'each')}"
+        for one in rows
+        if one.run.memory
     )
-    counted = any(one.tokens is not None for one in rows)
     sources = f"Times: measured on {where}. " + (f"Memory: measured, {'; '.join(memory)}. " if memory else "")
-    blocks.append(
-        Note(sources + ("" if counted else "Tokens are counted with print_input_density=True."), Mark.QUIET)
-    )
+    blocks.append(Note(sources + _about_tokens(rows), Mark.QUIET))
     return tuple(blocks)
 
 
-def rank_cells(one: RankRun) -> tuple[Cell, ...]:
-    """Say in the columns of `RANK_COLUMNS` what a rank has measured."""
+def rank_cells(ranks: Ranks, one: RankRun) -> tuple[Cell, ...]:
+    """Say in the columns of `rank_columns` what one of the ranks has measured."""
     run, time = one.run, one.computing_ms
     fell = run.executed_by == EXECUTED_BY_FALLBACK
     return row(
         str(one.rank),
+        *([f"{_short(ranks, one.ledger.host)}: {run.device}"] if ranks.is_spread_out else []),
         Cell(
             "PYTORCH (fallback)" if fell else engine_words(run.executed_by), Mark.BAD if fell else Mark.PLAIN
         ),
@@ -95,6 +109,21 @@ def rank_cells(one: RankRun) -> tuple[Cell, ...]:
         units.count(one.tokens) if one.tokens is not None else "-",
         units.loss(run.losses[-1]),
     )
+
+
+def _short(ranks: Ranks, host: str) -> str:
+    """Leave a machine's domain out, unless it is what tells machines apart."""
+    short = {one: one.partition(".")[0] for one in ranks.hosts}
+    return short[host] if len(set(short.values())) == len(short) and not short[host].isdigit() else host
+
+
+def _about_tokens(rows: Sequence[RankRun]) -> str:
+    """Say why no tokens were counted; nothing if some were."""
+    if any(one.tokens is not None for one in rows):
+        return ""
+    if any(one.run.options.print_input_density for one in rows):
+        return "No tokens were counted: no embedding of the model has a padding index."
+    return "Tokens are counted with print_input_density=True."
 
 
 def cluster_page(status: ClusterStatus) -> Page:

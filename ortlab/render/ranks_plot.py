@@ -10,7 +10,8 @@ from ortlab.render.plots import COLOURS, INK, MIB, dress, new_figure, say
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from ortlab.ranks.ranks import RankRun, Ranks
+    from ortlab.ranks.rank_run import RankRun
+    from ortlab.ranks.ranks import Ranks
 
 _PARTS = ("forward", "backward", "exchange", "optimizer", "everything else")
 
@@ -42,14 +43,7 @@ def ranks_plot(ranks: Ranks) -> Figure:
     dress(left, f"A step of run {ranks.shown}, measured on {device}", "ms, mean of warm steps", "")
     dress(right, "Peak memory", "MiB", "")
     left.invert_yaxis()
-    left.legend(
-        frameon=False,
-        labelcolor=INK,
-        fontsize=8,
-        ncols=len(_PARTS),
-        loc="upper left",
-        bbox_to_anchor=(0, -0.28),
-    )
+    figure.legend(frameon=False, labelcolor=INK, fontsize=8, ncols=len(_PARTS), loc="outside lower left")
     return figure
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.render import html
 from ortlab.render.page import Note, Page
-from ortlab.render.ranks_page import RANK_COLUMNS, rank_cells, ranks_page
+from ortlab.render.ranks_page import rank_cells, rank_columns, ranks_page
 from ortlab.widgets import lean
 from ortlab.widgets.attendant import Attendant
 from ortlab.widgets.base import Looks
@@ -15,20 +15,22 @@ from ortlab.widgets.record_table import Column, Content, Intents, Look, Picker, 
 from ortlab.widgets.style import PANEL
 
 if TYPE_CHECKING:
-    from ortlab.ranks.ranks import RankRun, Ranks
+    from ortlab.ranks.rank_run import RankRun
+    from ortlab.ranks.ranks import Ranks
 
-_VALUES: Final[tuple[Callable[[RankRun], float | str | None], ...]] = (
-    lambda one: one.rank,
-    lambda one: one.run.executed_by,
-    lambda one: len(one.run.steps),
-    lambda one: one.step_ms,
-    lambda one: one.computing_ms,
-    lambda one: one.exchange_ms,
-    lambda one: one.peak_bytes,
-    lambda one: one.tokens,
-    lambda one: one.run.losses[-1],
-)
-"""What each of `RANK_COLUMNS` is sorted by."""
+_VALUES: Final[dict[str, Callable[[RankRun], float | str | None]]] = {
+    "rank": lambda one: one.rank,
+    "machine": lambda one: one.ledger.host,
+    "executed by": lambda one: one.run.executed_by,
+    "steps": lambda one: len(one.run.steps),
+    "step": lambda one: one.step_ms,
+    "computing": lambda one: one.computing_ms,
+    "exchange": lambda one: one.exchange_ms,
+    "peak memory": lambda one: one.peak_bytes,
+    "tokens": lambda one: one.tokens,
+    "last loss": lambda one: one.run.losses[-1],
+}
+"""What each column is sorted by."""
 
 
 class RanksPart(lean.Column):
@@ -58,6 +60,7 @@ class RanksPart(lean.Column):
         if framed:
             children.insert(0, Attendant("ranks", looks))
         super().__init__(children, layout=lean.hidden())
+        self.add_class("ortlab-ranks")
         if framed:
             self.add_class(PANEL)
         self.show(None)
@@ -73,7 +76,7 @@ class RanksPart(lean.Column):
         self.table.show(
             Content(
                 records=rows,
-                columns=_columns(),
+                columns=_columns(ranks),
                 key=lambda one: str(one.rank),
                 look=lambda one: Look(name=f"rank {one.rank}", mark="fallback" if one.run.fell_back else ""),
                 noun=("rank", "ranks"),
@@ -106,11 +109,11 @@ def _picker(ranks: Ranks) -> Picker | None:
     return Picker("run", tuple((str(number), f"run {number}") for number in numbers), str(ranks.shown))
 
 
-def _columns() -> list[Column[RankRun]]:
+def _columns(ranks: Ranks) -> list[Column[RankRun]]:
     def words(position: int) -> Callable[[RankRun], str]:
-        return lambda one: rank_cells(one)[position].text
+        return lambda one: rank_cells(ranks, one)[position].text
 
     return [
-        Column(shown.name, value, words(position), numeric=shown.numeric, meaning=shown.meaning)
-        for position, (shown, value) in enumerate(zip(RANK_COLUMNS, _VALUES, strict=True))
+        Column(shown.name, _VALUES[shown.name], words(position), numeric=shown.numeric, meaning=shown.meaning)
+        for position, shown in enumerate(rank_columns(ranks))
     ]

@@ -110,6 +110,12 @@ _RULES = """\
   padding-right: 8px; }
 .ortlab-panel .ortlab-runs.ortlab-runs table.ortlab-table thead .ortlab-number { min-width: 4.5em; }
 .ortlab-panel .ortlab-runs .ortlab-records .ortlab-scroll { max-height: 330px; }
+.ortlab-ranks .ortlab.ortlab-records.ortlab-records table.ortlab-table tbody th { min-width: 3em; }
+.ortlab-ranks .ortlab.ortlab-records.ortlab-records table.ortlab-table tr > :first-child { position: sticky; left: 0;
+  background: var(--jp-layout-color0, Canvas); }
+.ortlab-ranks .ortlab.ortlab-records.ortlab-records table.ortlab-table thead tr > :first-child { z-index: 2; }
+.ortlab-ranks .ortlab.ortlab-records.ortlab-records table.ortlab-table td { white-space: nowrap; }
+.ortlab-ranks .ortlab.ortlab-records.ortlab-records table.ortlab-table thead .ortlab-number { min-width: 4.5em; }
 .ortlab-panel .ortlab-save { display: flex; justify-content: flex-start; }
 .ortlab-panel .ortlab-save button { width: auto; padding: 0 12px; margin: 0; font-size: 12px; }
 .ortlab-panel.ortlab-narrow { padding: 10px; }

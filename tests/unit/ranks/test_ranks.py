@@ -94,9 +94,12 @@ def test_what_cannot_be_told_apart_is_left_out():
     unknown = Ranks(tuple(ledger(rank, make_run(exchange_ms=None)) for rank in range(2)))
     assert unknown.spread() is None
     assert [one.computing_ms for one in unknown.rows()] == [None, None]
-    page = text.render(unknown)
+    page = " ".join(text.render(unknown).split())
     assert "slowest" not in page
-    assert "print_input_density=True" in page
+    assert "Tokens are counted with print_input_density=True." in page
+    counting = make_run(options=Options(print_input_density=True))
+    page = " ".join(text.render(Ranks((ledger(0, counting), ledger(1, counting)))).split())
+    assert "No tokens were counted: no embedding of the model has a padding index." in page
     assert len(ortlab.plot(unknown).axes) == 2
 
 
@@ -127,8 +130,24 @@ def test_what_makes_ranks_unlike_is_said():
     assert "PYTORCH (fallback)" in page
     switched = Ranks((ledger(0), ledger(1, make_run(options=Options(memory_level=1)))))
     assert "different switches" in text.render(switched)
-    apart = Ranks((ledger(0), ledger(1, host="there")))
-    assert "here, there: cpu" in text.render(apart)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "names"),
+    [
+        (("node-1.example.org", "node-2.example.org"), ("node-1", "node-2")),
+        (("node.one.example.org", "node.two.example.org"), ("node.one.example.org", "node.two.example.org")),
+        (("10.0.0.1", "11.0.0.1"), ("10.0.0.1", "11.0.0.1")),
+    ],
+)
+def test_ranks_on_several_machines_say_which(hosts, names):
+    apart = Ranks(tuple(ledger(rank, host=host) for rank, host in enumerate(hosts)))
+    page = " ".join(text.render(apart).split())
+    assert "machine" in page
+    for name in names:
+        assert f"{name}: cpu" in page
+    assert f"Times: measured on {', '.join(names)}: cpu." in page
+    assert "machine" not in text.render(Ranks((ledger(0), ledger(1))))
 
 
 def test_tokens_of_a_tensor_that_is_passed_twice_count_once():
