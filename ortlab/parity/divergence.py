@@ -24,7 +24,7 @@ from ortlab.parity.record import Divergence
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ortlab.parity.observation import Structure
+    from ortlab.parity.structure import Structure
 
 
 def find(

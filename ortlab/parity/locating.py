@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from ortlab.errors import OrtlabError
     from ortlab.parity.comparing import Compared
-    from ortlab.parity.observation import Structure
     from ortlab.parity.record import Divergence
+    from ortlab.parity.structure import Structure
 
 _ENDS: Final = {"forward": (OUTPUT,), "backward": (OUTPUT_GRADIENT, INPUT_GRADIENT)}
 _KINDS: Final = {"forward": FORWARD, "backward": BACKWARD}

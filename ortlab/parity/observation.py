@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from operator import is_
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from ortlab.engine.tracing.taps import Looker, Mark, is_tracing
+from ortlab.parity.nested import replaced, tensors
 from ortlab.parity.pairs import (
     INPUT,
     INPUT_GRADIENT,
@@ -21,6 +20,7 @@ from ortlab.parity.pairs import (
     UPDATED_PARAMETER,
     Site,
 )
+from ortlab.parity.structure import Call, Structure, sharing
 
 if TYPE_CHECKING:
     from ortlab.engine.capture import Capture
@@ -28,36 +28,8 @@ if TYPE_CHECKING:
 Receive = Callable[[Site, torch.Tensor], None]
 """Called with each tensor, when it is there; the tensor may be changed afterwards."""
 
-Call = tuple[str, int]
-"""Path of a module, and which of its calls in the step."""
-
 _MADE_BY: Final = "_ortlab_made_by"
 _WHOLE: Final = "_ortlab_whole"
-
-
-@dataclass
-class Structure:
-    """How the calls of a run hang together; what a divergence is traced back with.
-
-    Attributes
-    ----------
-    callers
-        By step and call: the call whose forward made it; None for one of the training step itself.
-    sources
-        By site of an input: the site of the output that it is.
-    returned_by
-        By site of an output: that of the outer module that returned the same tensor.
-    own_use
-        By site of an output that its module has used itself for what else it returns: whether others use it, too.
-    sharing
-        By path of a module and name of its parameter: the modules that have that parameter, if they are several.
-    """
-
-    callers: dict[tuple[int, Call], Call | None] = field(default_factory=dict)
-    sources: dict[Site, Site] = field(default_factory=dict)
-    returned_by: dict[Site, Site] = field(default_factory=dict)
-    own_use: dict[Site, bool] = field(default_factory=dict)
-    sharing: dict[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
 
 
 class Observation:
@@ -91,7 +63,7 @@ class Observation:
         capture: Capture | None = None,
         change: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        self.structure = Structure(sharing=_sharing(module))
+        self.structure = Structure(sharing=sharing(module))
         self.step = 0
         self.drew = False
         self._module = module
@@ -176,7 +148,7 @@ class Observation:
                 self._on_gradient(alias, Site(self.step, *call, INPUT_GRADIENT, name))
             return known[id(tensor)]
 
-        return _replaced(args, take), _replaced(kwargs, take)
+        return replaced(args, take), replaced(kwargs, take)
 
     def leave(self, path: str, outputs: Any) -> Any:
         """Take what a module returns, and return what it is to return; None for the same."""
@@ -188,7 +160,7 @@ class Observation:
         while self._stack and self._stack[-1][0] != path:  # of calls that have failed
             self._stack.pop()
         call = self._stack.pop()
-        returned = {id(tensor) for _, tensor in _tensors(outputs) if not tensor.is_leaf}
+        returned = {id(tensor) for _, tensor in tensors(outputs) if not tensor.is_leaf}
         moved: dict[int, torch.Tensor] = {}  # a caller may ask whether two outputs are one
         aliases: dict[int, torch.Tensor] = {}
 
@@ -215,8 +187,8 @@ class Observation:
             self._tell_uses_apart(whole, aliases[id(changed)], site)
             return aliases[id(changed)]
 
-        replaced = _replaced(outputs, take)
-        return None if replaced is outputs else replaced
+        handed_on = replaced(outputs, take)
+        return None if handed_on is outputs else handed_on
 
     def _mark(self, path: str, kind: str, value: Any) -> None:
         if self._capture is None:
@@ -226,9 +198,9 @@ class Observation:
         call = taps.calls[path]
         if kind == INPUT:
             args, kwargs = value
-            found = [*_tensors(args), *_tensors(kwargs)]
+            found = [*tensors(args), *tensors(kwargs)]
         else:
-            found = list(_tensors(value))
+            found = list(tensors(value))
         for name, tensor in found:
             taps.mark(Mark(path, call, kind, name), tensor)
 
@@ -306,63 +278,6 @@ class _Leaving(Looker):
         return self._observation.leave(self._path, outputs)
 
 
-def _sharing(module: torch.nn.Module) -> dict[tuple[str, str], tuple[str, ...]]:
-    """Name the modules that have the same parameter as others."""
-    owners: dict[int, list[tuple[str, str]]] = {}
-    for path, part in module.named_modules():
-        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
-            owners.setdefault(id(parameter), []).append((path, name))
-    return {
-        owner: tuple(dict.fromkeys(path for path, _ in of_one))
-        for of_one in owners.values()
-        for owner in of_one
-        if len(of_one) > 1
-    }
-
-
 def _in_backward() -> bool:
     internals: Any = torch._C  # noqa: SLF001 - torch has no public way to ask
     return bool(internals._current_graph_task_id() != -1)  # noqa: SLF001
-
-
-def _is_observed(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and not value.is_sparse
-
-
-def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of floating-point numbers in nested sequences and mappings, with their places."""
-    found: list[tuple[str, torch.Tensor]] = []
-
-    def note(place: str, tensor: torch.Tensor) -> torch.Tensor:
-        found.append((place, tensor))
-        return tensor
-
-    _replaced(value, note, name)
-    yield from found
-
-
-def _replaced(value: Any, take: Callable[[str, torch.Tensor], torch.Tensor], name: str = "") -> Any:
-    """Return a nested value with other tensors in it; the same object where nothing has been changed."""
-    if _is_observed(value):
-        return take(name or "0", value)
-    if isinstance(value, Mapping):
-        new = {key: _replaced(item, take, _inside(name, key)) for key, item in value.items()}
-        return value if all(new[key] is item for key, item in value.items()) else _with_items(value, new)
-    if isinstance(value, (tuple, list)):
-        items = [_replaced(item, take, _inside(name, number)) for number, item in enumerate(value)]
-        make: Any = getattr(type(value), "_make", type(value))
-        return value if all(map(is_, items, value)) else make(items)
-    return value
-
-
-def _with_items(value: Any, items: dict[Any, Any]) -> Any:
-    """Return a mapping with other values; the outputs of transformers can be changed, and know their keys."""
-    if type(value) is dict:
-        return items
-    for key, item in items.items():
-        value[key] = item
-    return value
-
-
-def _inside(name: str, key: object) -> str:
-    return f"{name}.{key}" if name else str(key)
