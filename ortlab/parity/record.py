@@ -5,18 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ortlab import record_files
-from ortlab.errors import LedgerError
 from ortlab.parity.pairs import DIFFERS, NOT_COMPARED, TensorPair
+from ortlab.record_files import JsonRecord
 
 if TYPE_CHECKING:
     import pandas as pd
-
-SCHEMA: Final = 1
-"""Version of the JSON layout of `Parity.to_dict`."""
 
 AGREES: Final = "agrees"
 DIVERGES: Final = "diverges"
@@ -77,7 +72,7 @@ class ChecklistItem:
 
 
 @dataclass(frozen=True)
-class Parity:
+class Parity(JsonRecord, noun="comparison of tensors", layout=1):
     """PyTorch against ONNX Runtime, or any two runs; `Lab.parity` makes it.
 
     Attributes
@@ -166,52 +161,22 @@ class Parity:
 
     # ---- JSON -------------------------------------------------------------------------------------------------
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types, readable by `from_dict`."""
-        return {"schema": SCHEMA, **asdict(self)}
+    def _fields(self) -> dict[str, Any]:
+        return asdict(self)
 
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Parity:
-        """Rebuild it from `to_dict`.
-
-        Raises
-        ------
-        LedgerError
-            If the record was written by another layout, or a field is missing or unknown.
-        """
-        data = record_files.without_layout(record, SCHEMA, "This comparison of tensors")
-        try:
-            data["pairs"] = tuple(TensorPair.from_dict(pair) for pair in data["pairs"])
-            data["losses"] = tuple((theirs, ours) for theirs, ours in data["losses"])
-            for phase in ("forward", "backward", "update"):
-                data[phase] = _divergence(data[phase]) if data[phase] else None
-            data["checks"] = tuple(ChecklistItem(**one) for one in data["checks"])
-            data["notes"] = tuple(data["notes"])
-            return cls(**data)
-        except (KeyError, TypeError, ValueError) as error:
-            raise LedgerError("This comparison of tensors cannot be read.", why=f"{error}.") from error
-
-    def save(self, path: str | Path) -> Path:
-        """Write it as JSON, and return the path."""
-        return record_files.write(path, self.to_dict())
-
-    @classmethod
-    def load(cls, path: str | Path) -> Parity:
-        """Read what `save` wrote.
-
-        Raises
-        ------
-        LedgerError
-            If the file holds something else.
-        """
-        record = record_files.read(
-            path,
-            dict,
-            file=f"The file {path}",
-            other=f"The file {path} holds no comparison of tensors.",
-            fix="Give a file that Parity.save wrote.",
-        )
-        return cls.from_dict(record)
+    def _of_fields(cls, fields: dict[str, Any]) -> Parity:
+        read = {
+            "pairs": tuple(TensorPair.from_dict(pair) for pair in fields["pairs"]),
+            "losses": tuple((theirs, ours) for theirs, ours in fields["losses"]),
+            "checks": tuple(ChecklistItem(**one) for one in fields["checks"]),
+            "notes": tuple(fields["notes"]),
+        }
+        phases = {
+            phase: _divergence(fields[phase]) if fields[phase] else None
+            for phase in ("forward", "backward", "update")
+        }
+        return cls(**{**fields, **read, **phases})
 
     def __repr__(self) -> str:
         """Show what was compared, and where it parts first."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-from ortlab import record_files
-from ortlab.errors import LedgerError, OrtlabError
+from ortlab.errors import OrtlabError
+from ortlab.record_files import JsonRecord
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -63,7 +62,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class SelfTest:
+class SelfTest(JsonRecord, noun="self-test", layout=1):
     """Everything that a self-test tried.
 
     Attributes
@@ -108,47 +107,10 @@ class SelfTest:
         columns = [one.name for one in dataclasses.fields(Finding)]
         return pd.DataFrame([dataclasses.astuple(one) for one in self.findings], columns=columns)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types, readable by `from_dict`."""
-        return {"schema": SCHEMA, "ok": self.ok, **dataclasses.asdict(self)}
+    def _fields(self) -> dict[str, Any]:
+        return {"ok": self.ok, **dataclasses.asdict(self)}
 
     @classmethod
-    def from_dict(cls, record: dict[str, Any]) -> SelfTest:
-        """Rebuild the record from `to_dict`.
-
-        Raises
-        ------
-        LedgerError
-            If it was written by another layout, or lacks a field.
-        """
-        data = record_files.without_layout(record, SCHEMA, "This self-test")
-        try:
-            del data["ok"]
-            data["findings"] = tuple(Finding(**one) for one in data["findings"])
-            return cls(**data)
-        except (KeyError, TypeError) as error:
-            raise LedgerError(
-                "This self-test cannot be read.", why=f"A field is missing or unknown: {error}."
-            ) from error
-
-    def save(self, path: str | Path) -> Path:
-        """Write the record as JSON and return the path."""
-        return record_files.write(path, self.to_dict())
-
-    @classmethod
-    def load(cls, path: str | Path) -> SelfTest:
-        """Read what `save` wrote.
-
-        Raises
-        ------
-        LedgerError
-            If the file holds no self-test.
-        """
-        record = record_files.read(
-            path,
-            dict,
-            file=f"The file {path}",
-            other=f"The file {path} is no self-test.",
-            fix="Give a selftest.json that `ortlab selftest` wrote.",
-        )
-        return cls.from_dict(record)
+    def _of_fields(cls, fields: dict[str, Any]) -> SelfTest:
+        del fields["ok"]
+        return cls(**{**fields, "findings": tuple(Finding(**one) for one in fields["findings"])})

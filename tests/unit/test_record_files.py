@@ -15,7 +15,9 @@ from ortlab.graphs.diff import GraphDiff
 from ortlab.graphs.flop_savings import FlopSavings
 from ortlab.graphs.flops import Flops
 from ortlab.hunting.batch_hunt import BatchHunt
+from ortlab.parity.record import Parity
 from ortlab.peers.peers import Peers
+from ortlab.selftest.record import SelfTest
 from ortlab.sweeps.sweep import Sweep
 
 RECORDS = {
@@ -27,7 +29,9 @@ RECORDS = {
     FlopSavings: "record of saved FLOPs",
     Flops: "record of FLOPs",
     GraphDiff: "difference of graphs",
+    Parity: "comparison of tensors",
     Peers: "record of peers",
+    SelfTest: "self-test",
     Sweep: "sweep",
 }
 

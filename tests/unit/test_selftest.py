@@ -278,7 +278,7 @@ def test_the_record_is_json_and_a_page(tmp_path):
         assert "models, 3.50 s" in written
         assert "not asked for" in written
     (tmp_path / "other.json").write_text("[]", encoding="utf-8")
-    with pytest.raises(LedgerError, match="no self-test"):
+    with pytest.raises(LedgerError, match="is not a self-test"):
         SelfTest.load(tmp_path / "other.json")
     with pytest.raises(LedgerError, match="cannot be read"):
         SelfTest.from_dict({**test.to_dict(), "findings": [{"part": "models"}]})
