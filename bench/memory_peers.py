@@ -88,7 +88,9 @@ def peers(family: str, rounds: int, *, quick: bool) -> dict[str, Any]:
     compiled = [] if quick else ["compile", *(f"compile:{budget}" for budget in BUDGETS)]
     engines = ["eager", "checkpoint", *compiled]
     chosen: dict[tuple[str, ...], str] = {}
-    lab.budget(saving=0.1, verify=False, curve=False, progress=False)  # its libraries are in every start from here on
+    lab.budget(
+        saving=0.1, verify=False, curve=False, progress=False
+    )  # its libraries are in every start from here on
     for engine in engines:
         try:
             rise = lab.measure_memory(engine=engine).rise_bytes

@@ -125,7 +125,9 @@ def main() -> None:
         page.goto(server.address(file.name))
         page.get_by_text("| Idle").first.wait_for()
         _run(page, 0)
-        page.locator(".ortlab-panel[role=region] .ortlab-switch").first.wait_for()  # what answers a press is there
+        page.locator(
+            ".ortlab-panel[role=region] .ortlab-switch"
+        ).first.wait_for()  # what answers a press is there
         _run(page, 1)
         page.locator(".ortlab-runs tbody tr").first.wait_for()
 

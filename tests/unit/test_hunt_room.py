@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from ortlab.errors import ExecutionError
 from ortlab.engine.exhaustion import place, ran_out, says_ran_out
+from ortlab.errors import ExecutionError
 from ortlab.hunting.prediction import most_of, predicted_peak
 from ortlab.hunting.room import CudaCeiling, ProcessCeiling, _left, available_bytes, ceiling_of, cuda_fraction
 
