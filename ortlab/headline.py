@@ -173,7 +173,7 @@ def run_headline(engine: str, size: Size, device: str, *, room_bytes: int = 0) -
 
     try:
         train(make_batch(size.batches[0]))
-        sets = gelu_plans(lab) if engine == "ort" else []
+        plan, saving = gelu_plan(lab) if engine == "ort" else ((), 0.0)
         # Measuring takes away the session that has run, and with it what ORT's arena keeps for reuse on a CPU. It would
         # count as taken before a step, and the hunt measures without it.
         lab.measure_memory(lambda: train(make_batch(size.batches[0])), steps=1)
@@ -182,13 +182,15 @@ def run_headline(engine: str, size: Size, device: str, *, room_bytes: int = 0) -
         found = probe.read()
         start = found.start_bytes if found else 0
         if not room_bytes:
-            room_bytes = _room(lab, make_batch, train, size, sets, start, device)
+            most = saving * size.batches[-1] / size.batches[0]
+            room_bytes = _room(lab, make_batch, train, size, most, start, device)
+            probe.start()  # gives back what the heap has kept of the batches that were tried for it
         hunt = lab.hunt_batch(
             make_batch,
             start + room_bytes,
             train=train,
             sizes=size.batches,
-            plans=sets or None,
+            plans=[plan] if plan else None,
             steps=size.steps,
             progress=False,
         )
@@ -219,11 +221,19 @@ def deberta(size: Size) -> Any:
     return transformers.DebertaV2ForMaskedLM(config).train()
 
 
-def gelu_plans(lab: Lab) -> list[tuple[str, ...]]:
-    """Return the plan that recomputes every GELU, the shortest of those with one; none where ORT offers none."""
+def gelu_plan(lab: Lab) -> tuple[tuple[str, ...], float]:
+    """Return the plan that recomputes every GELU, and what it saves in the last batch that ran.
+
+    Returns
+    -------
+    plan : tuple of str
+        The shortest of those with a GELU; empty where ORT offers none.
+    saving_bytes : float
+        As worked out from shapes; it goes with the batch.
+    """
     rows = [row for row in lab.plan().rows if "Gelu" in row.cluster and row.strategy == 1]
     rows.sort(key=lambda row: (row.cluster.count("+"), row.cluster))
-    return [(row.config,) for row in rows[:1]]
+    return ((rows[0].config,), rows[0].saving_bytes or 0.0) if rows else ((), 0.0)
 
 
 def _room(
@@ -231,7 +241,7 @@ def _room(
     make_batch: Callable[[int], Any],
     train: Callable[[Any], object],
     size: Size,
-    sets: list[tuple[str, ...]],
+    saving: float,
     start: int,
     device: str,
 ) -> int:
@@ -239,13 +249,10 @@ def _room(
 
     if device == "cuda":
         return int(FREE_SHARE * torch.cuda.mem_get_info()[0])
-    last, before = size.batches[-1], size.batches[-2]
+    last = size.batches[-1]
     loose = lab.hunt_batch(
         make_batch, "1 TiB", train=train, sizes=size.batches[-3:-1], plans=(), steps=1, progress=False
     )
-    train(make_batch(before))  # plans are of the last batch that ran
-    rows = lab.plan().rows
-    saving = next((row.saving_bytes or 0.0 for row in rows if sets and row.config == sets[0][0]), 0.0)
     without = loose.predicted(last, ())
     if without is None:
         raise StepError(
@@ -253,7 +260,7 @@ def _room(
             why="; ".join(f"{one.size}: {one.outcome}" for one in loose.points),
             fix="Give the room in bytes.",
         )
-    return int(without - saving * last / before / 4) - start
+    return int(without - saving / 4) - start
 
 
 def _rows(hunt: BatchHunt, engine: str, start: int) -> tuple[Row, ...]:

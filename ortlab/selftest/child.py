@@ -23,6 +23,8 @@ _LAST_WORDS: Final = 300
 """Characters of what a process said last."""
 
 _REST: Final = "the rest of it"
+_ENDED: Final = "ENDED"
+"""What the last of the lines begins with; the exit code stands behind."""
 
 # ortlab's folder goes to the end of the path, as for the doctor's process.
 _RUN: Final = """
@@ -89,16 +91,13 @@ def findings_of(
             return
 
 
-_ENDED: Final = "ENDED"
-
-
 def _lines(command: Sequence[str], errors: IO[str], ends: float) -> Generator[str, None, None]:
     """Yield what a process prints, "" about every second, and at last `_ENDED` with its exit code."""
+    said: queue.Queue[str | None] = queue.Queue()
     # A session of its own: Ctrl-C is for this process, which then ends that one.
     child = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
     )
-    said: queue.Queue[str | None] = queue.Queue()
     reader = threading.Thread(target=_read, args=(child.stdout, said), daemon=True)
     reader.start()
     try:

@@ -25,6 +25,7 @@ LIMIT_S: Final = 600.0
 INSTALLATION: Final = "installation"
 NAMES: Final = (INSTALLATION, *PARTS)
 
+_ALL: Final = "all of it"
 _SHARE: Final = 0.5
 """Of the time that is left, what a part may take that is not the last: one that hangs leaves time for the others."""
 
@@ -85,18 +86,19 @@ def run_selftest(
     def note(one: Finding) -> None:
         nonlocal test
         test = replace(test, findings=(*test.findings, one))
-        show(f"  {one.outcome:<12}  {one.name}: {one.said}")
+        name = f"{one.part}, {one.name}" if one.name == _ALL else one.name
+        show(f"  {one.outcome:<12}  {name}: {one.said}")
 
     minutes = f"{limit_s / _SECONDS_PER_MINUTE:g} minutes"
     show(f"Self-test on {device}, at most {minutes}. Ctrl-C ends it and keeps what was found.")
     try:
         for number, name in enumerate(NAMES, start=1):
             if name not in chosen:
-                note(Finding(name, "all of it", "not run", "not asked for"))
+                note(Finding(name, _ALL, "not run", "not asked for"))
                 continue
             left = ends - time.monotonic()
             if left <= 0:
-                note(Finding(name, "all of it", "not run", f"the {minutes} were over"))
+                note(Finding(name, _ALL, "not run", f"the {minutes} were over"))
                 continue
             show(f"[{number}/{len(NAMES)}] {name}")
             began = time.monotonic()
