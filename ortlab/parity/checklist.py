@@ -11,7 +11,7 @@ from ortlab.parity.record import DONE, FOUND, NOT_DONE, ChecklistItem
 
 if TYPE_CHECKING:
     from ortlab.parity.comparing import Compared
-    from ortlab.parity.running import Runs
+    from ortlab.parity.parity_runs import Runs
 
 
 def checklist(

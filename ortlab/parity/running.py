@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from ortlab.engine.capture import Capture
@@ -20,6 +19,7 @@ from ortlab.parity.limits import limits
 from ortlab.parity.locating import Locating
 from ortlab.parity.observation import Observation
 from ortlab.parity.pairs import OUTPUT, Site, TensorPair
+from ortlab.parity.parity_runs import Runs
 from ortlab.parity.record import Parity
 from ortlab.parity.steady import Jitter, WithoutDropout, deterministic
 from ortlab.parity.tensor_store import stored
@@ -39,42 +39,6 @@ class Trial(Protocol):
         self, engine: str, observation: Observation | None = None, *, seed: int | None = None
     ) -> Run:
         """Run them on "eager" or "ort", watched or not, with another seed or that of the start."""
-
-
-@dataclass
-class Runs:
-    """What the runs of a comparison gave.
-
-    Attributes
-    ----------
-    eager, ort
-        The losses of the runs that were compared.
-    drops
-        How many calls of a dropout were kept from dropping.
-    draws
-        Whether the model draws random numbers although no dropout does.
-    again, ort_again
-        The repetitions.
-    plain
-        The run without capture, held against the captured one.
-    plain_losses
-        Its losses.
-    limits
-        The limit of each site.
-    seeds
-        Losses of PyTorch with dropout as it is, with the start's seed and with another one; empty if not asked for.
-    """
-
-    eager: Run
-    ort: Run
-    drops: int
-    draws: bool
-    again: Compared
-    ort_again: Compared
-    plain: Compared
-    plain_losses: tuple[float | None, ...]
-    limits: dict[Site, float]
-    seeds: tuple[tuple[float | None, ...], ...] = ()
 
 
 def compare_engines(  # noqa: PLR0913 - what a lab knows of itself, name by name
