@@ -26,10 +26,13 @@ class Call:
         ipyparallel's result of each rank that was asked, by rank.
     renewed
         Whether the ranks have a new process group since.
+    recalled
+        Ranks that were told to stop, since another had failed.
     """
 
     replies: Mapping[int, Any]
     renewed: bool
+    recalled: frozenset[int] = frozenset()
 
     def results(self) -> list[Any]:
         """Return what each rank returned, by rank.
@@ -43,8 +46,9 @@ class Call:
         if not causes:
             return [one.get() for one in self.replies.values()]
         errors = {rank: _rank_error(cause) for rank, cause in causes.items()}
-        rank = min(errors, key=lambda one: errors[one].is_consequence)
-        more = sum(not one.is_consequence for one in errors.values()) - 1
+        follows = {rank: rank in self.recalled or error.is_consequence for rank, error in errors.items()}
+        rank = min(follows, key=lambda one: follows[one])
+        more = sum(not one for one in follows.values()) - 1
         others = f", as did {more} more" if more > 0 else ""
         fix = "Mend it and run it again."
         if self.renewed:
@@ -111,7 +115,7 @@ def call(
             raise
     if waiting.interrupt is not None:
         raise waiting.interrupt
-    return Call(pending, renewed)
+    return Call(pending, renewed, waiting.recalled)
 
 
 def _put_together(held: Processes, *, broken: bool) -> bool:

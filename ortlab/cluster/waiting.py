@@ -75,6 +75,8 @@ class Waiting:
         The user's interrupt; None if there was none.
     broken
         Whether connections had to be broken; the ranks need a new process group then.
+    recalled
+        Ranks that were told to stop; what they raise then says no more than that.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Waiting:
         self._since: float | None = None
         self.interrupt: KeyboardInterrupt | None = None
         self.broken = False
+        self.recalled: frozenset[int] = frozenset()
 
     def finish(self) -> None:
         """Wait.
@@ -134,6 +137,7 @@ class Waiting:
             self._since = now
         waited = now - self._since
         if self._stage == _LEFT_ALONE and waited >= GRACE_SECONDS:
+            self.recalled = frozenset(ranks)
             self._processes.interrupt(ranks)
             self._stage, self._since = _INTERRUPTED, now
         elif self._stage == _INTERRUPTED and waited >= GRACE_SECONDS:

@@ -155,6 +155,26 @@ def test_a_rank_that_waits_for_one_that_raised_comes_back(cluster):
     check_together(cluster)
 
 
+STOPPED = """
+import time
+import torch.distributed as dist
+if dist.get_rank():
+    raise ValueError('one gives up')
+try:
+    time.sleep(3600)
+except KeyboardInterrupt:
+    raise RuntimeError('zero was stopped') from None
+"""
+
+
+def test_what_a_rank_makes_of_being_stopped_is_no_failure_of_its_own(cluster):
+    seen = []
+    with pytest.raises(ExecutionError, match="Rank 1 failed; all ranks"):
+        cluster.run_cell(STOPPED, seen=seen.append)
+    assert seen[-1][0].error.value == "zero was stopped"
+    check_together(cluster)
+
+
 @pytest.mark.parametrize("there", ["time.sleep(3600)", "while True: pass"])
 def test_ranks_that_are_interrupted_come_back(cluster, interruptible, there):
     """One rank computes or sleeps, and the other waits for it in C++, where no signal is heard."""
