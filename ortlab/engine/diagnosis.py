@@ -84,6 +84,7 @@ def explain_execution_failure(error: Exception) -> BaseException:
     if kept is not None:
         return kept
     if ran_out(error):
+        torch.cuda.empty_cache()  # for what comes next, a pool of ONNX Runtime's own among it; nothing without CUDA
         where = place(error)
         return OutOfMemoryError(
             f"Memory ran out while ONNX Runtime ran the model{where and f', {where}'}.",
