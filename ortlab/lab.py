@@ -26,7 +26,6 @@ from ortlab.hunting.hunting_lab import HuntingLab
 from ortlab.interrupts import interrupts_kept
 from ortlab.lab_view import LabView, Observer
 from ortlab.loop_recording import LoopRecording
-from ortlab.memory.measuring_lab import MeasuringLab
 from ortlab.memory.snapshot_lab import SnapshotLab
 from ortlab.messages import MessageLog
 from ortlab.option_files import with_files, with_usable_export_folder
@@ -62,7 +61,6 @@ class Lab(
     DensityLab,
     SweepingLab,
     ProfilingLab,
-    MeasuringLab,
     SnapshotLab,
     PricingLab,
     BudgetingLab,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from ortlab.errors import BuildError, StepError
 from ortlab.memory.device_snapshot import named_snapshot
+from ortlab.memory.measuring_lab import MeasuringLab
 from ortlab.memory.named_blocks import KeptBuffer, kept_buffers
 from ortlab.memory.snapshotting import CudaHistory, Snapshotting
 from ortlab.snapshot import Snapshot
@@ -14,21 +15,13 @@ from ortlab.snapshot import Snapshot
 if TYPE_CHECKING:
     import torch
 
-    from ortlab.configuration import Configuration
     from ortlab.engine.ort import OrtEngine
-    from ortlab.experiment import Experiment
     from ortlab.memory.device_snapshot import MemorySnapshot
     from ortlab.memory.stash import Stash
-    from ortlab.options import Need
 
 
-class SnapshotLab(ABC):
+class SnapshotLab(MeasuringLab):
     """The base of `Lab` that takes snapshots of a GPU's memory; the abstract parts are the lab's."""
-
-    module: torch.nn.Module
-    have: frozenset[Need]
-    _recording: Any
-    _engine: Any
 
     def memory_snapshot(self, **changes: object) -> MemorySnapshot:
         """Run the last step again while torch's CUDA allocator writes its history down, and name what is in its blocks.
@@ -112,33 +105,8 @@ class SnapshotLab(ABC):
             earliest |= {(path, value): place for value, place in places.items()}
         return kept_buffers(stash, earliest)
 
-    @property
-    @abstractmethod
-    def configuration(self) -> Configuration:
-        """Engine and switches together."""
-
-    @abstractmethod
-    def configure(self, configuration: Configuration) -> object:
-        """Take over engine and switches as a whole."""
-
-    @abstractmethod
-    def stash(self, *, progress: bool = True) -> Stash:
-        """Read what the graph that runs keeps for its backward."""
-
-    @abstractmethod
-    def _last_experiment(self) -> Experiment: ...
-
-    @abstractmethod
-    def _without_arena(self, configuration: Configuration) -> Configuration: ...
-
     @abstractmethod
     def _engines(self, part: str | None) -> dict[str, OrtEngine]: ...
-
-    @abstractmethod
-    def _check_usable(self, what: str) -> None: ...
-
-    @abstractmethod
-    def _report_progress(self, text: str, fraction: float) -> None: ...
 
 
 def _gpu_of(module: torch.nn.Module) -> torch.device:
