@@ -40,7 +40,7 @@ def variables(folder: Path) -> dict[str, str]:
 
 
 def watch() -> None:
-    """Start the guard of this process.
+    """Start the guard of this process, and of those that it will fork.
 
     Raises
     ------
@@ -48,7 +48,12 @@ def watch() -> None:
         If no variable says whose process it is.
     """
     process, folder = json.loads(os.environ[NOTEBOOK])
-    threading.Thread(target=_guard, args=(process, folder), daemon=True, name="ortlab-guard").start()
+
+    def start() -> None:
+        threading.Thread(target=_guard, args=(process, folder), daemon=True, name="ortlab-guard").start()
+
+    os.register_at_fork(after_in_child=start)  # ipyparallel's schedulers: threads are not forked
+    start()
 
 
 def _guard(process: int, folder: str) -> None:

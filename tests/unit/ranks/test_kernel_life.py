@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -152,3 +153,30 @@ def test_a_cluster_that_is_starting_can_be_interrupted_or_lose_its_kernel(kernel
     before = kernel.process
     kernel.restart(now=True)
     wait_until(lambda: not belonging_to(before))
+
+
+ALONE = """
+import time
+from ortlab.cluster import Cluster
+cluster = Cluster(2, threads=1).start()
+print("started", flush=True)
+time.sleep(3600)
+"""
+
+
+def test_schedulers_end_where_the_notebook_and_their_controller_were_killed_at_once():
+    with subprocess.Popen([sys.executable, "-c", ALONE], stdout=subprocess.PIPE, text=True) as notebook:
+        assert notebook.stdout.readline() == "started\n"
+        processes = psutil.Process(notebook.pid).children(recursive=True)
+        of_controller = [
+            one for one in processes if any("ipyparallel.controller" in word for word in one.cmdline())
+        ]
+        controller = next(one for one in of_controller if one.parent() not in of_controller)
+        schedulers = controller.children(recursive=True)
+        assert schedulers
+        for one in (notebook, controller):
+            one.kill()
+        _, left = psutil.wait_procs(processes, timeout=PATIENCE_SECONDS)
+        for one in left:
+            one.kill()
+    assert not left
