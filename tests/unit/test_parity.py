@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from pytorch_faults import spoil_module
 from torch import nn
 
 import ortlab
@@ -171,35 +172,12 @@ def test_the_page_the_table_and_the_figure(compared):
     assert len(ortlab.plot(found).axes) == 3
 
 
-class Fault(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, tensor, ahead, back):
-        ctx.back = back
-        return tensor * ahead
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * ctx.back, None, None
-
-
-def faulty(model, path, ahead, back):
-    """Change what a module computes where PyTorch runs it; traced, it is as it was."""
-    part = model.get_submodule(path)
-    original = part.forward
-
-    def forward(*args, **kwargs):
-        outputs = original(*args, **kwargs)
-        return outputs if torch._C._get_tracing_state() else Fault.apply(outputs, ahead, back)
-
-    part.forward = forward
-
-
 @pytest.mark.row("I8")
 @pytest.mark.parametrize(("ahead", "back", "phase"), [(1.001, 1.0, "forward"), (1.0, 1.001, "backward")])
 @pytest.mark.parametrize("path", ["block.outer", "head"])
 def test_a_fault_is_found_in_its_module(path, ahead, back, phase):
     model, lab = net_and_lab()
-    faulty(model, path, ahead, back)
+    spoil_module(model.get_submodule(path), ahead=ahead, back=back)
     found = lab.parity(1, seeds=False, progress=False)
     lab.unwrap(forget=True)
     assert (found.first.module, found.first.phase) == (path, phase)
@@ -271,7 +249,7 @@ def test_nan_in_both_engines_is_no_difference_and_is_said():
 @pytest.mark.row("I8")
 def test_nan_of_one_engine_alone_is_where_they_part():
     model, lab = net_and_lab()
-    faulty(model, "block.outer", math.nan, 1.0)
+    spoil_module(model.get_submodule("block.outer"), ahead=math.nan)
     found = lab.parity(1, seeds=False, progress=False)
     lab.unwrap(forget=True)
     assert (found.first.module, found.first.pair.distance.relative) == ("block.outer", math.inf)

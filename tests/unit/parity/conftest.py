@@ -3,43 +3,22 @@
 from __future__ import annotations
 
 import pytest
+import pytorch_faults
 import torch
 
 import ortlab
 
 
-class Multiplied(torch.autograd.Function):
-    """A value, and its gradient, times a factor each."""
-
-    @staticmethod
-    def forward(ctx, tensor, ahead, back):
-        ctx.back = back
-        return tensor * ahead
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * ctx.back, None, None
-
-
 @pytest.fixture
 def spoil():
     """Return what multiplies a tensor where PyTorch computes it; in a trace it stays as it is."""
-
-    def change(tensor, *, ahead=1.0, back=1.0):
-        return tensor if torch._C._get_tracing_state() else Multiplied.apply(tensor, ahead, back)
-
-    return change
+    return pytorch_faults.spoil
 
 
 @pytest.fixture
-def spoil_module(spoil):
+def spoil_module():
     """Return what does so with what a module returns."""
-
-    def change(part, **factors):
-        original = part.forward
-        part.forward = lambda *args, **kwargs: spoil(original(*args, **kwargs), **factors)
-
-    return change
+    return pytorch_faults.spoil_module
 
 
 @pytest.fixture
