@@ -1,9 +1,9 @@
 """Of 100 faults of a relative 1e-3, parity names the exact module of at least 95; 50 clean pairs give no alarm.
 
 A fault is one operator of a known module whose result, or whose gradient, is multiplied by 1.001: in ONNX Runtime's
-gradient graph, or in the module of the eager peer. Operators are drawn at random among those that compute something (no
-reshapes) and through which a gradient flows, in five families of transformers. A clean pair has other weights and
-another batch each time.
+gradient graph, or in the module of the eager candidate. Operators are drawn at random among those that compute
+something (no reshapes) and through which a gradient flows, in five families of transformers. A clean pair has other
+weights and another batch each time.
 
 Each family has a process of its own. What a case has shown is kept at once: after Ctrl-C, `--resume` goes on.
 """

@@ -111,7 +111,7 @@ def measured(
     chromium: Any, size: int, layers: int, rounds: int
 ) -> tuple[dict[str, object], dict[str, float]]:
     """Draw a graph in each round, in a fresh browser context; return a row and what is held against limits."""
-    from ortlab.viewer import document
+    from ortlab.graphs.viewer import document
 
     graph = training_graph(layers)
     graph.model  # noqa: B018 - read once, as by everything else that asks for a graph

@@ -42,7 +42,7 @@ def main() -> None:
 
 def first_command(readme: str) -> str:
     """Return the first command of the README: the content of its first code block."""
-    return readme.split("```")[1].strip()
+    return readme.split("```")[1].partition("\n")[2].strip()
 
 
 def run(command: str, folder: Path) -> float:

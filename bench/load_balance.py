@@ -64,8 +64,8 @@ def step_maker(sizes: list[int]) -> Any:
 def main() -> None:
     """Count for 2, 4 and 8 ranks, measure for 2, and write the record."""
     read = arguments(__doc__, rounds=8)
-    from ortlab.cluster import Cluster
-    from ortlab.data.balancing import balance, measured
+    from ortlab.ranks import Cluster
+    from ortlab.ranks.balancing import balance, measured
 
     report = Report("load_balance", read)
     sizes = drawn(256 if read.quick else 4096)

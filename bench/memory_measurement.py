@@ -2,7 +2,7 @@
 
 Models are a BERT and a GPT-2 (4 layers, hidden 256, batch 8, sequence 128 and 256, AdamW, no dropout). One process for
 each trains on ONNX Runtime with its arena on, on PyTorch, and at memory level 1, and then measures PyTorch, ONNX
-Runtime, and ONNX Runtime with the plan that is predicted to save most, by `lab.measure_memory()`. Each of the three is
+Runtime, and ONNX Runtime with the plan that is predicted to save most, by `lab.memory()`. Each of the three is
 also trained in a fresh process in which nothing else has run, with glibc told by its environment to map large buffers
 and the arena off from the start; there the kernel's mark of the peak is read without ortlab's measurement. What is
 compared is the rise of a step above its start, and what the plan saves of it. The claims are for steps of 50 MiB and
@@ -120,7 +120,7 @@ def used(setting: dict[str, Any]) -> dict[str, Any]:
         ("ort", {}),
         ("ort with the plan", {"memory_plan": (plan,)}),
     ):
-        measured = lab.measure_memory(**changes)
+        measured = lab.memory(**changes)
         rises[name] = {"rise": measured.rise_bytes, "spread": measured.spread_bytes}
     return {"plan": plan, "rises": rises}
 

@@ -3,7 +3,7 @@
 Three models (4 layers, hidden 512, 8 heads, vocabulary 8192, dropout as their families have it) train with AdamW on a
 batch of 8 sequences of 256 and of 512 tokens, each in a fresh process. Memory level 1 and the five plans with the
 largest savings printed by ORT are simulated in a profiled step without plans, then run and measured by
-`lab.measure_memory`. At 256 tokens their time is measured as well, in interleaved rounds with none, and the order of
+`lab.memory`. At 256 tokens their time is measured as well, in interleaved rounds with none, and the order of
 predicted costs is held against that of the measured ones (Kendall's tau); plans whose predicted costs differ by less
 than 1 % of the step are one place in the order, since their measured ones cannot be told apart.
 """
@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 from budget import FAMILIES, MIB, language_model
 from report import THREADS, Report, arguments, in_own_process
+
+from ortlab.lab.following import recompute_places
 
 LENGTHS = (256, 512)
 PLANS = 5
@@ -82,7 +84,7 @@ def predictions(family: str, length: int, rounds: int, *, quick: bool) -> list[d
 
     lab.step(step, n=1, progress=False)
     plain, ordered = lab.profile(progress=False), lab.profile(memory_efficient_order=True, progress=False)
-    places = lab.recompute_places()
+    places = recompute_places(lab)
     printed = [row for row in lab.plan().rows if "," not in row.config and row.strategy == 1][:PLANS]
     acting = {row.config: places.of(row.config) for row in printed}
     acting[LEVEL] = places.at_level(1)
@@ -90,11 +92,11 @@ def predictions(family: str, length: int, rounds: int, *, quick: bool) -> list[d
     changes[LEVEL] = {"memory_level": 1}
     told = {row.config: row.saving_bytes for row in printed}
     simulated = {name: with_places(ordered, chosen) for name, chosen in acting.items()}
-    base = lab.measure_memory().rise_bytes
+    base = lab.memory().rise_bytes
     rows = []
     for name, trace in simulated.items():
         saving = lifetimes(plain).peak - lifetimes(trace).peak
-        measured = base - lab.measure_memory(**changes[name]).rise_bytes
+        measured = base - lab.memory(**changes[name]).rise_bytes
         rows.append(
             {
                 "plan": name,

@@ -29,8 +29,8 @@ def main() -> None:
     import ortlab
     from ortlab.engine import exports
     from ortlab.engine.execution import Execution
-    from ortlab.messages import MessageLog
-    from ortlab.options import Options
+    from ortlab.options.options import Options
+    from ortlab.records.messages import MessageLog
 
     torch.set_num_threads(THREADS)
     report = Report("preflight", read)

@@ -98,8 +98,8 @@ def killed() -> tuple[float, int]:
     """Kill a rank that another waits for; return the seconds to its report, and the processes that are left then."""
     import psutil
 
-    from ortlab.cluster import Cluster
-    from ortlab.cluster.waiting import RankDiedError
+    from ortlab.ranks import Cluster
+    from ortlab.ranks.waiting import RankDiedError
 
     before = {one.pid for one in psutil.Process().children(recursive=True)}
     sent = 0.0
@@ -130,8 +130,8 @@ dist.all_reduce(torch.ones(1))
 def main() -> None:
     """Measure, and write the record."""
     read = arguments(__doc__, rounds=5)
-    from ortlab.cluster import Cluster
-    from ortlab.data.balancing import balance
+    from ortlab.ranks import Cluster
+    from ortlab.ranks.balancing import balance
     from ortlab.ranks.rank_ledger import RankLedger
     from ortlab.ranks.ranks import Ranks
 

@@ -1,7 +1,7 @@
-"""Row F6: the largest batch and the samples per second of DeBERTa-v2 with and without GELU recomputed, and its peers.
+"""Row F6: the largest batch and the samples per second of DeBERTa-v2 with and without GELU recomputed, and others.
 
 DeBERTa-v2 trains with AdamW on sequences of 256 tokens, each engine in a fresh process under the same room above its
-start: ONNX Runtime without plans and with each GELU recomputed (one hunt), PyTorch, PyTorch with each layer
+start: ONNX Runtime without plans and with each GELU recomputed (one search), PyTorch, PyTorch with each layer
 checkpointed, and torch.compile with an activation memory budget of 0.5. On a CPU (3 layers, hidden 384, 6 heads,
 vocabulary 8192) the room lies a quarter of what recomputing GELU saves below what the largest batch takes without
 plans. On a GPU (24 layers, hidden 1024, 16 heads) it is 0.9 of what is free, and sizes double until none fits.
@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING
 from report import THREADS, Report, arguments, in_own_process
 
 if TYPE_CHECKING:
-    from ortlab.headline import Headline
+    from ortlab.checks.headline import Headline
 
-PEERS = ("eager", "checkpoint", "compile:0.5")
+CANDIDATES = ("eager", "checkpoint", "compile:0.5")
 MIB = 2**20
 
 
@@ -33,10 +33,10 @@ def main() -> None:
     """Measure, print and write."""
     if "--child" in sys.argv:
         engine, room = sys.argv[sys.argv.index("--child") + 1 :][:2]
-        print(json.dumps(hunted(engine, int(room), quick="--quick" in sys.argv).to_dict()))
+        print(json.dumps(searched(engine, int(room), quick="--quick" in sys.argv).to_dict()))
         return
     read = arguments(__doc__, rounds=1)
-    from ortlab.headline import F6, GELU, largest
+    from ortlab.checks.headline import F6, GELU, largest
 
     report = Report("recompute_batch", read)
     began = time.monotonic()
@@ -44,7 +44,7 @@ def main() -> None:
     report.note(f"On {ort.device}, with {ort.room_bytes / MIB:.0f} MiB above the start of each process.")
     rows, seconds = ort.rows, {"ort": time.monotonic() - began}
     # The quick setting compiles nothing: that alone would take most of its time.
-    for engine in PEERS[:-1] if read.quick else PEERS:
+    for engine in CANDIDATES[:-1] if read.quick else CANDIDATES:
         began = time.monotonic()
         try:
             rows += in_fresh_process(engine, ort.room_bytes, quick=read.quick).rows
@@ -89,18 +89,18 @@ def main() -> None:
 
 
 def in_fresh_process(engine: str, room: int, *, quick: bool) -> Headline:
-    """Measure in a process of its own; return what `hunted` does."""
-    from ortlab.headline import Headline
+    """Measure in a process of its own; return what `searched` does."""
+    from ortlab.checks.headline import Headline
 
     words = [*(["--quick"] if quick else []), "--child", engine, str(room)]
     return Headline.from_dict(in_own_process(__file__, *words))
 
 
-def hunted(engine: str, room: int, *, quick: bool) -> Headline:
-    """Hunt with one engine, in this process."""
+def searched(engine: str, room: int, *, quick: bool) -> Headline:
+    """Search with one engine, in this process."""
     import torch
 
-    from ortlab.headline import ON_CPU, ON_GPU, TINY, run_headline
+    from ortlab.checks.headline import ON_CPU, ON_GPU, TINY, run_headline
 
     torch.set_num_threads(THREADS)
     device = "cuda" if torch.cuda.is_available() else "cpu"

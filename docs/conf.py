@@ -16,7 +16,8 @@ GENERATED = HERE / "_generated"
 sys.path.insert(0, str(ROOT))
 
 import ortlab  # noqa: E402 - the checkout's, not an installed one
-from ortlab import log_levels, options  # noqa: E402
+from ortlab.options import log_levels, options  # noqa: E402
+from ortlab.records import known_messages  # noqa: E402
 
 project = "ortlab"
 copyright = "the ortlab maintainers"  # noqa: A001 - Sphinx's own name for it
@@ -27,9 +28,14 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ex
 exclude_patterns = [
     "_build",
     "jupyter_execute",
+    "_model.md",
+    "_steps.md",
     "_generated/options.md",
     "_generated/log_levels.md",
-]  # the last two are included
+    "_generated/known_messages.md",
+]  # the last five are included
+# Records of several kinds have a time_ratio; a word in a list of attributes links to none of them.
+suppress_warnings = ["ref.python"]
 html_theme = "furo"  # follows the reader's light or dark setting
 html_title = f"ortlab {release}"
 html_static_path = ["_static"]
@@ -63,6 +69,7 @@ def generate(_: Sphinx) -> None:
     GENERATED.mkdir(exist_ok=True)
     (GENERATED / "options.md").write_text(options.markdown(), encoding="utf-8")
     (GENERATED / "log_levels.md").write_text(log_levels.markdown(), encoding="utf-8")
+    (GENERATED / "known_messages.md").write_text(known_messages.markdown(), encoding="utf-8")
     for notebook in (ROOT / "notebooks").glob("*.ipynb"):
         shutil.copy(notebook, GENERATED / f"{notebook.stem.partition('_')[2]}.ipynb")
 

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import BertConfig, BertForMaskedLM
 
 import ortlab
+from ortlab.ranks import save_rank
 
 dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -51,5 +52,5 @@ def step() -> torch.Tensor:
 
 
 lab.step(step, n=5)
-lab.save_rank(sys.argv[1])
+save_rank(lab.runs, sys.argv[1])
 dist.destroy_process_group()

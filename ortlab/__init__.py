@@ -11,117 +11,54 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from ortlab.blame.blame import Blame
-    from ortlab.budgets.budget import Budget
-    from ortlab.comparison import Comparison
-    from ortlab.doctor import examine
-    from ortlab.engine.tensor_subscriber import TensorSubscriber
+    from ortlab.checks.doctor import doctor
+    from ortlab.checks.preflight_running import preflight
+    from ortlab.checks.recipes import recipe
     from ortlab.errors import OrtlabError
-    from ortlab.graph_optimizers import register_graph_optimizer, unregister_graph_optimizer
     from ortlab.graphs.onnx_files import open_graph
-    from ortlab.graphs.stages import Graph
-    from ortlab.hunting.batch_hunt import BatchHunt
-    from ortlab.lab import Lab
-    from ortlab.loss import with_loss, without_loss
-    from ortlab.memory.plan import MemoryPlan
-    from ortlab.memory.stash import Stash
-    from ortlab.memory.trace import Trace
-    from ortlab.options import Options
-    from ortlab.parity.folder_comparison import compare_folders
-    from ortlab.parity.function_check import check_functions
-    from ortlab.parity.inspection import inspect_activation
-    from ortlab.parity.record import Parity
-    from ortlab.parity.upstream_folders import merge_folders
-    from ortlab.preflights.preflight import Preflight
-    from ortlab.preflights.running import preflight
-    from ortlab.ranks.ranks import Ranks
-    from ortlab.recipes import Recipe, recipe
+    from ortlab.graphs.viewer.embedded import embed_graph
+    from ortlab.lab.lab import Lab
+    from ortlab.lab.wrapped import wrap
+    from ortlab.loading import load
+    from ortlab.notebook.widgets.graph_display import show_graph
+    from ortlab.notebook.widgets.panel import panel
+    from ortlab.options.options import Options
     from ortlab.render.figures import plot
-    from ortlab.runs import Ledger, Run
-    from ortlab.status import Status
-    from ortlab.sweeps.sweep import Sweep
-    from ortlab.token_loss import TokenLoss
-    from ortlab.viewer.embedded import embed_graph
-    from ortlab.widgets.graph_display import show_graph
-    from ortlab.widgets.graph_view import GraphView
-    from ortlab.widgets.panel import Panel, panel
-    from ortlab.wrapped import wrap
+    from ortlab.runs.graph_optimizers import register_graph_optimizer, unregister_graph_optimizer
+    from ortlab.runs.loss import with_loss, without_loss
+    from ortlab.runs.token_loss import TokenLoss
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "BatchHunt": "ortlab.hunting.batch_hunt",
-    "Blame": "ortlab.blame.blame",
-    "Budget": "ortlab.budgets.budget",
-    "Comparison": "ortlab.comparison",
-    "Graph": "ortlab.graphs.stages",
-    "GraphView": "ortlab.widgets.graph_view",
-    "Lab": "ortlab.lab",
-    "Ledger": "ortlab.runs",
-    "MemoryPlan": "ortlab.memory.plan",
-    "Options": "ortlab.options",
+    "Lab": "ortlab.lab.lab",
+    "Options": "ortlab.options.options",
     "OrtlabError": "ortlab.errors",
-    "Panel": "ortlab.widgets.panel",
-    "Parity": "ortlab.parity.record",
-    "Preflight": "ortlab.preflights.preflight",
-    "Recipe": "ortlab.recipes",
-    "Ranks": "ortlab.ranks.ranks",
-    "Run": "ortlab.runs",
-    "Stash": "ortlab.memory.stash",
-    "TensorSubscriber": "ortlab.engine.tensor_subscriber",
-    "Trace": "ortlab.memory.trace",
-    "Status": "ortlab.status",
-    "Sweep": "ortlab.sweeps.sweep",
-    "TokenLoss": "ortlab.token_loss",
-    "check_functions": "ortlab.parity.function_check",
-    "compare_folders": "ortlab.parity.folder_comparison",
-    "inspect_activation": "ortlab.parity.inspection",
-    "merge_folders": "ortlab.parity.upstream_folders",
-    "embed_graph": "ortlab.viewer.embedded",
-    "examine": "ortlab.doctor",
+    "TokenLoss": "ortlab.runs.token_loss",
+    "embed_graph": "ortlab.graphs.viewer.embedded",
+    "doctor": "ortlab.checks.doctor",
+    "load": "ortlab.loading",
     "open_graph": "ortlab.graphs.onnx_files",
-    "panel": "ortlab.widgets.panel",
+    "panel": "ortlab.notebook.widgets.panel",
     "plot": "ortlab.render.figures",
-    "preflight": "ortlab.preflights.running",
-    "recipe": "ortlab.recipes",
-    "register_graph_optimizer": "ortlab.graph_optimizers",
-    "show_graph": "ortlab.widgets.graph_display",
-    "unregister_graph_optimizer": "ortlab.graph_optimizers",
-    "with_loss": "ortlab.loss",
-    "without_loss": "ortlab.loss",
-    "wrap": "ortlab.wrapped",
+    "preflight": "ortlab.checks.preflight_running",
+    "recipe": "ortlab.checks.recipes",
+    "register_graph_optimizer": "ortlab.runs.graph_optimizers",
+    "show_graph": "ortlab.notebook.widgets.graph_display",
+    "unregister_graph_optimizer": "ortlab.runs.graph_optimizers",
+    "with_loss": "ortlab.runs.loss",
+    "without_loss": "ortlab.runs.loss",
+    "wrap": "ortlab.lab.wrapped",
 }
 
 __all__ = [
-    "BatchHunt",
-    "Blame",
-    "Budget",
-    "Comparison",
-    "Graph",
-    "GraphView",
     "Lab",
-    "Ledger",
-    "MemoryPlan",
     "Options",
     "OrtlabError",
-    "Panel",
-    "Parity",
-    "Preflight",
-    "Ranks",
-    "Recipe",
-    "Run",
-    "Stash",
-    "Status",
-    "Sweep",
-    "TensorSubscriber",
     "TokenLoss",
-    "Trace",
-    "check_functions",
-    "compare_folders",
+    "doctor",
     "embed_graph",
-    "examine",
-    "inspect_activation",
-    "merge_folders",
+    "load",
     "open_graph",
     "panel",
     "plot",
@@ -150,14 +87,14 @@ def __dir__() -> list[str]:
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
-    """Register the magics and the display of records; `%load_ext ortlab` calls it."""
-    from ortlab import magics
+    """Register the magics; `%load_ext ortlab` calls it."""
+    from ortlab.notebook import magics
 
     magics.load(shell)
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
     """Put back what was there before; `%unload_ext ortlab` calls it."""
-    from ortlab import magics
+    from ortlab.notebook import magics
 
     magics.unload(shell)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import ortlab
 from ortlab.errors import OrtlabError
-from ortlab.interrupts import interrupts_kept
+from ortlab.runs.interrupts import interrupts_kept
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,12 +77,12 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = commands.add_parser(
         "demo",
-        help="train a small BERT on real English text with ORT, with PyTorch, and with a recompute plan",
-        description="Train a small BERT on the English text that ships with Python: on ONNX Runtime, on"
-        " PyTorch, and on ONNX Runtime with a recompute plan, from the same start, and compare.",
+        help="train a small BERT, take 30 %% off the memory that a step needs, and say what that costs",
+        description="Train a small BERT on the English text that ships with Python on ONNX Runtime, take 30 %% off the"
+        " memory that a step needs, and compare its time and memory with PyTorch's, from the same start.",
     )
     demo.add_argument(
-        "--steps", type=_positive, default=15, help="training steps of each run (default: %(default)s)"
+        "--steps", type=_positive, default=15, help="training steps of the first run (default: %(default)s)"
     )
     demo.add_argument("--layers", type=_positive, default=4, help="transformer layers (default: %(default)s)")
     demo.add_argument(
@@ -158,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
 def _demo(args: argparse.Namespace) -> int:
     if args.save is not None:
         _check_writable(args.save)  # now, not after a minute of training
-    from ortlab import demo, masked_language
+    from ortlab.checks import demo, masked_language
 
     setting = masked_language.Setting(
         args.steps, args.layers, args.hidden, args.batch, args.length, args.seed
@@ -166,7 +166,7 @@ def _demo(args: argparse.Namespace) -> int:
     runs = demo.main(setting)
     if args.save is not None:
         runs.save(args.save)
-        print(f"\nThe runs are in {args.save}; ortlab.Ledger.load reads them.")
+        print(f"\nThe runs are in {args.save}; ortlab.load reads them.")
     return 0
 
 
@@ -187,9 +187,9 @@ def _lab(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from ortlab import doctor
+    from ortlab.checks import doctor as examination
 
-    report = doctor.examine()
+    report = examination.doctor()
     if args.json:
         print(json.dumps(report.to_dict(), indent=2))
     else:
@@ -203,8 +203,8 @@ def _selftest(args: argparse.Namespace) -> int:
     _check_folder(args.output)  # now, not after ten minutes
     from tqdm import tqdm
 
+    from ortlab.checks import selftest_running as running
     from ortlab.render.selftest_page import verdict
-    from ortlab.selftest import running
 
     with tqdm(bar_format="{desc}", leave=False, disable=None) as line:  # on a terminal only
 
@@ -226,7 +226,7 @@ def _selftest(args: argparse.Namespace) -> int:
     for one in test.findings:
         if one.outcome in {"failed", "did not hold"}:
             print(f"  {one.outcome:<12}  {one.part}, {one.name}: {one.said}")
-    print(f"Report: {report}\nRecord: {data} (ortlab.selftest.record.SelfTest.load reads it)")
+    print(f"Report: {report}\nRecord: {data} (ortlab.records.selftest.SelfTest.load reads it)")
     if test.interrupted:
         return INTERRUPTED
     return 0 if test.ok else FAILED

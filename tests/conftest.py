@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import warnings
@@ -19,6 +20,10 @@ from row_listing import pytest_addoption, pytest_configure  # noqa: F401 - pytes
 # No test may open a window or reach a model hub.
 os.environ["MPLBACKEND"] = "Agg"
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# A shell that starts the tests in the background lets them ignore Ctrl-C, which many tests send.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # pytest writes the name of the running phase into the first; torch sets the others with the first optimizer and at the
 # first torch.compile.

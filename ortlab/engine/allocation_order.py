@@ -45,7 +45,7 @@ def earliest_places(execution: Execution, values: Iterable[str]) -> dict[str, in
     execution
         A training execution.
     values
-        Names of results that fill a buffer: `StashedActivation.value`.
+        Names of results that fill a buffer: `SavedActivation.value`.
 
     Returns
     -------

@@ -9,11 +9,11 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ortlab.coverage import Coverage
 from ortlab.engine.checkpointing import CheckpointEngine
-from ortlab.engine_names import activation_memory_budget, checkpointed_paths, engine_kind
 from ortlab.errors import BuildError
-from ortlab.runs import Initialization
+from ortlab.options.engine_names import activation_memory_budget, checkpointed_paths, engine_kind
+from ortlab.records.coverage import Coverage
+from ortlab.records.runs import Initialization
 
 
 class EagerEngine:
@@ -171,7 +171,7 @@ def baseline(
     Parameters
     ----------
     engine
-        As `ortlab.engine_names.check_engine` returns it.
+        As `ortlab.options.engine_names.check_engine` returns it.
     module
         The model.
     original_forward

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ortlab.options import Options
+    from ortlab.options.options import Options
 
 _options: Final[ContextVar[Options | None]] = ContextVar("options", default=None)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ortlab.engine.ort import OrtEngine
-from ortlab.runs import EXECUTED_BY_EAGER
+from ortlab.records.runs import EXECUTED_BY_EAGER
 
 
 class BuildingEngine(OrtEngine):

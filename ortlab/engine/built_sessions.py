@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from ortlab.engine.execution import Execution
     from ortlab.engine.exports import BuiltGraph, KeptExport
-    from ortlab.options import Options
+    from ortlab.options.options import Options
 
 _EARLIER_KEPT: Final = 3
 """Sessions for other calls than the last one; each has its own graph, and none has the weights.
@@ -19,7 +20,7 @@ one backward.
 """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Built:
     """What runs calls of one kind: an execution, and what it was made for and of."""
 
@@ -36,6 +37,7 @@ class BuiltSessions:
     def __init__(self) -> None:
         self._last: dict[bool, Built] = {}
         self._earlier: list[Built] = []
+        self._held: tuple[Built, ...] = ()
 
     def last(self, *, training: bool | None = None) -> Built | None:
         """Return what ran last in a mode; without a mode in training, or else in inference. None if nothing did."""
@@ -67,20 +69,49 @@ class BuiltSessions:
         self._earlier = [one for one in self._earlier if one is not built]
         if before is not None and before is not built:
             self._earlier.append(before)
-        latest = self._earlier[-_EARLIER_KEPT:]
-        self.release_earlier(keep=lambda one: one in latest and usable(one))
+        self._release_unless(usable)
+
+    @contextmanager
+    def beside(self, usable: Callable[[Built], bool]) -> Iterator[None]:
+        """Free nothing that is there while the block runs; what ran last before it runs next.
+
+        Parameters
+        ----------
+        usable
+            Tells, after the block, whether a session could run a call again; if not, it is freed.
+        """
+        before, last = self._held, dict(self._last)
+        self._held = (*before, *self._last.values(), *self._earlier)
+        try:
+            yield
+        finally:
+            self._held = before
+            self._earlier += [one for mode, one in self._last.items() if one is not last.get(mode)]
+            self._last = last
+            self._earlier = [one for one in self._earlier if one not in last.values()]
+            self._release_unless(usable)
+
+    def _release_unless(self, usable: Callable[[Built], bool]) -> None:
+        """Free the earlier sessions that no call could use, and of the others all but the latest of each kind."""
+        latest: list[Built] = []
+        # Those without an arena are for measuring: they leave the others their room.
+        for arena in (True, False):
+            alike = [one for one in self._earlier if one.options.cpu_memory_arena == arena and usable(one)]
+            latest += alike[-_EARLIER_KEPT:]
+        self.release_earlier(keep=lambda one: one in latest)
 
     def release_earlier(self, keep: Callable[[Built], bool] = lambda _: False) -> None:
         """Free the earlier sessions, but for those to keep."""
+        kept = [one for one in self._earlier if one in self._held or keep(one)]
         for one in self._earlier:
-            if not keep(one):
+            if one not in kept:
                 one.execution.release_session()
-        self._earlier = [one for one in self._earlier if keep(one)]
+        self._earlier = kept
 
     def release_last(self, *, training: bool) -> None:
         """Free what ran last in a mode, if anything did."""
         built = self._last.pop(training, None)
-        if built is not None:
+        if built is not None and built not in self._held:
             built.execution.release_session()
 
     def release(self) -> None:

@@ -25,7 +25,7 @@ from ortlab.engine.logs.build_log import runtime_messages
 from ortlab.engine.passes.exact_places import HIDING
 from ortlab.engine.passes.graph_edits import FLOAT_TYPES, GraphFacts
 from ortlab.engine.tracing.taps import Mark, Taps, marks_of
-from ortlab.messages import MessageLog
+from ortlab.records.messages import MessageLog
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ortlab.coverage import Coverage
 from ortlab.engine.repeated_layers import find_layers
 from ortlab.errors import StepError
+from ortlab.records.coverage import Coverage
 
 
 class CheckpointEngine:

@@ -24,7 +24,7 @@ class OutOfMemoryError(ExecutionError):
 
 
 _LESS: Final = (
-    "Take a smaller batch, or keep less for the backward: lab.set(memory_level=1). lab.hunt_batch(...) looks for the "
+    "Take a smaller batch, or keep less for the backward: lab.set(memory_level=1). lab.find_batch_size(...) finds the "
     "largest batch that fits; on a GPU `nvidia-smi` names other processes that hold memory."
 )
 

@@ -37,8 +37,8 @@ from ortlab.engine.sessions import make_manager, register_operators, released_ag
 from ortlab.engine.tracing.hooks import TensorHooks, check_hooks
 from ortlab.engine.tracing.input_sizes import FIXED_ONES, NumbersMade
 from ortlab.engine.tracing.source_lines import source_lines
-from ortlab.log_levels import log_level
-from ortlab.messages import ORTLAB, MessageLog
+from ortlab.options.log_levels import log_level
+from ortlab.records.messages import ORTLAB, MessageLog
 
 load()
 
@@ -51,8 +51,8 @@ from onnxruntime.training.ortmodule._utils import get_rank
 
 if TYPE_CHECKING:
     from ortlab.engine.profiling import Profile
-    from ortlab.messages import Message
-    from ortlab.options import Options
+    from ortlab.options.options import Options
+    from ortlab.records.messages import Message
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and the fraction done so far, 0 to 1."""

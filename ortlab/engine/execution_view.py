@@ -20,8 +20,8 @@ from ortlab.engine.passes.label_density import label_totals
 from ortlab.engine.recompute_places import check_places, find_places
 from ortlab.graphs.traced_model import TracedModel
 from ortlab.memory.recompute_places import NOTHING, RecomputeChoice, are_partial
-from ortlab.messages import MessageLog
-from ortlab.runs import Initialization
+from ortlab.records.messages import MessageLog
+from ortlab.records.runs import Initialization
 
 load()
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from ortlab.engine.exports import BuiltGraph, Export
     from ortlab.memory.recompute_places import RecomputePlaces
-    from ortlab.options import Options
+    from ortlab.options.options import Options
 
 
 class ExecutionView:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from ortlab.options import Effect
+from ortlab.options.options import Effect
 
 if TYPE_CHECKING:
     import torch
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from ortlab.engine.schema import Schema
     from ortlab.engine.tracing.input_sizes import Sizes
     from ortlab.memory.recompute_places import RecomputePlaces
-    from ortlab.messages import Message
-    from ortlab.options import Options
+    from ortlab.options.options import Options
+    from ortlab.records.messages import Message
 
 KEPT_EXPORTS: Final = 4
 """How many exports are kept for each module; the last used ones. One is a few MB, since it holds no weights."""

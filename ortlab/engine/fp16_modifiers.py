@@ -16,7 +16,7 @@ import torch
 from ortlab.engine import fused_ops
 from ortlab.engine.patching import replace
 from ortlab.errors import InstallError, OptionError
-from ortlab.optimizer_names import OVERRIDDEN_BY
+from ortlab.records.optimizer_names import OVERRIDDEN_BY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -73,7 +73,7 @@ def modify(optimizer: Any, **groups: Any) -> None:
 
     name = (
         "apex.amp.optimizer.unique_name_as_id"
-        if hasattr(optimizer, "_amp_stash")
+        if hasattr(optimizer, "_amp_activations")
         else registry.get_full_qualified_type_name(optimizer)
     )
     library = name.split(".", maxsplit=1)[0]

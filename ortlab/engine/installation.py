@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from ortlab.errors import InstallError
-from ortlab.switches import Need
+from ortlab.options.switches import Need
 
 ORT_VERSION: Final = "1.19.2"
 CPU: Final = "onnxruntime-training-cpu"

@@ -106,7 +106,7 @@ def _ancestors(node: onnx.NodeProto, producers: Mapping[str, onnx.NodeProto]) ->
 def _worth_keeping(
     residual: str, producers: Mapping[str, onnx.NodeProto], stashed: Collection[str]
 ) -> list[str]:
-    """Return the stashed value that the residual is cheaply made of, or the residual, or nothing."""
+    """Return the saved value that the residual is cheaply made of, or the residual, or nothing."""
     chosen = [residual] if residual in stashed else []
     value = residual
     while value in producers and producers[value].op_type in _ON_THE_WAY:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _StopRecomputationError
 
-from ortlab.coverage import Coverage
 from ortlab.engine import exports, graph_optimizers
 from ortlab.engine.build_environment import one_build_at_a_time
 from ortlab.engine.built_sessions import Built, BuiltSessions
@@ -33,9 +33,10 @@ from ortlab.engine.tracing.checkpoints import saving_apart
 from ortlab.engine.tracing.input_sizes import sizes
 from ortlab.engine.transforms import refuse_transforms
 from ortlab.errors import BuildError, ExecutionError, FallbackWarning, OrtlabError, PlanWarning
-from ortlab.messages import ORTLAB, MessageLog
-from ortlab.options import Effect, Options
-from ortlab.runs import EXECUTED_BY_FALLBACK, EXECUTED_BY_ORT, Initialization
+from ortlab.options.options import Effect, Options
+from ortlab.records.coverage import Coverage
+from ortlab.records.messages import ORTLAB, MessageLog
+from ortlab.records.runs import EXECUTED_BY_FALLBACK, EXECUTED_BY_ORT, Initialization
 
 if TYPE_CHECKING:
     from ortlab.engine.execution import Execution, Progress
@@ -44,6 +45,15 @@ if TYPE_CHECKING:
 STAGES: Final = {Effect.STEP: "step", Effect.SESSION: "session", Effect.GRAPH: "graph"}
 """What is redone for a change with that effect; everything earlier means a new export."""
 
+_STATE: Final = (
+    "options",
+    "executed_by",
+    "fallback_reason",
+    "rebuild_reason",
+    "_failed",
+    "_starts_over",
+)
+"""What `OrtEngine.beside` puts back."""
 
 _NOTHING: Final = ("", "step")
 
@@ -212,6 +222,22 @@ class OrtEngine:
         )
         self._sessions.release_earlier(keep=lambda one: not one.execution.recomputes_dropout)
 
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Let calls in the block run with other options; afterwards the engine is as it was, sessions included.
+
+        A session that differs from the present one in that it has no arena stays beside it, so that the next
+        measurement of memory builds nothing.
+        """
+        before = {name: getattr(self, name) for name in _STATE}
+        with self._sessions.beside(usable=self._may_serve):
+            try:
+                self._starts_over = False
+                yield
+            finally:
+                for name, value in before.items():
+                    setattr(self, name, value)
+
     # ---- building ---------------------------------------------------------------------------------------------
 
     def pending_stage(self) -> str:
@@ -261,7 +287,7 @@ class OrtEngine:
         BuildError
             Nothing has been built for the present options yet.
         """
-        return self._current(self._sessions.last())
+        return self.execution_of(self.options)
 
     def execution_for(self, *, training: bool) -> Execution:
         """Return what runs in one mode.
@@ -271,25 +297,66 @@ class OrtEngine:
         BuildError
             Nothing has been built for the present options in that mode yet.
         """
-        built = self._sessions.last(training=training)
-        if built is None and self._sessions.last() is not None:
-            raise _no_graph_for(training=training)
-        return self._current(built)
+        return self.execution_of(self.options, training=training)
 
-    def _current(self, built: Built | None) -> Execution:
-        if built is None and self.fallback_reason:
+    def execution_of(self, options: Options, *, training: bool | None = None) -> Execution:
+        """Return what runs with some switches; nothing is built for that.
+
+        Parameters
+        ----------
+        options
+            The switches.
+        training
+            Which mode; by default training, or inference where no training step has run.
+
+        Raises
+        ------
+        BuildError
+            Nothing has been built for them yet.
+        """
+        found = self.ready(options, training=training)
+        if found is not None:
+            return found
+        self.check_buildable(options)
+        if self._sessions.last(training=training) is None and self._sessions.last() is not None:
+            assert training is not None  # noqa: S101 - otherwise both are the same session
+            raise _no_graph_for(training=training)
+        if training is False:
+            raise BuildError(
+                "There is no inference graph for the present options yet.",
+                why="ONNX Runtime builds it in the first call after a change, because it needs a batch for that.",
+                fix="Call the model for inference once: model.eval(), then `with torch.no_grad(): model(...)`.",
+            )
+        raise BuildError(
+            "There is no graph for the present options yet.",
+            why="ONNX Runtime builds it from a step, because it needs a batch for that, and this lab remembers none.",
+            fix="Run a step first: %%ort_step, lab.step(fn), or call the model once.",
+        )
+
+    def ready(self, options: Options, *, training: bool | None = None) -> Execution | None:
+        """Return what is there and runs with some switches as it is; None if something would have to be redone."""
+        last = self._sessions.last(training=training)
+        mode = training if last is None else last.execution.training
+        earlier = [] if mode is None else self._sessions.earlier(training=mode)
+        # Those of the last call's kind come before those of other batches.
+        earlier = sorted(earlier, key=lambda one: last is not None and one.kept.schema == last.kept.schema)
+        kept = [*earlier, *([] if last is None else [last])]
+        return next((one.execution for one in reversed(kept) if self._stage(one, options) in _NOTHING), None)
+
+    def check_buildable(self, options: Options) -> None:
+        """Refuse to look for the graph of a model that ONNX Runtime has just refused with these switches.
+
+        Raises
+        ------
+        BuildError
+            PyTorch executed the last step as a fallback.
+        """
+        if self._failed is not None and self._failed[1] == options:
             raise BuildError(
                 "There is no graph: PyTorch executed the last step, not ONNX Runtime.",
                 why=self.fallback_reason,
                 fix="Mend that, or wrap a part of the model only: ortlab.wrap(model, only=[...]).",
             )
-        if built is None or self._stage(built, self.options) not in _NOTHING:
-            raise BuildError(
-                "There is no graph for the present options yet.",
-                why="ONNX Runtime builds it in the first step after a change, because it needs a batch for that.",
-                fix="Run a step first: %%ort_step, lab.step(fn), or call the model once.",
-            )
-        return built.execution
 
     def graph_digests(self) -> dict[str, str]:
         """Return SHA-256 digests of the training graph without and with its gradient; none after a fallback."""
@@ -321,7 +388,7 @@ class OrtEngine:
             return current.execution
         for earlier in self._sessions.earlier(training=training):
             if self._serves(earlier, schema, args, kwargs):
-                self._sessions.keep(earlier, usable=self._is_up_to_date)
+                self._sessions.keep(earlier, usable=self._may_serve)
                 return earlier.execution
         changed = self._what_changed(current, schema, args, kwargs)
         self.rebuild_reason = changed or self._why(current)
@@ -336,7 +403,7 @@ class OrtEngine:
                 ) from error
         if current is not None and starts_over:
             self._sessions.release_last(training=training)
-        self._sessions.keep(built, usable=self._is_up_to_date)
+        self._sessions.keep(built, usable=self._may_serve)
         self._starts_over = self._starts_over and not training
         self._say_absent_plans(built.execution)
         return built.execution
@@ -360,6 +427,11 @@ class OrtEngine:
     def _is_up_to_date(self, built: Built) -> bool:
         """Tell whether the present options ask for nothing that would have to be redone."""
         return self._stage(built, self.options) in _NOTHING
+
+    def _may_serve(self, built: Built) -> bool:
+        """Tell whether the present options, or a measurement with them, which needs no arena, would use it as it is."""
+        without_arena = self.options.replace(cpu_memory_arena=False)
+        return self._is_up_to_date(built) or self._stage(built, without_arena) in _NOTHING
 
     def _build(self, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any], changed: str) -> Built:
         from ortlab.engine.execution import Execution

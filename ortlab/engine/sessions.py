@@ -28,8 +28,8 @@ from ortlab.engine.memory_report import PROBE_ANYWHERE
 from ortlab.engine.operators.torch_backward import TorchBackward
 from ortlab.engine.passes.exact_places import leaving_alone
 from ortlab.errors import BuildError, ExecutionError
-from ortlab.log_levels import log_level
-from ortlab.option_files import check_onnx_folder
+from ortlab.options.log_levels import log_level
+from ortlab.options.option_files import check_onnx_folder
 
 load()
 
@@ -47,8 +47,8 @@ from onnxruntime.training.ortmodule._utils import get_rank
 if TYPE_CHECKING:
     from ortlab.engine.logs.runtime_log import Line
     from ortlab.engine.profiling import Profile
-    from ortlab.messages import MessageLog
-    from ortlab.options import Options
+    from ortlab.options.options import Options
+    from ortlab.records.messages import MessageLog
 
 Kept: TypeAlias = Sequence[Sequence[str]]
 """Results that no memory plan recomputes, by node."""

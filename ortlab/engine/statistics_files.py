@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ortlab.engine.patching import replace
-from ortlab.parity.statistics import SAMPLES, TensorStatistics
+from ortlab.records.activation_statistics import SAMPLES, TensorStatistics
 
 if TYPE_CHECKING:
     from collections.abc import Callable

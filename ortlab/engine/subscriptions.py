@@ -12,8 +12,8 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.engine import load
+from ortlab.engine.inspected_tensors import LISTENERS
 from ortlab.engine.patching import replace
-from ortlab.parity.inspection import LISTENERS
 
 if TYPE_CHECKING:
     import torch

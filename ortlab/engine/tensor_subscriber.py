@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class TensorSubscriber(SubscriberBase):  # type: ignore[misc] # upstream has no types
-    """Sees every output of every module, each tensor of `ortlab.inspect_activation`, and their gradients.
+    """Sees every output of every module, each tensor of `ortlab.parity.inspect_activation`, and their gradients.
 
     A subclass overrides `activation` and `gradient`. They are called in each step on PyTorch and on ONNX Runtime, where
     an override of upstream's `..._apply_impl` runs in the export only. `lab.subscribe` takes its objects.

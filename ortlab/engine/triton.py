@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.engine.build_options import acts, building_with, present
 from ortlab.engine.patching import replace
-from ortlab.option_files import triton_configuration
+from ortlab.options.option_files import triton_configuration
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
-    from ortlab.options import Options
+    from ortlab.options.options import Options
 
 FUSION: Final = "TritonFusion"
 """The optimizer of ORT that fuses (``triton_fusion.h``); a session leaves it out where the option is off."""

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.graphs.diff_parts import Change, DiffNode, Kind, Move, Rewrite, Side, nodes_of
-from ortlab.record_files import JsonRecord
+from ortlab.records.record_files import JsonRecord
+from ortlab.shown import Shown
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -20,8 +21,8 @@ _BETWEEN: Final = "com.microsoft.YieldOp"
 """The node that hands the forward's results to PyTorch; what depends on it is backward."""
 
 
-@dataclass(frozen=True)
-class GraphDiff(JsonRecord, noun="difference of graphs", layout=1):
+@dataclass(frozen=True, repr=False)
+class GraphDiff(Shown, JsonRecord, noun="difference of graphs", layout=1):
     """The differences of two graphs.
 
     Attributes

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.graphs.flops import Flops, NodeFlops
-from ortlab.record_files import JsonRecord
+from ortlab.records.record_files import JsonRecord
+from ortlab.shown import Shown
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -52,8 +53,8 @@ class NodeChange:
         return (self.without.elements if self.without else 0) - (self.having.elements if self.having else 0)
 
 
-@dataclass(frozen=True)
-class FlopSavings(JsonRecord, noun="record of saved FLOPs", layout=2):
+@dataclass(frozen=True, repr=False)
+class FlopSavings(Shown, JsonRecord, noun="record of saved FLOPs", layout=2):
     """One training step with a switch and without it.
 
     Attributes

@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ortlab.errors import OptionError
-from ortlab.record_files import JsonRecord
+from ortlab.records.record_files import JsonRecord
+from ortlab.shown import Shown
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -63,8 +64,8 @@ class NodeFlops:
         return {"operator": self.operator, "module": self.module, "layer": self.layer}[kind]
 
 
-@dataclass(frozen=True)
-class Flops(JsonRecord, noun="record of FLOPs", layout=1):
+@dataclass(frozen=True, repr=False)
+class Flops(Shown, JsonRecord, noun="record of FLOPs", layout=1):
     """What one training step on ONNX Runtime calculates.
 
     Attributes

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ortlab.errors import OptionError
+from ortlab.shown import Shown
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
     from ortlab.graphs.stages import Graph
 
 
-@dataclass(frozen=True)
-class GraphSet:
+@dataclass(frozen=True, repr=False)
+class GraphSet(Shown):
     """All stages of one build, in the order in which they were made; `lab.graphs()` returns it.
 
     Attributes

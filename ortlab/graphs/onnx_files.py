@@ -48,7 +48,7 @@ _KNOWN_OTHERS: Final = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FileGraph(Graph):
     """A graph that was read from a file, without the values of its weights.
 

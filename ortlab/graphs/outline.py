@@ -94,7 +94,7 @@ class Kept:
     unknown
         How many buffers have no known size.
     are_buffers
-        Whether buffers are counted: the stash of the graph was read. Several values can be views of one buffer.
+        Whether buffers are counted: the graph's saved activations were read. Several values can be views of one buffer.
     """
 
     count: int
@@ -304,11 +304,11 @@ def _kept(
     sides: Sequence[Side | None],
     row_of: Mapping[int, int],
 ) -> dict[int, Kept]:
-    """Return what each row keeps: buffers and bytes where the stash has been read, else values."""
-    if graph.stash is not None:
+    """Return what each row keeps: buffers and bytes where the saved activations have been read, else values."""
+    if graph.activations is not None:
         place_of = {name: place for place, name in enumerate(names)}
         found: dict[int, list[int | None]] = {}
-        for one in graph.stash.rows:
+        for one in graph.activations.rows:
             if place_of.get(one.node) in row_of:
                 found.setdefault(row_of[place_of[one.node]], []).append(one.bytes)
         return {

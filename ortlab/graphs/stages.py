@@ -13,13 +13,14 @@ from ortlab.errors import BuildError, OptionError
 from ortlab.graphs.origins import Origin, origins
 from ortlab.graphs.scopes import operator_of
 from ortlab.graphs.traced_model import TracedModel
+from ortlab.shown import Shown
 
 if TYPE_CHECKING:
     import pandas as pd
     from onnx import ModelProto, ValueInfoProto
 
     from ortlab.graphs.summary import GraphSummary
-    from ortlab.memory.stash import Stash
+    from ortlab.memory.saved_activations import SavedActivations
     from ortlab.memory.trace import Trace
 
 STAGES: Final = {
@@ -54,8 +55,8 @@ class Value:
     shape: tuple[int | str, ...]
 
 
-@dataclass(frozen=True)
-class Graph:
+@dataclass(frozen=True, repr=False)
+class Graph(Shown):
     """One ONNX graph.
 
     Attributes
@@ -70,12 +71,14 @@ class Graph:
         Path of the part of the model that it is of; empty where the whole model is wrapped.
     traced
         What is known of the module that it was traced from; nothing for a graph that was read from a file.
-    stash
-        What its forward keeps for its backward, where somebody has read it; see `with_stash`.
+    activations
+        What its forward keeps for its backward, where somebody has read it; see `with_activations`.
     trace
         A profiled step of it, where there is one; see `with_profile`.
     stripped_bytes
         Bytes of constants that were left out for viewing; 0 in a graph that can run.
+    note
+        How it came about, where it was built to be looked at; empty where it was there.
     """
 
     stage: str
@@ -83,9 +86,10 @@ class Graph:
     serialized: bytes = field(repr=False)
     part: str = ""
     traced: TracedModel = field(default=TracedModel(), repr=False, compare=False)
-    stash: Stash | None = field(default=None, repr=False, compare=False)
+    activations: SavedActivations | None = field(default=None, repr=False, compare=False)
     trace: Trace | None = field(default=None, repr=False, compare=False)
     stripped_bytes: int = 0
+    note: str = field(default="", repr=False, compare=False)
 
     @cached_property
     def model(self) -> ModelProto:
@@ -121,9 +125,9 @@ class Graph:
             return "as the session executes it"
         return STAGES.get(self.stage, "read from a file")
 
-    def with_stash(self, stash: Stash) -> Graph:
+    def with_activations(self, activations: SavedActivations) -> Graph:
         """Return the graph with what its forward keeps for its backward, which its summary then shows."""
-        return replace(self, stash=stash)
+        return replace(self, activations=activations)
 
     def with_profile(self, trace: Trace) -> Graph:
         """Return the graph with the times of a profiled step, which its summary then shows.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ortlab.graphs.origins import Origin
     from ortlab.graphs.phases import Phase
     from ortlab.graphs.stages import Graph, Value
-    from ortlab.memory.activations import StashedActivation
+    from ortlab.memory.activations import SavedActivation
     from ortlab.memory.trace import TracedNode
 
 Kind = Literal["input", "parameter", "buffer", "output", "gradient"]
@@ -111,7 +111,7 @@ class GraphSummary:
     parameter_count: int
     parameter_bytes: int
     opsets: Mapping[str, int]
-    edges: tuple[StashedActivation, ...] | None = None
+    edges: tuple[SavedActivation, ...] | None = None
     unmeasured: int = 0
 
     @property
@@ -224,7 +224,7 @@ def summarize(graph: Graph) -> GraphSummary:
         parameter_count=len(fed),
         parameter_bytes=sum(fed),
         opsets={entry.domain or _ONNX: entry.version for entry in graph.model.opset_import},
-        edges=None if graph.stash is None else graph.stash.rows,
+        edges=None if graph.activations is None else graph.activations.rows,
         unmeasured=sum(node.ms is None and node.phase is not None for node in nodes) if ran else 0,
     )
 

@@ -9,7 +9,7 @@ from ortlab.memory.shapes import Shape, bytes_formula
 
 
 @dataclass(frozen=True)
-class StashedActivation:
+class SavedActivation:
     """One buffer that the forward fills and that is still there when the backward begins.
 
     Attributes
@@ -84,7 +84,7 @@ class KeptInput:
     name
         Name of the graph's input.
     shape, dtype, element_bytes, bytes
-        As for `StashedActivation`.
+        As for `SavedActivation`.
     kept_by
         Names of the backward nodes that read it, or a view of it.
     part
@@ -101,7 +101,7 @@ class KeptInput:
 
 
 @dataclass(frozen=True)
-class StashGroup:
+class ActivationGroup:
     """Activations of one layer, operator or module.
 
     Attributes
@@ -139,8 +139,8 @@ class PlanEffect:
     """
 
     config: str
-    removed: tuple[StashedActivation, ...]
-    added: tuple[StashedActivation, ...]
+    removed: tuple[SavedActivation, ...]
+    added: tuple[SavedActivation, ...]
     parts: tuple[str, ...] = ()
 
     @property
@@ -160,7 +160,7 @@ class PlanEffect:
         return None if removed is None or added is None else removed - added
 
 
-def place_of(row: StashedActivation) -> str:
+def place_of(row: SavedActivation) -> str:
     """Return the module of an activation with a star for the layer's number: "transformer.h.*.mlp.act"."""
     if not row.layer:
         return row.module
@@ -169,7 +169,7 @@ def place_of(row: StashedActivation) -> str:
     return star + row.module.removeprefix(row.layer)
 
 
-def largest_first(rows: Iterable[StashedActivation]) -> tuple[StashedActivation, ...]:
+def largest_first(rows: Iterable[SavedActivation]) -> tuple[SavedActivation, ...]:
     """Order rows: those of unknown size first, since they may be large, then the largest."""
     return tuple(
         sorted(
@@ -179,7 +179,7 @@ def largest_first(rows: Iterable[StashedActivation]) -> tuple[StashedActivation,
     )
 
 
-def _sum(rows: Iterable[StashedActivation]) -> int | None:
+def _sum(rows: Iterable[SavedActivation]) -> int | None:
     sizes = [row.bytes for row in rows]
     known = [size for size in sizes if size is not None]
     return sum(known) if len(known) == len(sizes) else None

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.errors import StepError
 from ortlab.memory.named_blocks import NamedBlock, last_allocations, maker_of, name_blocks
+from ortlab.shown import Shown
 
 if TYPE_CHECKING:
     import pandas as pd
     import torch
 
-    from ortlab.configuration import Configuration
     from ortlab.memory.named_blocks import KeptBuffer
-    from ortlab.memory.snapshotting import Taken
+    from ortlab.options.configuration import Configuration
+    from ortlab.runs.snapshotting import Taken
 
 FRAME_FILE: Final = "ortlab"
 """Name of the file in the frame that a name is written into; it stands before the frames of the stack."""
@@ -26,8 +27,8 @@ _NAMES_WRITTEN: Final = 8
 """Names of a block that is one of several which are written out."""
 
 
-@dataclass(frozen=True)
-class MemorySnapshot:
+@dataclass(frozen=True, repr=False)
+class MemorySnapshot(Shown):
     """What was in use on a GPU when the forward of a step had ended, and the history of the whole step.
 
     Attributes

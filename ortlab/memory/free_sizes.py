@@ -23,7 +23,7 @@ class FreeSize:
     Attributes
     ----------
     key
-        Argument of `MemoryPlan.at` and `Stash.at`: "batch", "sequence", "label_density" or a symbol.
+        Argument of `MemoryPlan.at` and `SavedActivations.at`: "batch", "sequence", "label_density" or a symbol.
     label
         What it is, in words.
     value

@@ -30,7 +30,7 @@ _HINT: Final = " Enable with export ORTMODULE_MEMORY_OPT_CONFIG="
 
 
 @dataclass(frozen=True)
-class StashedOutput:
+class SavedOutput:
     """One output that is kept for backward in each place of a row.
 
     Attributes
@@ -89,7 +89,7 @@ class Option:
     requested: int | None = None
     applied: int | None = None
     reused: tuple[tuple[int, int], ...] = ()
-    outputs: tuple[StashedOutput, ...] = ()
+    outputs: tuple[SavedOutput, ...] = ()
     hinted: bool = False
 
     @property
@@ -100,7 +100,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Row:
-    """A cluster of stashed activations, and the options for it, of which one at most can be enabled.
+    """A cluster of saved activations, and the options for it, of which one at most can be enabled.
 
     Attributes
     ----------
@@ -151,7 +151,7 @@ class MemoryInsight:
             for option in row.options:
                 found[option.config] = found.get(option.config, 0) + row.places
                 sizes = terms.setdefault(option.config, [])
-                sizes += [f"{row.places}*{stash.saving}" for stash in option.outputs]
+                sizes += [f"{row.places}*{activations.saving}" for activations in option.outputs]
         return {config: (" + ".join(sizes), found[config]) for config, sizes in terms.items() if sizes}
 
     def exclusive(self) -> dict[str, tuple[str, ...]]:
@@ -222,9 +222,12 @@ def _read_line(left: str, right: str, rows: list[Row]) -> None:
         facts["hinted"] = _HINT in right
     elif "ReuseFreq" in right:
         facts["reused"] = tuple((int(output), int(count)) for output, count in _REUSED.findall(right))
-    elif stash := _OUTPUT.search(right):
-        sizes = int(stash["bytes"]), int(stash["percent"])
-        facts["outputs"] = (*option.outputs, StashedOutput(int(stash["number"]), stash["shape"], *sizes))
+    elif activations := _OUTPUT.search(right):
+        sizes = int(activations["bytes"]), int(activations["percent"])
+        facts["outputs"] = (
+            *option.outputs,
+            SavedOutput(int(activations["number"]), activations["shape"], *sizes),
+        )
     rows[-1] = Row(row.places, (*row.options[:-1], Option(**facts)))
 
 
@@ -256,9 +259,9 @@ def _row_lines(row: Row) -> Iterator[tuple[str, str]]:
         if option.reused:
             reused = ", ".join(f"Output {output}({count})" for output, count in option.reused)
             yield "", f"   - ReuseFreq :  {reused},"
-        for stash in option.outputs:
-            size = f"byte/elem: {stash.element_bytes}, {stash.saved_percent}% saved"
-            yield "", f"   - Output {stash.output}  : [{stash.shape}], {size}"
+        for activations in option.outputs:
+            size = f"byte/elem: {activations.element_bytes}, {activations.saved_percent}% saved"
+            yield "", f"   - Output {activations.output}  : [{activations.shape}], {size}"
 
 
 def _status(option: Option) -> str:

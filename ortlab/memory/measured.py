@@ -6,6 +6,8 @@ import statistics
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from ortlab.shown import Shown
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -141,9 +143,9 @@ class StepMemory:
         return next((phase for phase in self.phases if phase.phase == name), None)
 
 
-@dataclass(frozen=True)
-class MemoryMeasurement:
-    """The memory of a step, measured in the running process; `lab.measure_memory` makes it.
+@dataclass(frozen=True, repr=False)
+class MemoryMeasurement(Shown):
+    """The memory of a step, measured in the running process; `lab.memory` makes it.
 
     Attributes
     ----------
@@ -162,9 +164,9 @@ class MemoryMeasurement:
         Steps that ran before, unmeasured: builds, and what an optimizer allocates in its first step, are in them.
     scope
         Where: "this process".
-    named_stash_bytes
-        What `lab.stash()` names of that which the forward leaves behind, worked out from shapes; None where PyTorch
-        executes, or a size is not known.
+    named_activations_bytes
+        What `lab.activations()` names of that which the forward leaves behind, worked out from shapes; None where
+        PyTorch executes, or a size is not known.
     """
 
     steps: tuple[StepMemory, ...]
@@ -174,7 +176,7 @@ class MemoryMeasurement:
     device: str
     warm_up: int
     scope: str = "this process"
-    named_stash_bytes: int | None = None
+    named_activations_bytes: int | None = None
 
     @property
     def step(self) -> StepMemory:
@@ -218,7 +220,7 @@ class MemoryMeasurement:
         return _after(self.step, "backward")
 
     @property
-    def stashed_bytes(self) -> int | None:
+    def saved_bytes(self) -> int | None:
         """What the forward left behind for the backward, outputs included, in bytes, measured; None without forward."""
         forward = self.step.phase("forward")
         return None if forward is None else forward.after_bytes - forward.before_bytes
@@ -232,7 +234,7 @@ class MemoryMeasurement:
         """Take the peak apart; the pieces add up to it exactly.
 
         Tensors are counted where the phase begins that has the peak, so gradients that a backward makes are among its
-        temporaries until it ends. Stashed is what was there besides, and, if the peak is in the forward, what the
+        temporaries until it ends. is what was there besides, and, if the peak is in the forward, what the
         forward left.
         """
         step = self.step
@@ -247,7 +249,7 @@ class MemoryMeasurement:
             Piece("buffers", known.buffers, COMPUTED),
             Piece("gradients", known.gradients, COMPUTED),
             Piece("optimizer state", known.optimizer, COMPUTED),
-            Piece("stashed activations and outputs", kept - rest - known.total, MEASURED),
+            Piece("saved activations and outputs", kept - rest - known.total, MEASURED),
             Piece(temporaries, step.peak_bytes - kept, MEASURED),
             Piece("libraries and the rest", rest, MEASURED),
         )

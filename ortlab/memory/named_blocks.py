@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 if TYPE_CHECKING:
-    from ortlab.memory.stash import Stash
+    from ortlab.memory.saved_activations import SavedActivations
 
 Maker = Literal[
     "ONNX Runtime, forward",
@@ -95,12 +95,12 @@ class NamedBlock:
     event: int
 
 
-def kept_buffers(stash: Stash, earliest: Mapping[tuple[str, str], int]) -> list[KeptBuffer]:
-    """Make the buffers that a stash names; activations of unknown size are left out.
+def kept_buffers(activations: SavedActivations, earliest: Mapping[tuple[str, str], int]) -> list[KeptBuffer]:
+    """Make the buffers that saved activations names; activations of unknown size are left out.
 
     Parameters
     ----------
-    stash
+    activations
         What is kept for backward.
     earliest
         By part and value: the place of the first node in whose turn the memory can have been allocated, see
@@ -114,7 +114,7 @@ def kept_buffers(stash: Stash, earliest: Mapping[tuple[str, str], int]) -> list[
             row.position,
             row.part,
         )
-        for row in stash.rows
+        for row in activations.rows
         if row.bytes
     ]
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ortlab.errors import OptionError
 from ortlab.memory import dialects, formulas
 from ortlab.memory.other_sizes import check_names, other_symbols
+from ortlab.shown import Shown
 
 if TYPE_CHECKING:
     import os
@@ -111,8 +112,8 @@ class PlanRow:
         return _per_ms(self.measured_saving_bytes, self.measured_cost_ms)
 
 
-@dataclass(frozen=True)
-class MemoryPlan:
+@dataclass(frozen=True, repr=False)
+class MemoryPlan(Shown):
     """Every recompute plan over a model's training graph, largest predicted saving first.
 
     The savings overlap where clusters share operators, and freed memory can lie away from the peak, so the sum of
@@ -146,6 +147,8 @@ class MemoryPlan:
     order_saving_bytes
         What any plan takes off the peak because ORT orders all nodes differently once there is one, in bytes;
         predicted by simulation, negative where the peak rises. It is part of each `peak_saving_bytes`.
+    note
+        How the graph came about, where it was built for this; empty where it was there.
     """
 
     rows: tuple[PlanRow, ...]
@@ -160,6 +163,7 @@ class MemoryPlan:
     of_parts: Mapping[str, MemoryPlan] = field(default_factory=dict)
     level_set: LevelSet | None = None
     order_saving_bytes: float | None = None
+    note: str = field(default="", compare=False)
 
     @property
     def enabled(self) -> tuple[str, ...]:

@@ -10,11 +10,11 @@ from ortlab.memory.lifetimes import lifetimes
 from ortlab.memory.recompute import with_places
 
 if TYPE_CHECKING:
-    from ortlab.engine.ort import OrtEngine
-    from ortlab.experiment import Experiment
+    from ortlab.engine.execution import Execution
     from ortlab.memory.plan import MemoryPlan
     from ortlab.memory.recompute_places import RecomputePlaces
     from ortlab.memory.trace import Trace
+    from ortlab.runs.experiment import Experiment
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class KnownCosts:
         return replace(plan, rows=rows, order_saving_bytes=self.by_order_bytes)
 
 
-def costs_key(engine: OrtEngine, experiment: Experiment | None) -> object:
+def costs_key(execution: Execution, experiment: Experiment | None) -> object:
     """Return what costs depend on: the gradient graph, and the step with its start."""
     step = None if experiment is None else (experiment.step, experiment.start.digest)
-    return engine.execution.built.digest, step
+    return execution.built.digest, step

@@ -8,14 +8,14 @@ from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING
 
-from ortlab.data.density import LABEL
 from ortlab.memory import formulas, insight
 from ortlab.memory.plan import MemoryPlan, PlanRow, by_saving
 from ortlab.memory.sentences import sentence
+from ortlab.records.density import LABEL
 
 if TYPE_CHECKING:
     from ortlab.memory.recompute_places import LevelSet
-    from ortlab.runs import Run
+    from ortlab.records.runs import Run
 
 
 def read_plan(  # noqa: PLR0913 - each is one fact of the report, given by name

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 from ortlab.errors import OptionError
 from ortlab.memory import alleviation, dialects, feature_matrix, formulas, insight
 from ortlab.memory.sentences import sentence
+from ortlab.options import plan_syntax
+from ortlab.shown import Shown
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -85,8 +87,8 @@ class SavedPlan:
         return sentence(self.cluster, strategy, self.places) if self.places is not None else ""
 
 
-@dataclass(frozen=True)
-class SavedPlans:
+@dataclass(frozen=True, repr=False)
+class SavedPlans(Shown):
     """Everything that a file or a log says about plans.
 
     Attributes
@@ -221,7 +223,7 @@ def read_saved(source: str | os.PathLike[str]) -> SavedPlans:
         )
     if not dialects.has_tables(text):
         try:
-            plans, dialect = dialects.read_plans(text), dialects.dialect_of(text)
+            plans, dialect = plan_syntax.read_plans(text), plan_syntax.dialect_of(text)
         except OptionError as error:
             raise OptionError(
                 f"{_begun(name)} holds neither plans nor a table of plans.",
@@ -284,7 +286,7 @@ def _of_insight(table: insight.MemoryInsight, symbols: Mapping[str, int]) -> lis
     for row in table.rows:
         for option in row.options:
             before = rows.get(option.config) or SavedPlan(option.config, on=False, places=0)
-            shapes = tuple(_shape(row.places, stash) for stash in option.outputs)
+            shapes = tuple(_shape(row.places, activations) for activations in option.outputs)
             formula = savings.get(option.config, ("", 0))[0]
             rows[option.config] = SavedPlan(
                 option.config,
@@ -300,9 +302,9 @@ def _of_insight(table: insight.MemoryInsight, symbols: Mapping[str, int]) -> lis
     return list(rows.values())
 
 
-def _shape(places: int, stash: insight.StashedOutput) -> str:
-    shape = stash.shape.strip()
-    return f"{places} x [{shape}], {stash.element_bytes} bytes each, {stash.saved_percent}% saved"
+def _shape(places: int, activations: insight.SavedOutput) -> str:
+    shape = activations.shape.strip()
+    return f"{places} x [{shape}], {activations.element_bytes} bytes each, {activations.saved_percent}% saved"
 
 
 def _value(formula: str, symbols: Mapping[str, int]) -> float | None:

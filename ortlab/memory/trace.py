@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from ortlab.shown import Shown
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -40,8 +42,8 @@ class TracedNode:
     recomputes: str = ""
 
 
-@dataclass(frozen=True)
-class Trace:
+@dataclass(frozen=True, repr=False)
+class Trace(Shown):
     """One training step on ONNX Runtime, as its profiler saw it.
 
     Attributes

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from ortlab.parity.pairs import OUTPUT, Distance, Site, TensorPair
-from ortlab.parity.statistics import TensorStatistics
+from ortlab.records.activation_statistics import TensorStatistics
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

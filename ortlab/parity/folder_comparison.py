@@ -58,7 +58,7 @@ def compare_folders(
 
     Examples
     --------
-    >>> ortlab.compare_folders("pt_out", "ort_out").first
+    >>> ortlab.parity.compare_folders("pt_out", "ort_out").first
     """
     if tolerance is not None and (
         isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance >= 0

@@ -51,7 +51,7 @@ def check_functions(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Functi
 
     Examples
     --------
-    >>> ortlab.check_functions(model, **batch)
+    >>> ortlab.parity.check_functions(model, **batch)
     """
     random = RandomState.read()
     calls: dict[type, list[tuple[Any, ...]]] = {}
@@ -61,7 +61,7 @@ def check_functions(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Functi
     except Exception as error:
         raise StepError(
             f"The forward of {type(model).__name__} failed: {type(error).__name__}: {error}",
-            fix="Call it with a batch that it takes: ortlab.check_functions(model, **batch).",
+            fix="Call it with a batch that it takes: ortlab.parity.check_functions(model, **batch).",
         ) from error
     else:
         with torch.enable_grad():

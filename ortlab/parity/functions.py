@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ortlab.shown import Shown
+
 
 @dataclass(frozen=True)
 class FunctionCheck:
@@ -27,8 +29,8 @@ class FunctionCheck:
     found: str = ""
 
 
-@dataclass(frozen=True)
-class FunctionReport:
+@dataclass(frozen=True, repr=False)
+class FunctionReport(Shown):
     """The Functions of a model, in the order of their first calls.
 
     Attributes

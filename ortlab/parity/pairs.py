@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from ortlab.parity.statistics import TensorStatistics, blocks
+from ortlab.records.activation_statistics import TensorStatistics, blocks
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ortlab.parity.comparing import Compared
     from ortlab.parity.pairs import Site
-    from ortlab.runs import Run
+    from ortlab.records.runs import Run
 
 
 @dataclass

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.parity.pairs import DIFFERS, NOT_COMPARED, TensorPair
-from ortlab.record_files import JsonRecord
+from ortlab.records.record_files import JsonRecord
+from ortlab.shown import Shown
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -54,7 +55,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class ChecklistItem:
-    """One question that is settled before numbers are blamed on an engine.
+    """One question that is settled before numbers are held responsible on an engine.
 
     Attributes
     ----------
@@ -71,8 +72,8 @@ class ChecklistItem:
     result: str
 
 
-@dataclass(frozen=True)
-class Parity(JsonRecord, noun="comparison of tensors", layout=1):
+@dataclass(frozen=True, repr=False)
+class Parity(Shown, JsonRecord, noun="comparison of tensors", layout=1):
     """PyTorch against ONNX Runtime, or any two runs; `Lab.parity` makes it.
 
     Attributes
@@ -177,14 +178,6 @@ class Parity(JsonRecord, noun="comparison of tensors", layout=1):
             for phase in ("forward", "backward", "update")
         }
         return cls(**{**fields, **read, **phases})
-
-    def __repr__(self) -> str:
-        """Show what was compared, and where it parts first."""
-        where = f"{self.first.phase} of {self.first.module or 'the model'}" if self.first else "nowhere"
-        return (
-            f"Parity({self.candidate} against {self.reference}: {self.model}, {self.steps} steps, "
-            f"{len(self.pairs)} tensors, parts first: {where})"
-        )
 
 
 def _divergence(record: Mapping[str, Any]) -> Divergence:

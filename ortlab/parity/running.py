@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from ortlab.engine.capture import Edit
     from ortlab.engine.tracing.taps import Mark
-    from ortlab.runs import Run
+    from ortlab.records.runs import Run
 
 
 class Trial(Protocol):

@@ -1,10 +1,14 @@
-"""A subscription: subscribers that see a model, until it is closed."""
+"""A subscription, until it is closed, and the subscriber that writes what ORTModule's own writes."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ortlab.errors import LedgerError, OptionError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -26,6 +30,11 @@ class Subscription:
         self._context: AbstractContextManager[None] | None = context
         context.__enter__()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether they still see the model."""
+        return self._context is not None
+
     def close(self) -> None:
         """End it; the model has its hooks and attributes of before. Again, it does nothing."""
         context, self._context = self._context, None
@@ -44,3 +53,68 @@ class Subscription:
         """Show who is subscribed, and whether it is over."""
         names = ", ".join(type(one).__name__ for one in self.subscribers)
         return f"Subscription({names}, {'closed' if self._context is None else 'open'})"
+
+
+def StatisticsSubscriber(  # noqa: N802 - upstream's name for what it makes
+    output_dir: str | Path,
+    *,
+    start_step: int | None = None,
+    end_step: int | None = None,
+    override_output_dir: bool = False,
+) -> Any:
+    """Make ORTModule's subscriber of that name: it writes the statistics of each activation and gradient to a folder.
+
+    A step is a call of the model; they count from 0, from the subscription on. The standard deviation is right, where
+    1.19.2 writes a wrong one. `compare_folders` reads the folders of two runs.
+
+    Parameters
+    ----------
+    output_dir
+        Where a folder for each step is made.
+    start_step, end_step
+        The first step that is written, and the first that is written no more; None for all.
+    override_output_dir
+        Whether a folder that is there already is deleted.
+
+    Returns
+    -------
+    StatisticsSubscriber
+        Upstream's object, for `Lab.subscribe`.
+
+    Raises
+    ------
+    LedgerError
+        If the folder exists and may not be deleted.
+    OptionError
+        If the steps are no range.
+
+    Examples
+    --------
+    >>> with lab.subscribe(ortlab.parity.StatisticsSubscriber("ort_out", start_step=10, end_step=12)):
+    ...     lab.step(train, n=12)
+    """
+    first, last = 0 if start_step is None else start_step, end_step
+    numbers = [one for one in (first, last) if one is not None]
+    if any(isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in numbers) or (
+        last is not None and last <= first
+    ):
+        raise OptionError(
+            f"Steps from {start_step!r} to {end_step!r} (exclusive) are no range.",
+            fix="Whole numbers from 0 on, as in start_step=10, end_step=12.",
+        )
+    folder = Path(output_dir)
+    if folder.exists() and not override_output_dir:
+        raise LedgerError(
+            f"{folder} exists already.",
+            fix="Give another folder, or override_output_dir=True to delete it first.",
+        )
+    if folder.is_dir():
+        if any(not one.name.startswith(("step_", ".")) for one in folder.iterdir()):
+            raise LedgerError(
+                f"{folder} holds other things than steps, so it is not deleted.",
+                fix="Give a folder that a StatisticsSubscriber has written, or another one.",
+            )
+        shutil.rmtree(folder)
+    from ortlab.engine.subscriptions import hooks
+
+    return hooks().StatisticsSubscriber(str(folder), start_step=start_step, end_step=end_step)

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from ortlab.parity.statistics import SAMPLES, TensorStatistics
+from ortlab.records.activation_statistics import SAMPLES, TensorStatistics
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,1 +1,21 @@
-"""What processes that train together have measured: a ledger of each rank, and all of them side by side."""
+"""Processes that train together: clusters, the ledgers of their ranks, and the balance of load."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ortlab.ranks.cluster import Cluster, latest
+    from ortlab.ranks.rank_ledger import save_rank
+
+__all__ = ["Cluster", "latest", "save_rank"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what starts processes when it is first used: a ledger of ranks needs no ipyparallel."""
+    if name not in __all__:
+        message = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(message)
+    home = "rank_ledger" if name == "save_rank" else "cluster"
+    return getattr(importlib.import_module(f"ortlab.ranks.{home}"), name)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from ortlab import record_files
 from ortlab.errors import LedgerError
-from ortlab.runs import Run
+from ortlab.records import record_files
+from ortlab.records.runs import Run
 
 SCHEMA: Final = 1
 """Version of the JSON layout of `RankLedger.to_dict`."""
@@ -69,7 +69,7 @@ class RankLedger:
             dict,
             file=f"The ledger file {path}",
             other=f"The file {path} is no ledger of a rank.",
-            fix="Give files that lab.save_rank wrote.",
+            fix="Give files that ortlab.ranks.save_rank wrote.",
         )
         return cls.from_dict(record)
 
@@ -115,3 +115,28 @@ def _place() -> tuple[int, int, str]:
         if (found := os.environ.get(rank)) and (count := os.environ.get(ranks)):
             return int(found), int(count), ""
     return 0, 1, ""
+
+
+def save_rank(runs: Iterable[Run], folder: str | Path) -> Path:
+    """Write the ledger of this process into a folder that all ranks write to.
+
+    Call it on every rank of a training under torchrun, accelerate or Slurm. `ortlab.load(folder)` opens the files, on
+    any machine, also while some are missing.
+
+    Parameters
+    ----------
+    runs
+        The ledger: `lab.runs`.
+    folder
+        Made if it is missing. A file of an earlier training of the same rank is replaced.
+
+    Returns
+    -------
+    Path
+        The file, "rank-00000-of-00002.json".
+
+    Examples
+    --------
+    >>> ortlab.ranks.save_rank(lab.runs, "ledgers")
+    """
+    return rank_ledger(runs).save(folder)

@@ -6,11 +6,11 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ortlab.data.density import EMBED, LABEL
+from ortlab.records.density import EMBED, LABEL
 
 if TYPE_CHECKING:
     from ortlab.ranks.rank_ledger import RankLedger
-    from ortlab.runs import Run, Step
+    from ortlab.records.runs import Run, Step
 
 
 @dataclass(frozen=True)

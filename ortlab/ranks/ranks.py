@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 from ortlab.errors import LedgerError
 from ortlab.ranks.rank_ledger import PATTERN, RankLedger
 from ortlab.ranks.rank_run import RankRun, step_computing_ms
+from ortlab.shown import Shown
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
-@dataclass(frozen=True)
-class Ranks:
+@dataclass(frozen=True, repr=False)
+class Ranks(Shown):
     """The ledgers of the ranks that train together.
 
     Attributes
@@ -40,7 +41,9 @@ class Ranks:
             If there is none, or two are of the same rank, or of trainings with different numbers of ranks.
         """
         if not self.ledgers:
-            raise LedgerError("There is no ledger of a rank.", fix="On each rank: lab.save_rank(folder).")
+            raise LedgerError(
+                "There is no ledger of a rank.", fix="On each rank: ortlab.ranks.save_rank(lab.runs, folder)."
+            )
         sizes = sorted({one.ranks for one in self.ledgers})
         if len(sizes) > 1:
             raise LedgerError(
@@ -185,7 +188,7 @@ class Ranks:
         Parameters
         ----------
         source
-            The folder of `lab.save_rank`, or the files.
+            The folder of `save_rank`, or the files.
 
         Raises
         ------
@@ -199,7 +202,7 @@ class Ranks:
                 raise LedgerError(
                     f"The folder {folder} has no ledger of a rank.",
                     why=f"No file in it is called {PATTERN}.",
-                    fix="On each rank: lab.save_rank(folder).",
+                    fix="On each rank: ortlab.ranks.save_rank(lab.runs, folder).",
                 )
         else:
             files = list(source)

@@ -8,7 +8,7 @@ from ortlab.render import units
 from ortlab.render.page import Block, Column, Drawing, Mark, Note, Page, Table, row
 
 if TYPE_CHECKING:
-    from ortlab.data.balance import Balance, Epoch
+    from ortlab.ranks.balance import Balance, Epoch
     from ortlab.render.page import Cell
 
 _DRAWN = (

@@ -10,10 +10,13 @@ from ortlab.render.plots import COLOURS, INK, dress, new_figure
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from ortlab.data.balance import Balance
+    from ortlab.ranks.balance import Balance
 
 STEPS_SHOWN: Final = 40
 """Steps of the first epoch that are drawn: more marks cannot be told apart."""
+
+RANKS_NAMED: Final = 12
+"""Ranks that the key names: marks and colours repeat, and a long key would leave the axes no room."""
 
 
 def balance_plot(record: Balance) -> Figure:
@@ -36,7 +39,7 @@ def balance_plot(record: Balance) -> Figure:
                 marker=("o", "s", "^", "D", "v", "P")[rank % 6],
                 markersize=4,
                 color=COLOURS[rank % len(COLOURS)],
-                label=f"rank {rank}",
+                label=_label(rank, record.ranks),
             )
         ratio = units.ratio(record.imbalance(epochs))
         dress(axes, f"{name}: the fullest rank has {ratio} the mean", "", "tokens")
@@ -45,3 +48,10 @@ def balance_plot(record: Balance) -> Figure:
     both[1].set_xlabel("step of the first epoch", fontsize=8, color=INK)
     both[0].legend(frameon=False, labelcolor=INK, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return figure
+
+
+def _label(rank: int, ranks: int) -> str:
+    """Name a rank in the key; a name that begins with an underscore is left out of it."""
+    if rank == RANKS_NAMED < ranks:
+        return f"and {ranks - RANKS_NAMED} more"
+    return f"rank {rank}" if rank < RANKS_NAMED else "_"

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Final
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
 
-from ortlab.budgets import budget as outcomes
 from ortlab.render import units
 from ortlab.render.page import Block, Cell, Column, Drawing, Folded, Mark, Note, Page, Table, row
+from ortlab.studies import budget as outcomes
+from ortlab.studies.batch_size_points import plans_name
 
 if TYPE_CHECKING:
-    from ortlab.budgets.budget import Budget, Obstacle, Prediction
+    from ortlab.studies.budget import Budget, Obstacle, Prediction
 
 _MARKS: Final = {
     outcomes.NO_PLANS_NEEDED: Mark.GOOD,
@@ -20,57 +23,197 @@ _MARKS: Final = {
     outcomes.TOO_SMALL: Mark.BAD,
 }
 _LIVE_SHOWN: Final = 8
+_NAMED: Final = 4
+"""Plans that the first sentence names."""
+
+_NAME: Final = 32
+"""Characters of each name there."""
+
+_CALLED: Final = 3
+"""Plans that a call writes out; of more, the record has them."""
+
+_BECAUSE: Final = {
+    "cheapest": "cheapest that is predicted to fit",
+    "lowest": "lowest that is predicted",
+    "by hand": "ticked by hand: largest saving first",
+}
 
 
 def budget_page(budget: Budget) -> Page:
-    """Say whether a budget is met, by which plans, and what they cost."""
+    """Say what an amount of memory costs, by which plans, and what the lab has switched on now."""
     blocks: list[Block] = [Note(_verdict(budget), _MARKS[budget.outcome])]
-    if budget.outcome != outcomes.NO_PLANS_NEEDED:
+    blocks += [Note(said) for said in (_time(budget), _device(budget), _state(budget)) if said]
+    if budget.curve:
+        blocks.append(_drawing(budget))
+    if budget.outcome != outcomes.NO_PLANS_NEEDED and budget.solver.plans:
         blocks.append(_plans(budget))
-        if budget.trials:
-            blocks.append(_trials(budget))
+    if budget.trials:
+        blocks.append(_trials(budget))
     if budget.obstacle is not None:
         blocks.append(_obstacle(budget.obstacle))
     if budget.curve:
-        blocks += [_curve(budget), _drawing(budget)]
+        blocks.append(_curve(budget))
     if budget.compared:
         blocks.append(_compared(budget))
-    blocks += [Note(_how(budget)), Note(_sources(budget), Mark.QUIET)]
+    blocks.append(Note(_sources(budget), Mark.QUIET))
     return Page(f"Budget for {budget.model}: {budget.asked}", tuple(blocks))
 
 
 def _verdict(budget: Budget) -> str:
-    limit, needed = units.size(budget.limit_bytes), units.size(budget.without.peak_bytes)
-    best, chosen = budget.best, budget.prediction
+    """Say the answer in one sentence."""
+    needed, limit = units.size(budget.without.step_memory_bytes), units.size(max(budget.limit_bytes, 0))
+    best, answer = budget.best, budget.answer
     if budget.outcome == outcomes.NO_PLANS_NEEDED:
-        return f"No plans are needed: a step without any takes {needed} at its peak (measured), the budget is {limit}."
-    if budget.outcome == outcomes.MET and best is not None:
-        peak = units.size(best.peak_bytes)
-        return f"Met: {peak} at the peak (measured) of {limit}; {needed} without plans (measured)."
+        return (
+            f"No plans are needed: a step needs {needed} without any (measured), and the budget is {limit}."
+        )
     if budget.outcome == outcomes.PREDICTED:
         return (
-            f"Predicted to fit, not verified: {units.size(chosen.peak_bytes)} at the peak of {limit}; "
-            f"{needed} without plans (measured)."
+            f"{_less(budget, answer.step_memory_bytes)} is predicted to cost {_cost(budget)}: {_names(answer)}; "
+            f"{units.size(answer.step_memory_bytes)} of {needed}, not run."
         )
-    if budget.outcome == outcomes.MISSED and best is not None:
-        rounds = "1 trial" if len(budget.trials) == 1 else f"{len(budget.trials)} trials"
+    if best is None:
+        why = (
+            "There is no recompute plan for this model that saves anything."
+            if not budget.solver.plans
+            else (
+                f"The lowest that plans are predicted to reach is {units.size(budget.floor.step_memory_bytes)}."
+            )
+        )
+        return f"{limit} cannot be reached; a step needs {needed} without plans (measured). {why}"
+    measured = units.size(best.step_memory_bytes)
+    if budget.outcome == outcomes.MET:
         return (
-            f"Missed in {rounds}: {units.size(best.peak_bytes)} at the peak (measured) of {limit} comes closest; "
-            f"{needed} without plans (measured)."
+            f"{_less(budget, best.step_memory_bytes)} costs {_cost(budget)}: {_names(answer)}; "
+            f"measured {measured} of {needed}."
         )
-    closest = (
-        f"{units.size(best.peak_bytes)} (measured)"
-        if best
-        else f"{units.size(chosen.peak_bytes)} (predicted)"
-    )
-    why = "" if budget.solver.plans else " There is no recompute plan for this model that takes anything off."
     return (
-        f"Too small: {limit} cannot be reached with recompute plans. Closest: {closest}; {needed} without plans "
-        f"(measured).{why}"
+        f"{limit} cannot be reached: the closest needs {measured} of {needed} (measured), "
+        f"{_less(budget, best.step_memory_bytes)} for {_cost(budget)}: {_names(answer)}."
     )
+
+
+def _less(budget: Budget, step_memory_bytes: float) -> str:
+    return f"{units.rounded_percent(1 - step_memory_bytes / budget.without.step_memory_bytes)} less memory"
+
+
+def _cost(budget: Budget) -> str:
+    """Say what the plans cost: as measured where a difference was told, else as predicted."""
+    timing = budget.timing
+    if timing is not None and timing.holds and timing.low > 1:
+        return f"{units.rounded_percent(timing.ratio - 1)} time (measured)"
+    if timing is not None and timing.holds and timing.high < 1:
+        return f"no time (measured: {units.rounded_percent(1 - timing.ratio)} less)"
+    share = _predicted_share(budget)
+    said = units.duration(budget.answer.cost_ms) if share is None else units.rounded_percent(share)
+    return f"{said} time" if budget.outcome == outcomes.PREDICTED else f"{said} time (predicted)"
+
+
+def _predicted_share(budget: Budget) -> float | None:
+    return budget.answer.cost_ms / budget.without.step_ms if budget.without.step_ms else None
+
+
+def _names(prediction: Prediction) -> str:
+    """Name plans in a sentence: "3 plans (Gelu, FusedMatMul -> Add, Where)"."""
+    if prediction.memory_level:
+        return f"memory_level={prediction.memory_level}"
+    names = list(dict.fromkeys(units.fold(plans_name((plan,)), _NAME) for plan in prediction.plans))
+    shown = names if len(names) <= _NAMED else [*names[:_NAMED], f"{len(names) - _NAMED} more"]
+    plans = "1 plan" if len(prediction.plans) == 1 else f"{units.count(len(prediction.plans))} plans"
+    return f"{plans} ({', '.join(shown)})" if names else "no plan"
+
+
+def _time(budget: Budget) -> str:
+    """Say what is predicted and what was measured of the time, and what neither can tell."""
+    share, timing = _predicted_share(budget), budget.timing
+    if share is None or not budget.solver.plans:
+        return ""
+    said = (
+        f"Time of a step, predicted from the profile: {units.duration(budget.answer.cost_ms)} more "
+        f"({units.rounded_percent(share)} of {units.duration(budget.without.step_ms)})."
+    )
+    if timing is None:
+        return said
+    if not timing.holds:
+        drift = units.rounded_percent(abs(timing.drift))
+        return (
+            f"{said} Measured: not told; the machine was not steady, steps without plans took {drift} "
+            f"{'longer' if timing.drift > 0 else 'less'} after those with plans than before."
+        )
+    added, more = units.duration(abs(timing.added_ms)), "more" if timing.added_ms >= 0 else "less"
+    told = "" if timing.low > 1 or timing.high < 1 else ": no difference that could be told"
+    times, steps = units.times(timing.ratio, timing.low, timing.high), units.count(len(timing.with_ms))
+    return (
+        f"{said} Measured: {added} {more}, {times} the time (95 % interval){told}; {steps} steps with plans, as many "
+        "without, in turns."
+    )
+
+
+def _device(budget: Budget) -> str:
+    device = budget.whole_device
+    if device is None:
+        return ""
+    what = "this process" if budget.device == "cpu" else f"torch's allocator on {budget.device}"
+    return (
+        f"Of {units.size(device.asked_bytes)} for {what}, {units.size(device.held_bytes)} are held at the start of a "
+        f"step (measured); that leaves {units.size(max(budget.limit_bytes, 0))} for the step."
+    )
+
+
+def _state(budget: Budget) -> str:
+    """Say what the lab has switched on now, and how to change that."""
+    switches, before = budget.switches, dict(budget.before)
+    engine = before.get("engine", "")
+    was = (
+        f"The lab had {_had(before)} before; all figures are against ONNX Runtime without plans. "
+        if before
+        else ""
+    )
+    if budget.applied:
+        none: dict[str, Any] = {"memory_level": 0} if "memory_level" in switches else {"memory_plan": []}
+        many = len(before.get("memory_plan", ())) > _CALLED
+        back = _call(none if many else {**none, **before})
+        now = "The plans are switched on" + (", and the engine is ONNX Runtime now" if engine else "")
+        return f"{was}{now}. Back: lab.set({back})."
+    if budget.outcome == outcomes.NO_PLANS_NEEDED:
+        plans = {name for name in before if name != "engine"}
+        off = " Plans are on all the same: lab.set(memory_plan=[]) switches them off." if plans else ""
+        return f'{was}The lab is as it was.{off} Ask for less, as in lab.budget("70%").'
+    if not budget.solver.plans:
+        return "The lab is as it was. Next: a smaller batch, or layer checkpointing: lab.compare_engines() compares."
+    wished = {"engine": "ort", **switches} if engine else switches
+    floor = ""
+    if budget.outcome in {outcomes.TOO_SMALL, outcomes.MISSED}:
+        measured = "measured" if budget.trials else "predicted"
+        floor = f" Ask for {units.size(budget.floor_bytes)} ({measured}) or more, or take a smaller batch."
+    which = "the closest" if floor else "these plans"
+    return f"{was}The lab is as it was.{floor} Switch {which} on: lab.set({_call(wished)})."
+
+
+def _had(before: Mapping[str, Any]) -> str:
+    """Say which engine and plans a lab had: "engine 'eager' and 4 plans"."""
+    plans = before.get("memory_plan", ())
+    said = [f'engine "{before["engine"]}"'] if "engine" in before else []
+    said += [f"memory_level={before['memory_level']}"] if "memory_level" in before else []
+    said += ["1 plan" if len(plans) == 1 else f"{units.count(len(plans))} plans"] if plans else []
+    return " and ".join(said)
+
+
+def _call(switches: Mapping[str, Any]) -> str:
+    """Write what `Lab.set` takes: names and values, or the record where there are many plans."""
+    plans = switches.get("memory_plan", ())
+    if len(plans) > _CALLED:
+        rest = {name: value for name, value in switches.items() if name != "memory_plan"}
+        return ", ".join(filter(None, (_call(rest), "**budget.switches")))
+    return ", ".join(f"{name}={json.dumps(value)}" for name, value in switches.items())
 
 
 def _plans(budget: Budget) -> Table | Note:
+    if budget.answer.memory_level:
+        return Note(
+            f"memory_level={budget.answer.memory_level} stands for all plans of the model's layers.",
+            Mark.QUIET,
+        )
     if not budget.plans:
         return Note("No plan is chosen.", Mark.QUIET)
     columns = (
@@ -90,44 +233,50 @@ def _places(plan: str) -> str:
 def _trials(budget: Budget) -> Table:
     columns = (
         Column("trial"),
-        Column("predicted peak", numeric=True, meaning="predicted: simulated, and set to one measurement"),
-        Column("measured peak", numeric=True, meaning="measured: highest point of a step"),
-        Column("prediction off", numeric=True, meaning="predicted over measured peak"),
-        Column("predicted cost", numeric=True, meaning="predicted from the times of a profiled step"),
+        Column("tried because", meaning="how the plans came to be run"),
         Column("plans", numeric=True),
+        Column(
+            "predicted memory",
+            numeric=True,
+            meaning="step memory, predicted: simulated, set to one measurement",
+        ),
+        Column(
+            "measured memory",
+            numeric=True,
+            meaning="step memory, measured: highest point of a step above its start",
+        ),
+        Column("prediction off", numeric=True, meaning="predicted over measured step memory"),
+        Column(
+            "predicted time",
+            numeric=True,
+            meaning="added to a step, predicted from the times of a profiled step",
+        ),
         Column("verdict"),
     )
-    rows = [
-        row(
-            "without plans",
-            "",
-            units.size(budget.without.peak_bytes),
-            "",
-            "",
-            "0",
-            "",
-        )
-    ]
+    rows = [row("without plans", "", "0", "", units.size(budget.without.step_memory_bytes), "", "", "")]
     for number, trial in enumerate(budget.trials, start=1):
-        met = trial.peak_bytes <= budget.limit_bytes
+        told = trial.prediction
+        met = trial.step_memory_bytes <= budget.limit_bytes
+        closest = trial is budget.best
         rows.append(
             row(
                 f"trial {number}",
-                units.size(trial.prediction.peak_bytes),
-                units.size(trial.peak_bytes),
+                _BECAUSE.get(trial.why, trial.why),
+                units.count(len(told.plans)) if told.plans else "",
+                units.size(told.step_memory_bytes),
+                units.size(trial.step_memory_bytes),
                 units.percent(trial.error),
-                units.duration(trial.prediction.cost_ms),
-                units.count(len(trial.prediction.plans)),
-                Cell("met", Mark.GOOD) if met else Cell("missed", Mark.BAD),
+                units.duration(told.cost_ms),
+                Cell("met", Mark.GOOD) if met else Cell("closest" if closest else "missed", Mark.BAD),
             )
         )
     return Table("Verified by running", columns, tuple(rows))
 
 
 def _obstacle(obstacle: Obstacle) -> Folded:
-    """Say what keeps the peak up."""
+    """Say what keeps memory up."""
     blocks: list[Table | Note] = [
-        Note(f"Predicted: {units.size(obstacle.bytes)} at {obstacle.where}."),
+        Note(f"Predicted: {units.size(obstacle.bytes)} of step memory at {obstacle.where}."),
     ]
     if obstacle.live:
         shown = obstacle.live[:_LIVE_SHOWN]
@@ -135,21 +284,23 @@ def _obstacle(obstacle: Obstacle) -> Folded:
         columns = (Column("what lives there"), Column("size", numeric=True))
         rows = tuple(row(name, units.size(size)) for name, size in shown)
         blocks.append(Table("", columns, rows, f"{units.count(hidden)} smaller ones" if hidden else ""))
-    return Folded("What keeps the peak from falling further", blocks=tuple(blocks), is_open=True)
+    return Folded("What keeps memory from falling further", blocks=tuple(blocks), is_open=True)
 
 
 def _curve(budget: Budget) -> Folded:
     columns = (
-        Column("predicted peak", numeric=True),
-        Column("predicted cost", numeric=True),
+        Column("predicted step memory", numeric=True),
+        Column("predicted time added", numeric=True),
         Column("plans"),
     )
 
     def names(one: Prediction) -> str:
-        return units.fold(", ".join(one.plans), 200) or "none"
+        level = f"memory_level={one.memory_level}" if one.memory_level else "none"
+        return units.fold(", ".join(one.plans), 200) or level
 
     rows = tuple(
-        row(units.size(one.peak_bytes), units.duration(one.cost_ms), names(one)) for one in budget.curve
+        row(units.size(one.step_memory_bytes), units.duration(one.cost_ms), names(one))
+        for one in budget.curve
     )
     return Folded("Other budgets, predicted", blocks=(Table("", columns, rows),))
 
@@ -157,17 +308,18 @@ def _curve(budget: Budget) -> Folded:
 def _compared(budget: Budget) -> Table:
     columns = (
         Column("the same step otherwise"),
-        Column("measured peak", numeric=True),
+        Column("measured step memory", numeric=True),
         Column("measured step", numeric=True),
     )
     rows = tuple(
-        row(one.name, units.size(one.peak_bytes), units.duration(one.step_ms)) for one in budget.compared
+        row(one.name, units.size(one.step_memory_bytes), units.duration(one.step_ms))
+        for one in budget.compared
     )
     return Table("", columns, rows)
 
 
 def _drawing(budget: Budget) -> Drawing:
-    what = "What plans add to a step against its peak, predicted and measured; ortlab.plot(budget) draws it."
+    what = "Time that plans add to a step against its memory, predicted and measured; ortlab.plot(budget) draws it."
 
     def svg() -> str:
         from ortlab.render.budget_plot import plot
@@ -178,46 +330,22 @@ def _drawing(budget: Budget) -> Drawing:
     return Drawing(what, svg)
 
 
-def _how(budget: Budget) -> str:
-    """Say what to do next."""
-    if budget.outcome == outcomes.NO_PLANS_NEEDED:
-        return "Next: ask for less, as in lab.budget(saving=0.3)."
-    if budget.applied:
-        return "These plans are switched on. Take them back: lab.set(memory_plan=[])."
-    if budget.outcome == outcomes.TOO_SMALL and not budget.solver.plans:
-        return "Next: a smaller batch, or layer checkpointing: lab.peers() compares."
-    plans = json.dumps(list(budget.plans))
-    if budget.outcome == outcomes.TOO_SMALL:
-        floor = units.size(budget.floor.peak_bytes)
-        return (
-            f"Next: ask for {floor} (predicted floor) or more, take a smaller batch, or keep the closest: "
-            f"lab.set(memory_plan={plans})"
-        )
-    return f"The options are as they were. Switch the plans on: lab.set(memory_plan={plans})"
-
-
 def _sources(budget: Budget) -> str:
     """Say once what the numbers are and where they come from."""
     solver = budget.solver
-    lines = [
-        (
-            f"Memory: {budget.kind} on {budget.device}. Predicted peaks: one measured peak without plans, less what a "
-            "simulation of the step takes off. Predicted costs: those of the recomputed nodes in a profiled step."
-        )
-    ]
+    what = f"Step memory: what a step needs above its start; {budget.kind}, on {budget.device}."
+    memory = "Predicted: what was measured without plans, less what a simulation of the step saves."
+    lines = [f"{what} {memory} Predicted time: that of the recomputed nodes in a profiled step."]
     if solver.plans:
         places, plans = units.count(solver.places), units.count(solver.plans)
-        proven = "proven the best" if solver.proven else "not proven the best in the time allowed"
         line = (
             f"Chosen among {plans} plans in {places} places over {units.count(solver.instants)} instants in "
-            f"{units.duration(1000 * solver.seconds)}: {units.duration(solver.cost_ms)} predicted, {proven} as far as "
-            "savings add up"
+            f"{units.duration(1000 * solver.seconds)}"
         )
-        if solver.gap is not None and not solver.proven:
-            line += f" (at most {units.percent(solver.gap)} cheaper)"
-        greedy = solver.greedy_cost_ms
-        line += "; the greedy choice " + (
-            f"costs {units.duration(greedy)}." if greedy is not None else "finds nothing that fits."
-        )
-        lines.append(line)
+        if math.isclose(solver.cost_ms, budget.prediction.cost_ms, abs_tol=1e-3) and budget.plans:
+            proven = "proven the cheapest" if solver.proven else "not proven the cheapest in the time allowed"
+            line += f"; {proven}, as far as savings add up"
+            if solver.gap is not None and not solver.proven:
+                line += f" (at most {units.percent(solver.gap)} cheaper)"
+        lines.append(f"{line}.")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""A budget as a figure: predicted peaks and costs of all budgets, and what was measured, in one plane."""
+"""A budget as a figure: what all budgets are predicted to cost, and what was measured, in one plane."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from ortlab.budgets.budget import Budget
+    from ortlab.studies.budget import Budget
 
-_PREDICTED, _MEASURED, _OTHER = COLOURS[0], COLOURS[5], COLOURS[2]
+_PREDICTED, _MEASURED, _OTHER, _TIMED = COLOURS[0], COLOURS[5], COLOURS[2], COLOURS[1]
 _HEIGHT = 3.8  # inches
 
 
 def plot(budget: Budget) -> Figure:
-    """Draw what plans add to a step against its peak: predicted as a line, measured as marks.
+    """Draw what plans add to a step's time against the memory that it needs: the front of what plans can do.
 
-    A measured peak of plans stands at their predicted cost and is joined with its prediction, so that the length of the
-    line is the error. Peers stand where both were measured, against ONNX Runtime as it was set.
+    The line is predicted, and so is the time of every mark but two: the answer's own, with its 95 % interval, and those
+    of candidates. Measured memory is filled, and joined with its prediction, so that the length of the line is the
+    error.
 
     Parameters
     ----------
@@ -35,25 +36,39 @@ def plot(budget: Budget) -> Figure:
     """
     figure = new_figure(_HEIGHT)
     axes = figure.add_subplot()
+    step_ms = budget.without.step_ms
     heading = (
-        f"What recompute plans cost on {budget.device} (line, costs: predicted; filled marks: measured peaks)"
+        f"What less memory costs on {budget.device} (hollow and line: predicted; filled: memory measured)"
     )
-    dress(axes, heading, f"peak memory [MiB] ({budget.kind})", "added to a step [ms]")
-    if math.isnan(budget.without.peak_bytes):
+    time = "added to a step [%]" if step_ms else "added to a step [ms]"
+    dress(axes, heading, f"step memory [MiB] ({budget.kind})", time)
+    if math.isnan(budget.without.step_memory_bytes):
         say(axes, "Nothing was measured.")
         return figure
-    _draw_curve(axes, budget)
-    _draw_measured(axes, budget)
-    axes.axvline(
-        budget.limit_bytes / MIB, color=INK, linestyle="--", linewidth=1, label="the budget", zorder=0
-    )
+    unit = step_ms / 100 if step_ms else 1.0
+    _draw_curve(axes, budget, unit)
+    _draw_measured(axes, budget, unit)
+    if budget.limit_bytes > 0:
+        where = budget.limit_bytes / MIB
+        if (
+            where < 2 * budget.without.step_memory_bytes / MIB
+        ):  # a limit far above would press the rest together
+            axes.axvline(where, color=INK, linestyle="--", linewidth=1, label="asked for", zorder=0)
+    if budget.solver.plans:
+        floor = budget.floor_bytes / MIB
+        axes.axvline(
+            floor, color=INK, linestyle=":", linewidth=1, label="floor: plans reach no lower", zorder=0
+        )
     axes.margins(0.1)
+    axes.set_xlim(left=0)
     axes.legend(frameon=False, labelcolor=INK, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.02))
     return figure
 
 
-def _draw_curve(axes: Axes, budget: Budget) -> None:
-    points = sorted((one.peak_bytes / MIB, one.cost_ms) for one in budget.curve or (budget.prediction,))
+def _draw_curve(axes: Axes, budget: Budget, unit: float) -> None:
+    points = sorted(
+        (one.step_memory_bytes / MIB, one.cost_ms / unit) for one in budget.curve or (budget.prediction,)
+    )
     x, y = zip(*points, strict=True)
     axes.plot(
         x,
@@ -68,34 +83,54 @@ def _draw_curve(axes: Axes, budget: Budget) -> None:
     )
 
 
-def _draw_measured(axes: Axes, budget: Budget) -> None:
-    """Draw measured peaks: of plans at their predicted cost, of other ways at the time that they took more."""
+def _draw_measured(axes: Axes, budget: Budget, unit: float) -> None:
+    """Draw what was measured: plans at their predicted time, the answer also at its measured one, and other ways."""
     axes.plot(
-        [budget.without.peak_bytes / MIB],
+        [budget.without.step_memory_bytes / MIB],
         [0.0],
         "s",
         color=_MEASURED,
         markersize=7,
         linestyle="none",
-        label="without plans, measured",
+        label="without plans",
     )
     for number, trial in enumerate(budget.trials, start=1):
         told = trial.prediction
-        label = "plans, peak measured" if number == 1 else None
-        peaks = [told.peak_bytes / MIB, trial.peak_bytes / MIB]
-        axes.plot(peaks, [told.cost_ms] * 2, color=_MEASURED, linewidth=0.8)
-        axes.plot(
-            peaks[1:], [told.cost_ms], "o", color=_MEASURED, markersize=7, linestyle="none", label=label
-        )
-        _name(axes, str(number), peaks[1], told.cost_ms)
+        label = "plans, memory measured" if number == 1 else None
+        sizes = [told.step_memory_bytes / MIB, trial.step_memory_bytes / MIB]
+        added = told.cost_ms / unit
+        axes.plot(sizes, [added] * 2, color=_MEASURED, linewidth=0.8)
+        axes.plot(sizes[1:], [added], "o", color=_MEASURED, markersize=7, linestyle="none", label=label)
+        _name(axes, "answer" if trial is budget.best else str(number), sizes[1], added)
+    _draw_timing(axes, budget)
     base = budget.compared[0].step_ms if budget.compared else None
     for position, one in enumerate(budget.compared):
         if one.step_ms is None or base is None:
             continue
-        label = "peers, both measured" if position == 0 else None
-        x, added = one.peak_bytes / MIB, one.step_ms - base
+        label = "candidates, both measured" if position == 0 else None
+        x, added = one.step_memory_bytes / MIB, (one.step_ms - base) / unit
         axes.plot([x], [added], "D", color=_OTHER, markersize=6, linestyle="none", label=label)
         _name(axes, one.name.replace("$", r"\$"), x, added)
+
+
+def _draw_timing(axes: Axes, budget: Budget) -> None:
+    """Draw the answer where its time was measured, with the interval; not where the machine was not steady."""
+    timing, best = budget.timing, budget.best
+    if timing is None or best is None or not timing.holds or math.isnan(timing.low):
+        return
+    middle = 100 * (timing.ratio - 1)
+    ends = [[max(0.0, middle - 100 * (timing.low - 1))], [max(0.0, 100 * (timing.high - 1) - middle)]]
+    axes.errorbar(
+        [best.step_memory_bytes / MIB],
+        [middle],
+        yerr=ends,
+        fmt="^",
+        color=_TIMED,
+        markersize=7,
+        capsize=3,
+        linewidth=1.2,
+        label="answer, time measured as well",
+    )
 
 
 def _name(axes: Axes, name: str, x: float, y: float) -> None:

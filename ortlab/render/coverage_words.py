@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ortlab.coverage import names
+from ortlab.records.coverage import names
 from ortlab.render import units
 from ortlab.render.page import Cell, Column, Folded, Mark, Note, Table, row
 
 if TYPE_CHECKING:
-    from ortlab.coverage import Coverage, Part
+    from ortlab.records.coverage import Coverage, Part
     from ortlab.render.page import Block
 
 ROWS_SHOWN = 30

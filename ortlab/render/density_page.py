@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
-from ortlab.data.density import EMBED, LABEL
-from ortlab.data.density_report import THRESHOLD
+from ortlab.records.density import EMBED, LABEL
+from ortlab.records.density_report import THRESHOLD
 from ortlab.render import units
 from ortlab.render.page import Block, Cell, Column, Drawing, Mark, Note, Page, Table, row
 
 if TYPE_CHECKING:
-    from ortlab.data.density_report import DensityReport, SwitchEffect
+    from ortlab.records.density_report import DensityReport, SwitchEffect
 
 STEPS_SHOWN: Final = 10
 """Steps that a page shows, the latest; ORTModule printed as many at a time."""
@@ -167,7 +167,7 @@ def _about_labels(report: DensityReport, means: dict[str, float]) -> Iterator[No
 
 _ACTS: Final = (
     "Label sparsity acts: it cuts about {share} of the loss FLOPs; where the model does not return its logits, also of "
-    "the layers ahead that work place by place. lab.flops_saved(label_sparse_optimizer=False) counts them."
+    'the layers ahead that work place by place. lab.flops(against={{"label_sparse_optimizer": False}}) counts them.'
 )
 _OFF: Final = (
     "Label sparsity is off: lab.set(compute_optimizer=True, label_sparse_optimizer=True) will cut about {share} of "
@@ -204,8 +204,10 @@ def _effects(report: DensityReport) -> Table:
         Column(
             "FLOPs of the step", numeric=True, meaning="counted from shapes: with it, and what that saves"
         ),
-        Column("peak memory", numeric=True, meaning="measured: with it over without, of the process"),
-        Column("loss apart", numeric=True, meaning="measured: largest relative difference, step by step"),
+        Column("step memory", numeric=True, meaning="measured: with it over without"),
+        Column(
+            "loss difference", numeric=True, meaning="measured: largest relative difference, step by step"
+        ),
     )
     first = report.effects[0]
     caption = (

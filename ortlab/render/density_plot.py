@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ortlab.render.page import printable
-from ortlab.render.plots import COLOURS, INK, dress, new_figure, say
+from ortlab.render.plots import COLOURS, INK, dress, new_figure, say, whole_steps
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from ortlab.data.density_report import DensityReport
+    from ortlab.records.density_report import DensityReport
 
 
 def density_plot(report: DensityReport) -> Figure:
     """Draw which part of each input counts, step by step; the line below which the sparsity optimizers act, too."""
     from matplotlib.ticker import MaxNLocator
 
-    from ortlab.data.density_report import THRESHOLD
+    from ortlab.records.density_report import THRESHOLD
 
     figure = new_figure(2.8)
     axes = figure.add_subplot()
@@ -40,5 +40,6 @@ def density_plot(report: DensityReport) -> Figure:
     axes.axhline(100 * THRESHOLD, color=INK, linestyle=":", linewidth=1)
     axes.set_ylim(0, 105)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    whole_steps(axes)
     axes.legend(frameon=False, labelcolor=INK, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return figure

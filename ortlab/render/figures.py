@@ -5,28 +5,28 @@ from __future__ import annotations
 from functools import singledispatch
 from typing import TYPE_CHECKING
 
-from ortlab.budgets.budget import Budget
-from ortlab.data.balance import Balance
-from ortlab.data.density_report import DensityReport
 from ortlab.graphs.flop_savings import FlopSavings
 from ortlab.graphs.flops import Flops
-from ortlab.hunting.batch_hunt import BatchHunt
 from ortlab.memory.measured import MemoryMeasurement
-from ortlab.memory.phases import MemoryPhases
-from ortlab.memory.stash import Stash
+from ortlab.memory.saved_activations import SavedActivations
 from ortlab.parity.record import Parity
-from ortlab.peers.peers import Peers
+from ortlab.ranks.balance import Balance
 from ortlab.ranks.ranks import Ranks
-from ortlab.render import budget_plot, hunt_plot, sweep_plot
+from ortlab.records.density_report import DensityReport
+from ortlab.records.memory_phases import MemoryPhases
+from ortlab.render import batch_size_plot, budget_plot, sweep_plot
+from ortlab.render.activations_plot import activations_plot
 from ortlab.render.balance_plot import balance_plot
 from ortlab.render.density_plot import density_plot
+from ortlab.render.engines_plot import engines_plot
 from ortlab.render.flops_plot import flops_plot, savings_plot
 from ortlab.render.memory_plot import measurement_plot, phases_plot
 from ortlab.render.parity_plot import parity_plot
-from ortlab.render.peers_plot import peers_plot
 from ortlab.render.ranks_plot import ranks_plot
-from ortlab.render.stash_plot import stash_plot
-from ortlab.sweeps.sweep import Sweep
+from ortlab.studies.batch_size_search import BatchSizeSearch
+from ortlab.studies.budget import Budget
+from ortlab.studies.engine_comparison import EngineComparison
+from ortlab.studies.sweep import Sweep
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,9 +39,9 @@ def plot(record: object) -> Figure:
     Parameters
     ----------
     record
-        A `Sweep`: step time against peak memory. A `Stash`: what each layer keeps for backward.
-        `Peers`: step time against the memory that a step needs. A `Budget`: what plans cost against the peak.
-        `BatchHunt`: samples per second and peak memory against the batch.
+        A `Sweep`: step time against peak memory. A `SavedActivations`: what each layer keeps for backward.
+        `EngineComparison`: step time against the memory that a step needs. A `Budget`: what plans cost against the
+        peak. `BatchSizeSearch`: samples per second and peak memory against the batch.
 
         `Parity`: distances over the depth of the model and over the steps.
         `MemoryMeasurement`: the phases of a step. `MemoryPhases`: memory at the points of the steps.
@@ -64,13 +64,13 @@ def plot(record: object) -> Figure:
 
 
 plot.register(Sweep, sweep_plot.plot)
-plot.register(Stash, stash_plot)
+plot.register(SavedActivations, activations_plot)
 plot.register(MemoryMeasurement, measurement_plot)
 plot.register(MemoryPhases, phases_plot)
-plot.register(Peers, peers_plot)
+plot.register(EngineComparison, engines_plot)
 plot.register(Parity, parity_plot)
 plot.register(Budget, budget_plot.plot)
-plot.register(BatchHunt, hunt_plot.plot)
+plot.register(BatchSizeSearch, batch_size_plot.plot)
 plot.register(DensityReport, density_plot)
 plot.register(Flops, flops_plot)
 plot.register(FlopSavings, savings_plot)

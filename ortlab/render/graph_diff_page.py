@@ -34,7 +34,11 @@ def graph_diff_page(diff: GraphDiff) -> Page:
     title = f"Difference of graphs: {diff.before.name} -> {diff.after.name}"
     if diff.is_empty:
         same = f"No difference: both compute the same, in {units.count(len(diff.matched))} matched nodes."
-        return Page(title, (Note(same, Mark.GOOD),))
+        todo = (
+            "Set a switch, then ask again: lab.set(memory_level=1).graph_diff(), or %ort_graph --changes. "
+            "Or name one: lab.graph_diff(memory_level=1)."
+        )
+        return Page(title, (Note(same, Mark.GOOD), Note(todo, Mark.QUIET)))
     blocks: list[Block] = [
         Note("\n".join(diff.sentences)),
         Note(
@@ -44,6 +48,7 @@ def graph_diff_page(diff: GraphDiff) -> Page:
             Mark.QUIET,
         ),
         *_pictures(diff),
+        *(Note(note, Mark.QUIET) for note in dict.fromkeys(graph.note for graph in diff.graphs) if note),
         Folded("One by one", blocks=(_table(diff),), is_open=True),
     ]
     return Page(title, tuple(blocks))
@@ -72,13 +77,13 @@ def _pictures(diff: GraphDiff) -> list[Block]:
         said = f"{when}, {name}: nodes by module, and how many of them are {kinds}."
         blocks += [
             Note(f"{when}, {name}: {kinds}.", Mark.QUIET),
-            Drawing(said, _drawing(graph, colours, said)),
+            Drawing(said, _drawing(graph, colours)),
         ]
     return blocks
 
 
-def _drawing(graph: Graph, colours: Mapping[str, str], said: str) -> Callable[[], str]:
-    return lambda: graph_picture.image(graph_picture.picture(graph, marks=colours), said)
+def _drawing(graph: Graph, colours: Mapping[str, str]) -> Callable[[], str]:
+    return lambda: graph_picture.picture(graph, marks=colours)
 
 
 def _table(diff: GraphDiff) -> Table:

@@ -6,22 +6,19 @@ from dataclasses import replace
 from html import escape
 from typing import TYPE_CHECKING
 
+from ortlab.graphs.viewer.document import SANDBOX
 from ortlab.render import graph_picture
-from ortlab.render.page import Block, Drawing, Folded, Mark, Note, Page
-from ortlab.viewer.document import SANDBOX
+from ortlab.render.page import Block, Drawing, Folded, Frame, Mark, Note, Page
 
 if TYPE_CHECKING:
     from ortlab.graphs.onnx_files import FileGraph
     from ortlab.graphs.stages import Graph
-    from ortlab.viewer.embedded import EmbeddedGraph
+    from ortlab.graphs.viewer.embedded import EmbeddedGraph
 
 
 def with_picture(graph: Graph, summary: Page) -> Page:
     """Put the still picture into the page of a graph, behind its first sentence, and the tree of modules at the end."""
-    picture = Drawing(
-        graph_picture.description(graph),
-        lambda: graph_picture.image(graph_picture.picture(graph), graph_picture.description(graph)),
-    )
+    picture = Drawing(graph_picture.description(graph), lambda: graph_picture.picture(graph))
     first, *others = summary.blocks or (Note(""),)
     tree = Folded("Modules and their operators", graph_picture.tree(graph))
     return replace(summary, blocks=(first, picture, *others, tree))
@@ -53,4 +50,4 @@ def _view(shown: EmbeddedGraph) -> tuple[Block, ...]:
     reduced = shown.document.reduced
     words = (Note(reduced, Mark.QUIET),) if reduced else ()
     said = "the graph node by node, which can be browsed in the HTML of the notebook"
-    return (*words, Drawing(said, lambda: frame(shown)))
+    return (*words, Frame(said, lambda: frame(shown)))

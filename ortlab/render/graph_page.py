@@ -37,6 +37,7 @@ def graph_page(graph: Graph) -> Page:
             f"{units.count(graph.node_count)} nodes, {units.count(graph.initializer_count)} constants, "
             f"opset {graph.opset}, for {graph.mode}, digest {graph.digest}."
         ),
+        *((Note(graph.note, Mark.QUIET),) if graph.note else ()),
         *_passes(summary),
         *_origins(summary),
         *_parameters(summary),
@@ -87,7 +88,8 @@ def graph_set_page(graphs: GraphSet) -> Page:
             )
         )
     of = f" of {graphs.part}" if graphs.part else ""
-    return Page(f"Graphs{of} for {graphs.mode}", (Table("", columns, tuple(rows)),))
+    notes = tuple(Note(note, Mark.QUIET) for note in dict.fromkeys(one.note for one in graphs) if note)
+    return Page(f"Graphs{of} for {graphs.mode}", (Table("", columns, tuple(rows)), *notes))
 
 
 OUTSIDE: Final = "outside the layers"
@@ -246,10 +248,10 @@ def _sources(nodes: Iterable[SummaryNode]) -> str:
 
 
 def _edges(graph: Graph) -> tuple[Block, ...]:
-    stash = graph.stash
-    if stash is None:
+    activations = graph.activations
+    if activations is None:
         return ()
-    count = sum(len(one.kept_by) for one in stash.rows)
+    count = sum(len(one.kept_by) for one in activations.rows)
     columns = (
         Column("made by"),
         Column("module"),
@@ -263,11 +265,12 @@ def _edges(graph: Graph) -> tuple[Block, ...]:
             units.size(one.bytes) if one.bytes is not None else Cell("unknown", Mark.WARN),
             _readers(one.kept_by, returned=one.returned),
         )
-        for one in stash.rows[:EDGES_SHOWN]
+        for one in activations.rows[:EDGES_SHOWN]
     )
-    hidden = len(stash.rows) - len(rows)
+    hidden = len(activations.rows) - len(rows)
     caption = (
-        f"Kept from forward to backward: {units.count(len(stash.rows))} buffers, {units.size(stash.total_bytes)}, over "
+        f"Kept from forward to backward: {units.count(len(activations.rows))} buffers, "
+        f"{units.size(activations.total_bytes)}, over "
         f"{units.count(count)} edges"
     )
     left_out = f"{units.count(hidden)} more: graph.summary.edge_table() has all edges." if hidden else ""

@@ -7,7 +7,6 @@ it as an image, which cannot know the theme of the page around it.
 
 from __future__ import annotations
 
-import base64
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from html import escape
@@ -68,18 +67,6 @@ def picture(graph: Graph, *, marks: Mapping[str, str] | None = None) -> str:
         An ``<svg>`` element; the same graph gives the same text.
     """
     return _Picture(outline(graph), marks or {}).svg(_title(graph))
-
-
-def image(svg: str, said: str) -> str:
-    """Write an SVG as an image that carries it.
-
-    A notebook that is opened untrusted loses ``<svg>`` elements, and keeps images.
-    """
-    carried = base64.b64encode(svg.encode()).decode()
-    return (
-        f'<img alt="{escape(said)}" src="data:image/svg+xml;base64,{carried}" '
-        'style="max-width: 100%; height: auto">'
-    )
 
 
 def description(graph: Graph) -> str:

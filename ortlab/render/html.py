@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 from html import escape
 
 from ortlab.render import code, sorting, units
-from ortlab.render.page import Block, Cell, Code, Column, Drawing, Folded, Mark, Note, Page, Table
+from ortlab.render.page import Block, Cell, Code, Column, Drawing, Folded, Frame, Mark, Note, Page, Table
 from ortlab.render.pages import compose
 
 STYLE = """\
@@ -24,7 +25,9 @@ STYLE = """\
 .ortlab table.ortlab-table thead th { font-weight: 600; white-space: nowrap; overflow-wrap: normal; }
 .ortlab table.ortlab-table thead th[title] { text-decoration: underline dotted; text-underline-offset: 3px;
   cursor: help; }
-.ortlab table.ortlab-table tbody th { font-weight: 500; min-width: 10em; overflow-wrap: anywhere; }
+.ortlab table.ortlab-table tbody th { font-weight: 500; }
+.ortlab table.ortlab-table tbody th > span { display: inline-block; width: max-content; max-width: 28em;
+  overflow-wrap: anywhere; }
 .ortlab table.ortlab-table .ortlab-number { text-align: right; white-space: nowrap; }
 .ortlab table.ortlab-table .ortlab-short { white-space: nowrap; }
 .ortlab p { margin: 2px 0 6px; }
@@ -91,6 +94,19 @@ def table(content: Table) -> str:
     return "\n".join(parts)
 
 
+def image(svg: str, said: str) -> str:
+    """Write an SVG as an image that carries it.
+
+    JupyterLab takes ``<svg>`` elements out of the HTML of a notebook that is not trusted, and leaves the words in them
+    as a line of digits; so do GitHub and others. They keep images.
+    """
+    carried = base64.b64encode(svg.encode()).decode()
+    return (
+        f'<img alt="{escape(said)}" src="data:image/svg+xml;base64,{carried}" '
+        'style="max-width: 100%; height: auto">'
+    )
+
+
 def _block(block: Block) -> str:
     if isinstance(block, Table):
         return table(block)
@@ -101,7 +117,9 @@ def _block(block: Block) -> str:
         shown = f"<style>{code.STYLE}</style>{code.highlighted(block.source)}"
         return f"<p><strong>{escape(block.caption)}</strong></p>\n{shown}\n"
     if isinstance(block, Drawing):
-        return f'<div class="ortlab-scroll">{block.svg()}</div>\n'
+        return f'<div class="ortlab-scroll">{image(block.svg(), block.description)}</div>\n'
+    if isinstance(block, Frame):
+        return f'<div class="ortlab-scroll">{block.html()}</div>\n'
     return _folded(block)
 
 
@@ -122,7 +140,8 @@ def _cell(cell: Cell, column: Column, *, heading: bool) -> str:
     text = escape(cell.text if column.whole else units.fold(cell.text, _CELL_LIMIT))
     if cell.more:
         text = f"<details><summary>{text}</summary><pre>{escape(cell.more)}</pre></details>"
-    return f'<th scope="row"{classes}>{text}</th>' if heading else f"<td{classes}>{text}</td>"
+    # A name breaks between its words and keeps its width: without the span, a narrow page breaks it in a word.
+    return f'<th scope="row"{classes}><span>{text}</span></th>' if heading else f"<td{classes}>{text}</td>"
 
 
 def _classes(mark: Mark = Mark.PLAIN, *, number: bool = False, short: bool = False) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ortlab.options import Options
+from ortlab.lab.following import shown_ranks
+from ortlab.options.options import Options
 from ortlab.render.coverage_words import coverage_blocks, extent
 from ortlab.render.message_pages import summary
 from ortlab.render.option_pages import difference_page
@@ -14,9 +15,9 @@ from ortlab.render.rebuild_words import pending_note
 from ortlab.render.run_pages import engine_words, ledger_page
 
 if TYPE_CHECKING:
-    from ortlab.doctor import Report
-    from ortlab.lab import Lab
-    from ortlab.status import Status
+    from ortlab.lab.lab import Lab
+    from ortlab.records.checks import Report
+    from ortlab.records.status import Status
 
 _STAGES = {
     "export": "the export, the gradient graph and the session",
@@ -42,7 +43,7 @@ def status_note(status: Status) -> Note:
         return Note(f"{name}: ready.", Mark.GOOD)
     stage = _STAGES.get(status.pending_stage, status.pending_stage)
     if status.state == "rebuild pending":
-        return Note(f"{name}: rebuild pending; the next step redoes {stage}.", Mark.WARN)
+        return Note(f"{name}: rebuild pending; the next step rebuilds {stage}.", Mark.WARN)
     return Note(
         f"{name}: not built yet; the next step makes {stage}." if stage else f"{name}: not built yet."
     )
@@ -59,7 +60,7 @@ def lab_page(lab: Lab) -> Page:
     blocks: list[Block] = [status_note(status := lab.status)]
     if status.coverage:
         blocks += coverage_blocks(status.coverage)
-    if (pending := pending_note(lab.pending)) is not None:
+    if (pending := pending_note(lab.rebuild())) is not None:
         blocks.append(pending)
     blocks += [Note(text, Mark.QUIET) for text in lab.notes]
     if lab.options.changed(defaults):
@@ -68,12 +69,12 @@ def lab_page(lab: Lab) -> Page:
     else:
         blocks.append(Note("All switches are at their defaults.", Mark.QUIET))
     blocks += ledger_page(lab.runs).blocks
-    if lab.ranks is not None:
-        blocks += rank_blocks(lab.ranks)
+    if (ranks := shown_ranks(lab)) is not None:
+        blocks += rank_blocks(ranks)
     messages = lab.messages
     if len(messages):
         blocks.append(
-            Note(f"Messages: {summary(messages)} %ort_log, or lab.messages, shows them.", Mark.QUIET)
+            Note(f"Messages: {summary(messages)} %ort_messages, or lab.messages, shows them.", Mark.QUIET)
         )
     return Page(f"{lab.name}: {type(lab.module).__name__}", tuple(blocks))
 

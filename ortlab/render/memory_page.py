@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from ortlab.memory.measured import RESIDENT
-from ortlab.memory.phases import PHASES, MemoryPhases
+from ortlab.records.memory_phases import PHASES, MemoryPhases
 from ortlab.render import units
 from ortlab.render.page import Cell, Column, Drawing, Mark, Note, Page, Table, row
 
@@ -69,7 +69,7 @@ def measurement_page(measured: MemoryMeasurement) -> Page:
                 "Memory of the phases above the start of the step; ortlab.plot(measured) draws it.",
                 lambda: measurement_plot(measured),
             ),
-            *_stash(measured),
+            *_activations(measured),
             Note(_sources(measured), Mark.QUIET),
         ),
     )
@@ -166,13 +166,13 @@ def _phase_words(phase: PhasePeak) -> str:
     return "rest of the step" if phase.phase == "the rest" else phase.phase
 
 
-def _stash(measured: MemoryMeasurement) -> tuple[Note, ...]:
-    named, kept = measured.named_stash_bytes, measured.stashed_bytes
+def _activations(measured: MemoryMeasurement) -> tuple[Note, ...]:
+    named, kept = measured.named_activations_bytes, measured.saved_bytes
     if named is None or kept is None:
         return ()
     return (
         Note(
-            f"The forward left {units.size(kept)} behind (measured). Of that, lab.stash() names "
+            f"The forward left {units.size(kept)} behind (measured). Of that, lab.activations() names "
             f"{units.size(named)} (worked out from shapes)."
         ),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from ortlab.memory.phases import PHASES
+from ortlab.records.memory_phases import PHASES
 from ortlab.render import units
 from ortlab.render.plots import COLOURS, INK, MIB, dress, new_figure, say
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from ortlab.memory.measured import MemoryMeasurement
-    from ortlab.memory.phases import MemoryPhases
+    from ortlab.records.memory_phases import MemoryPhases
 
 _LEVEL, _PEAK = COLOURS[4], COLOURS[5]
 _MARKS: Final = ("o", "s", "D", "^")

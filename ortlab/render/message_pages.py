@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from ortlab.render import units
 from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, row
 
 if TYPE_CHECKING:
-    from ortlab.messages import Message, Messages
+    from ortlab.records.messages import Message, Messages
 
 RUNS_SHOWN: Final = 6
 """Runs whose messages a page shows: the newest."""
 
 MESSAGES_SHOWN: Final = 50
-"""Messages of each run that a page shows: the first."""
+"""Kinds of messages of each run that a page shows: the first."""
 
 _LINE: Final = 200
 """Characters of a message that are shown beside its level; all of a longer one is folded under them."""
@@ -92,34 +93,36 @@ def run_fold(messages: Messages, run: int | None, first: int = 0, limit: int = M
     run
         Its number; None outside runs.
     first
-        Position of the first message that is shown.
+        Position of the first kind of messages that is shown.
     limit
-        How many are shown.
+        How many kinds are shown.
     """
-    shown = messages[first : first + limit]
-    hidden = len(messages) - len(shown)
+    kinds = messages.kinds
+    shown = kinds[first : first + limit]
     left_out = ""
-    if hidden:
+    if len(shown) < len(kinds):
         left_out = (
-            f"{units.count(first + 1)} to {units.count(first + len(shown))} of {units.count(len(messages))}; "
+            f"{units.count(first + 1)} to {units.count(first + len(shown))} of {units.count(len(kinds))}; "
             f"lab.messages.of(run={run or 0}) has all."
         )
     table = Table("", _COLUMNS, tuple(_row(one) for one in shown), left_out)
     return Folded(f"{run_title(run)}: {counts_text(messages)}", blocks=(table,))
 
 
-def _row(message: Message) -> tuple[Cell, ...]:
+def _row(kind: Sequence[Message]) -> tuple[Cell, ...]:
+    """Show messages of one kind in a line; all of them, and why they are harmless, are folded under it."""
+    message, text = kind[0], kind[0].text if len(kind) == 1 else kind[0].shape
     mark = _MARKS[message.level]
-    first, _, rest = message.text.strip().partition("\n")
+    first, _, rest = text.strip().partition("\n")
     line = first[:_LINE] + ("…" if len(first) > _LINE else "")
-    more = ""
-    if rest or len(first) > _LINE:
-        lines = message.text.count("\n")
-        line += f" (+{units.count(lines)} line{'s' if lines != 1 else ''})" if lines else ""
-        left = len(message.text) - _WHOLE
-        more = message.text[:_WHOLE] + (
-            f"\n… {units.count(left)} characters more: lab.messages" if left > 0 else ""
-        )
+    lines = text.count("\n")
+    line += f" (+{units.count(lines)} line{'s' if lines != 1 else ''})" if lines else ""
+    line += f" ({units.count(len(kind))} times)" if len(kind) > 1 else ""
+    whole = "\n".join(one.text for one in kind) if len(kind) > 1 or rest or len(first) > _LINE else ""
+    left = len(whole) - _WHOLE
+    whole = whole[:_WHOLE] + (f"\n… {units.count(left)} characters more: lab.messages" if left > 0 else "")
+    harmless = f"Nobody has to act on this: {message.harmless}" if message.harmless else ""
+    more = "\n\n".join(filter(None, (harmless, whole)))
     return row(
         message.when[11:23],  # ISO 8601: the date, then the time down to ms
         Cell(message.level, mark),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ortlab.options import Options, declaration, switches
+from ortlab.options.options import Options, declaration, switches
+from ortlab.options.switches import Effect, Group, Switch, Value
 from ortlab.render.page import Cell, Column, Mark, Note, Page, Table, row
-from ortlab.switches import Effect, Group, Switch, Value
 
 EFFECT_WORDS = {
     Effect.WRAP: "re-export",

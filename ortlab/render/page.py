@@ -148,14 +148,30 @@ class Drawing:
     description
         What it shows, one sentence.
     svg
-        Draws it as inline SVG, or as an HTML element that carries it.
+        Draws it as an ``<svg>`` element, in colours that can be read on a light page and on a dark one.
     """
 
     description: str
     svg: Callable[[], str]
 
 
-Block = Table | Note | Folded | Drawing | Code
+@dataclass(frozen=True)
+class Frame:
+    """An element that lives in a page of HTML; text says what it shows.
+
+    Attributes
+    ----------
+    description
+        What it shows, a few words.
+    html
+        Writes it.
+    """
+
+    description: str
+    html: Callable[[], str]
+
+
+Block = Table | Note | Folded | Drawing | Frame | Code
 
 
 @dataclass(frozen=True)
@@ -164,6 +180,17 @@ class Page:
 
     title: str
     blocks: tuple[Block, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse what is no block here, where the traceback names the culprit.
+
+        mypy finds most of them; in `*((one,) if there else ())` it takes `one` for anything, so write lists there.
+        """
+        held: tuple[object, ...] = self.blocks
+        for block in held:
+            if not isinstance(block, Block):
+                message = f"{self.title!r}: {block!r} is not a block of a page"
+                raise TypeError(message)
 
 
 def row(*cells: str | Cell) -> tuple[Cell, ...]:

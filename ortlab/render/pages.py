@@ -5,54 +5,57 @@ from __future__ import annotations
 from functools import singledispatch
 from typing import TYPE_CHECKING
 
-from ortlab.blame.blame import Blame
-from ortlab.budgets.budget import Budget
-from ortlab.cluster import Cluster
-from ortlab.cluster.status import ClusterStatus
-from ortlab.comparison import Comparison
-from ortlab.data.balance import Balance
-from ortlab.data.density_report import DensityReport
-from ortlab.doctor import Report
+from ortlab.checks.recipes import Recipe
 from ortlab.graphs.diff import GraphDiff
 from ortlab.graphs.flop_savings import FlopSavings
 from ortlab.graphs.flops import Flops
 from ortlab.graphs.graph_set import GraphSet
 from ortlab.graphs.onnx_files import FileGraph
 from ortlab.graphs.stages import Graph
-from ortlab.hunting.batch_hunt import BatchHunt
+from ortlab.graphs.triton_kernels import TritonKernel, TritonKernels
+from ortlab.graphs.viewer.embedded import EmbeddedGraph
 from ortlab.memory.device_snapshot import MemorySnapshot
 from ortlab.memory.measured import MemoryMeasurement
-from ortlab.memory.phases import MemoryPhases
 from ortlab.memory.plan import MemoryPlan
+from ortlab.memory.saved_activations import SavedActivations
 from ortlab.memory.saved_plans import SavedPlans
-from ortlab.memory.stash import Stash
 from ortlab.memory.trace import Trace
-from ortlab.messages import Messages
-from ortlab.option_list import OptionList
-from ortlab.options import Options
+from ortlab.options.option_list import OptionList
+from ortlab.options.options import Options
 from ortlab.parity.functions import FunctionReport
 from ortlab.parity.record import Parity
-from ortlab.peers.peers import Peers
-from ortlab.preflights.preflight import Preflight
+from ortlab.ranks import Cluster
+from ortlab.ranks.balance import Balance
+from ortlab.ranks.cluster_status import ClusterStatus
 from ortlab.ranks.ranks import Ranks
-from ortlab.recipes import Recipe
+from ortlab.records.checks import Report
+from ortlab.records.comparison import Comparison
+from ortlab.records.density_report import DensityReport
+from ortlab.records.memory_phases import MemoryPhases
+from ortlab.records.messages import Messages
+from ortlab.records.preflight import Preflight
+from ortlab.records.runs import Ledger, Run
+from ortlab.records.selftest import SelfTest
+from ortlab.records.status import Status
+from ortlab.records.tuning_results import TuningResults
+from ortlab.render.activations_page import activations_page
 from ortlab.render.balance_page import balance_page
-from ortlab.render.blame_page import blame_page
+from ortlab.render.batch_size_page import batch_size_page
+from ortlab.render.bisection_page import bisection_page
 from ortlab.render.budget_page import budget_page
 from ortlab.render.density_page import density_page
+from ortlab.render.engines_page import engines_page
 from ortlab.render.flops_page import flops_page, savings_page
 from ortlab.render.function_page import function_page
 from ortlab.render.graph_diff_page import graph_diff_page
 from ortlab.render.graph_forms import embedded_page, file_page, with_picture
 from ortlab.render.graph_page import graph_page, graph_set_page
-from ortlab.render.hunt_page import hunt_page
 from ortlab.render.lab_pages import report_page, status_page
 from ortlab.render.memory_page import measurement_page, phases_page
 from ortlab.render.message_pages import messages_page
 from ortlab.render.option_list_page import option_list_page
 from ortlab.render.option_pages import options_page
 from ortlab.render.parity_page import parity_page
-from ortlab.render.peers_page import peers_page
 from ortlab.render.plan_page import plan_page
 from ortlab.render.preflight_page import preflight_page
 from ortlab.render.ranks_page import cluster_page, ranks_page
@@ -61,18 +64,15 @@ from ortlab.render.run_pages import comparison_page, ledger_page, run_page
 from ortlab.render.saved_plans_page import saved_plans_page
 from ortlab.render.selftest_page import selftest_page
 from ortlab.render.snapshot_page import snapshot_page
-from ortlab.render.stash_page import stash_page
 from ortlab.render.sweep_page import sweep_page
 from ortlab.render.trace_page import trace_page
 from ortlab.render.triton_page import kernel_page, kernels_page
 from ortlab.render.tuning_page import tuning_page
-from ortlab.runs import Ledger, Run
-from ortlab.selftest.record import SelfTest
-from ortlab.status import Status
-from ortlab.sweeps.sweep import Sweep
-from ortlab.triton_kernels import TritonKernel, TritonKernels
-from ortlab.tuning_results import TuningResults
-from ortlab.viewer.embedded import EmbeddedGraph
+from ortlab.studies.batch_size_search import BatchSizeSearch
+from ortlab.studies.bisection import Bisection
+from ortlab.studies.budget import Budget
+from ortlab.studies.engine_comparison import EngineComparison
+from ortlab.studies.sweep import Sweep
 
 if TYPE_CHECKING:
     from ortlab.render.page import Page
@@ -104,7 +104,7 @@ compose.register(Options, options_page)
 compose.register(Status, status_page)
 compose.register(MemoryPlan, plan_page)
 compose.register(SavedPlans, saved_plans_page)
-compose.register(Stash, stash_page)
+compose.register(SavedActivations, activations_page)
 compose.register(Trace, trace_page)
 compose.register(MemoryMeasurement, measurement_page)
 compose.register(MemoryPhases, phases_page)
@@ -117,7 +117,7 @@ compose.register(Report, report_page)
 compose.register(OptionList, option_list_page)
 compose.register(Messages, messages_page)
 compose.register(Sweep, sweep_page)
-compose.register(Peers, peers_page)
+compose.register(EngineComparison, engines_page)
 compose.register(Preflight, preflight_page)
 compose.register(Recipe, recipe_page)
 compose.register(TritonKernels, kernels_page)
@@ -127,7 +127,7 @@ compose.register(SelfTest, selftest_page)
 compose.register(FunctionReport, function_page)
 compose.register(Parity, parity_page)
 compose.register(Budget, budget_page)
-compose.register(BatchHunt, hunt_page)
+compose.register(BatchSizeSearch, batch_size_page)
 compose.register(DensityReport, density_page)
 compose.register(Flops, flops_page)
 compose.register(FlopSavings, savings_page)
@@ -135,5 +135,5 @@ compose.register(Balance, balance_page)
 compose.register(Ranks, ranks_page)
 compose.register(ClusterStatus, cluster_page)
 compose.register(Cluster, lambda cluster: cluster_page(cluster.status()))
-compose.register(Blame, blame_page)
+compose.register(Bisection, bisection_page)
 compose.register(GraphDiff, graph_diff_page)

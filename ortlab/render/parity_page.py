@@ -129,7 +129,7 @@ def _losses(parity: Parity) -> Table:
         Column("step", numeric=True),
         Column(f"loss, {_name(parity.reference)}", numeric=True, meaning="measured"),
         Column(f"loss, {_name(parity.candidate)}", numeric=True, meaning="measured"),
-        Column("apart", numeric=True, meaning="relative difference"),
+        Column("difference", numeric=True, meaning="relative, no unit"),
     )
     rows = []
     for number, (theirs, ours) in enumerate(parity.losses, start=1):

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from ortlab.coverage import names
+from ortlab.records.coverage import names
 from ortlab.render import units
 from ortlab.render.page import Cell, Column, Folded, Mark, Note, Page, Table, row
 
@@ -29,6 +29,7 @@ def plan_page(plan: MemoryPlan) -> Page:
                 Note(NO_OPPORTUNITY, Mark.QUIET),
                 *state_notes(plan),
                 *missing_notes(plan),
+                *_built(plan),
                 *_report(plan),
             ),
         )
@@ -46,7 +47,11 @@ def plan_page(plan: MemoryPlan) -> Page:
         Note(level if plan.memory_level else how),
     )
     table = Table("", tuple(column for column, _ in columns), rows, left_out)
-    return Page("Memory plan", (table, *notes, *missing_notes(plan), *_report(plan)))
+    return Page("Memory plan", (table, *notes, *missing_notes(plan), *_built(plan), *_report(plan)))
+
+
+def _built(plan: MemoryPlan) -> tuple[Note, ...]:
+    return (Note(plan.note, Mark.QUIET),) if plan.note else ()
 
 
 def level_text(plan: MemoryPlan, level: int) -> str:
@@ -256,7 +261,7 @@ def _columns(plan: MemoryPlan) -> tuple[Shown, ...]:
         lambda one: names(one.parts),
     )
     exclusive = (instead,) if any(one.excludes for one in plan.rows) else ()
-    return (*_ALWAYS, *known, what, *exclusive, *((parts,) if any(one.parts for one in plan.rows) else ()))
+    return (*_ALWAYS, *known, what, *exclusive, *([parts] if any(one.parts for one in plan.rows) else []))
 
 
 def per_ms(value: float | None) -> str:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import quoteattr
 
+from ortlab.records.runs import EXECUTED_BY_FALLBACK, Run
 from ortlab.render import units
 from ortlab.render.page import printable
-from ortlab.render.run_pages import title
-from ortlab.runs import EXECUTED_BY_FALLBACK, Run
+from ortlab.render.run_pages import step_parts, title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,8 +68,8 @@ def step_times(runs: Sequence[Run]) -> Figure:
 
 
 def memory(runs: Sequence[Run]) -> Figure:
-    """Draw the peak memory of every run that has one, split into what was there at its start and the rise."""
-    shown = [run for run in _latest(runs) if run.memory]
+    """Draw the step memory of every run that has one: how far a step rises above its start."""
+    shown = [run for run in _latest(runs) if run.step_memory_bytes is not None]
     figure = new_figure(1.2 + _INCHES_PER_BAR * len(shown))
     axes = figure.add_subplot()
     _draw_memory(axes, shown)
@@ -84,12 +84,12 @@ def overview(runs: Sequence[Run]) -> Figure:
     top, middle, bottom = figure.subplots(3, height_ratios=[2.4, bars, bars])
     _draw_losses(top, shown)
     _draw_times(middle, shown)
-    _draw_memory(bottom, [run for run in shown if run.memory])
+    _draw_memory(bottom, [run for run in shown if run.step_memory_bytes is not None])
     return figure
 
 
 def svg(figure: Figure, description: str) -> str:
-    """Write a figure as inline SVG whose text and axes take the colour of the text around it.
+    """Write a figure as an ``<svg>`` element whose text and axes can be read on light pages and on dark ones.
 
     Parameters
     ----------
@@ -101,16 +101,21 @@ def svg(figure: Figure, description: str) -> str:
     from matplotlib import rc_context
 
     buffer = io.StringIO()
-    # Text stays text, in the page's own font.
-    with rc_context({"svg.fonttype": "none", "font.family": "sans-serif"}):
+    # Text stays text, in the page's own font; with the salt the same record is the same text each time it is shown.
+    with rc_context({"svg.fonttype": "none", "font.family": "sans-serif", "svg.hashsalt": "ortlab"}):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     document = buffer.getvalue()
-    body = document[document.index("<svg") :].replace(INK, "currentColor")
+    body = document[document.index("<svg") :]
     # matplotlib's style sheet has the selector `*`: inline, it would restyle the whole page.
     body = re.sub(r"<metadata>.*?</metadata>|<defs>\s*<style.*?</style>\s*</defs>", "", body, flags=re.DOTALL)
     body = _compact(body)
     label = quoteattr(description)
     return body.replace("<svg", f'<svg role="img" aria-label={label} style="{_SVG_STYLE}"', 1)
+
+
+def inline(figure: Figure, description: str) -> str:
+    """Write a figure as `svg` does, for a living page: text and axes take the colour of the text around it."""
+    return svg(figure, description).replace(INK, "currentColor")
 
 
 def _compact(body: str) -> str:
@@ -165,6 +170,7 @@ def _draw_losses(axes: Axes, runs: list[Run]) -> None:
     if axes.lines:
         axes.legend(**_LEGEND)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        whole_steps(axes)
     else:
         say(axes, "No run reported a loss.")
 
@@ -172,8 +178,9 @@ def _draw_losses(axes: Axes, runs: list[Run]) -> None:
 def _draw_times(axes: Axes, runs: list[Run]) -> None:
     rows = [_label(run) for run in runs]
     left = [0.0] * len(runs)
-    parts = [[_median_parts(run)[i] for run in runs] for i in range(len(_PARTS))]
-    for name, colour, widths in zip(_PARTS, COLOURS, parts, strict=False):
+    parts = [step_parts(run) for run in runs]
+    for name, colour in zip(_PARTS, COLOURS, strict=False):
+        widths = [of_run[name] for of_run in parts]
         axes.barh(rows, widths, left=left, label=name, color=colour, height=0.6)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     medians = [run.step_ms for run in runs]
@@ -197,35 +204,18 @@ def _draw_times(axes: Axes, runs: list[Run]) -> None:
 
 def _draw_memory(axes: Axes, runs: list[Run]) -> None:
     rows = [_label(run) for run in runs]
-    start = [run.memory.start_bytes / MIB for run in runs if run.memory]
-    rise = [run.memory.rise_bytes / MIB for run in runs if run.memory]
-    axes.barh(rows, start, label="at the start", color=COLOURS[4], height=0.6)
-    axes.barh(rows, rise, left=start, label="rise", color=COLOURS[5], height=0.6)
-    kinds = ", ".join(dict.fromkeys(f"{run.memory.kind} of {run.memory.scope}" for run in runs if run.memory))
-    ranges = [_peaks_alike(run, runs) for run in runs]
-    if any(low < high for low, high in ranges):
-        peaks = [before + more for before, more in zip(start, rise, strict=True)]
-        spread = [[p - low / MIB for p, (low, _) in zip(peaks, ranges, strict=True)],
-                  [high / MIB - p for p, (_, high) in zip(peaks, ranges, strict=True)]]  # fmt: skip
-        axes.errorbar(peaks, rows, xerr=spread, fmt="none", ecolor=INK, capsize=3, linewidth=1.2)
-        kinds += "; whiskers: lowest and highest of runs switched alike"
-    dress(axes, f"Peak memory, measured ({kinds})" if kinds else "Peak memory", "MiB", "")
+    axes.barh(rows, [(run.step_memory_bytes or 0) / MIB for run in runs], color=COLOURS[5], height=0.6)
+    devices = ", ".join(dict.fromkeys(run.device for run in runs))
+    heading = (
+        f"Step memory, measured on {devices} (how far a step rises above its start)"
+        if runs
+        else "Step memory"
+    )
+    dress(axes, heading, "MiB", "")
     axes.invert_yaxis()
     _mark_fallbacks(axes, runs)
-    if runs:
-        axes.legend(**_LEGEND)
-    else:
-        say(axes, "No run measured its memory.")
-
-
-def _median_parts(run: Run) -> tuple[float, float, float, float]:
-    """Split the median step; the last part is the rest, so that the bar is as long as the median."""
-    forward, backward, optimizer = (
-        statistics.median(step.forward_ms for step in run.warm_steps),
-        statistics.median(step.backward_ms for step in run.warm_steps),
-        statistics.median(step.optimizer_ms for step in run.warm_steps),
-    )
-    return forward, backward, optimizer, max(0.0, run.step_ms - forward - backward - optimizer)
+    if not runs:
+        say(axes, "No run measured its step memory.")
 
 
 def _quartiles(run: Run) -> tuple[float, float]:
@@ -236,20 +226,11 @@ def _quartiles(run: Run) -> tuple[float, float]:
     return low, high
 
 
-def _peaks_alike(run: Run, runs: list[Run]) -> tuple[int, int]:
-    """Return the lowest and highest peak in bytes of the runs with the same engine, switches and number of steps."""
-
-    def key(one: Run) -> tuple[object, ...]:
-        return one.engine, one.executed_by, one.options, len(one.steps)
-
-    peaks = [one.memory.peak_bytes for one in runs if one.memory and key(one) == key(run)]
-    return min(peaks), max(peaks)
-
-
 def _label(run: Run) -> str:
     """Name a run in a figure: two lines at most, and no dollar sign, which would start a formula."""
     name = units.fold(printable(title(run)), 2 * _LABEL_WIDTH - 4)
-    return textwrap.fill(name, _LABEL_WIDTH).replace("$", r"\$")
+    # A hyphen is the minus of a plan, "Gelu+:1:-1", and no place to break a line at.
+    return textwrap.fill(name, _LABEL_WIDTH, break_on_hyphens=False).replace("$", r"\$")
 
 
 def dress(axes: Axes, heading: str, x: str, y: str) -> None:
@@ -262,6 +243,15 @@ def dress(axes: Axes, heading: str, x: str, y: str) -> None:
     for name, spine in axes.spines.items():
         spine.set_visible(name in {"left", "bottom"})
         spine.set_color(INK)
+
+
+def whole_steps(axes: Axes) -> None:
+    """Name the step alone on an axis of one step; matplotlib would show twentieths of it, 0.95 to 1.05."""
+    low, high = axes.get_xlim()
+    if high - low < 1:
+        middle = round((low + high) / 2)
+        axes.set_xlim(middle - 0.5, middle + 0.5)
+        axes.set_xticks([middle])
 
 
 def _mark_fallbacks(axes: Axes, runs: list[Run]) -> None:

@@ -8,12 +8,12 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from ortlab.preflights.findings import Finding, Kind, Level
+from ortlab.records.findings import Finding, Kind, Level
 from ortlab.render import units
 from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, row
 
 if TYPE_CHECKING:
-    from ortlab.preflights.preflight import Checked, Preflight
+    from ortlab.records.preflight import Checked, Preflight
 
 _ROWS: Final = 12
 """Rows of findings that are shown at once; the others are folded."""

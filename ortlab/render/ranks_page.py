@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ortlab.records.runs import EXECUTED_BY_FALLBACK
 from ortlab.render import units
 from ortlab.render.page import Block, Cell, Column, Mark, Note, Page, Table, row
 from ortlab.render.run_pages import engine_words
-from ortlab.runs import EXECUTED_BY_FALLBACK
 
 if TYPE_CHECKING:
-    from ortlab.cluster.status import ClusterStatus
+    from ortlab.ranks.cluster_status import ClusterStatus
     from ortlab.ranks.rank_run import RankRun
     from ortlab.ranks.ranks import Ranks
 

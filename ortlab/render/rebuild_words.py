@@ -1,4 +1,4 @@
-"""What a call redoes, in words: for the line above the switches, and for the chip beside each."""
+"""What the next step rebuilds, in words: for the line above the switches, and for the chip beside each."""
 
 from __future__ import annotations
 
@@ -8,55 +8,51 @@ from ortlab.render import units
 from ortlab.render.page import Mark, Note
 
 if TYPE_CHECKING:
-    from ortlab.status import Rebuild
+    from ortlab.records.status import Rebuild
 
 STAGE_NAMES: Final = {"export": "export", "graph": "gradient graph", "session": "session"}
-"""What is redone first; what comes after it is redone with it."""
-
-_REDONE: Final = {
-    "export": "the export, the gradient graph and the session",
-    "graph": "the gradient graph and the session",
-    "session": "the session",
-}
+"""What is rebuilt first; what comes after it is rebuilt with it."""
 
 _NAMES_SHOWN: Final = 4
 
 
 def pending_note(pending: Rebuild) -> Note | None:
-    """Say what the next call redoes, why, and what that took when it was last measured; None if it redoes nothing."""
-    if pending.is_first or pending.stage not in _REDONE:
+    """Say why the next step rebuilds something, and what that took last time; None if there is nothing to say.
+
+    What is rebuilt stands in the line of the status, above.
+    """
+    if pending.is_first or pending.stage not in STAGE_NAMES:
         return None
     shown = ", ".join(pending.changed[:_NAMES_SHOWN])
     more = len(pending.changed) - _NAMES_SHOWN
     names = f"{shown} and {more} more" if more > 0 else shown
-    why = f" ({names} changed)" if names else ""
-    return Note(f"Next call redoes: {_REDONE[pending.stage]}{why}{_measured(pending)}.", Mark.WARN)
+    sentences = [f"Changed since the last build: {names}."] if names else []
+    if pending.last_ms is not None:
+        sentences.append(f"Such a rebuild took {_measured(pending)}.")
+    return Note(" ".join(sentences), Mark.WARN) if sentences else None
 
 
 def switch_words(rebuild: Rebuild, pending: Rebuild) -> str:
-    """Say what it takes to change one switch now.
+    """Say what it takes to change one switch now; "" where it takes nothing beyond what is to be built anyway.
 
     Parameters
     ----------
     rebuild
-        What a call would redo with the switch changed.
+        What a step would rebuild with the switch changed.
     pending
-        What it redoes anyway.
+        What the next step rebuilds as it is.
     """
     if rebuild.is_first:
-        return "a change now costs nothing more: nothing is built yet"
-    if rebuild.stage in STAGE_NAMES and rebuild.stage == pending.stage:
-        return (
-            f"a change now costs nothing more: the next call redoes the {STAGE_NAMES[rebuild.stage]} anyway"
-        )
+        return ""
     if rebuild.stage in STAGE_NAMES:
-        return f"a change redoes: {STAGE_NAMES[rebuild.stage]}{_measured(rebuild)}"
+        if rebuild.stage == pending.stage:
+            return ""
+        took = "" if rebuild.last_ms is None else f", {_measured(rebuild)}"
+        return f"rebuilds the {STAGE_NAMES[rebuild.stage]}{took}"
     if pending.stage in STAGE_NAMES:
-        return f"a change back: the {STAGE_NAMES[pending.stage]} need not be redone"
-    return "a change redoes nothing: it acts in the next step" if rebuild.stage else "a change redoes nothing"
+        return f"saves the rebuild of the {STAGE_NAMES[pending.stage]}"
+    return "no rebuild, from the next step on" if rebuild.stage else "no rebuild"
 
 
 def _measured(rebuild: Rebuild) -> str:
-    if rebuild.last_ms is None:
-        return ""
-    return f", {units.duration(rebuild.last_ms)} as measured in run {rebuild.run}"
+    return f"{units.duration(rebuild.last_ms)} in run {rebuild.run}"

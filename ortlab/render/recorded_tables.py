@@ -5,16 +5,16 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING
 
-from ortlab.data.density import EMBED
-from ortlab.memory.phases import PHASES
+from ortlab.records.density import EMBED
+from ortlab.records.memory_phases import PHASES
 from ortlab.render import units
 from ortlab.render.page import Column, Table, row
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ortlab.data.density import Density
-    from ortlab.memory.phases import MemoryPhase
+    from ortlab.records.density import Density
+    from ortlab.records.memory_phases import MemoryPhase
 
 _INPUT = (
     Column("input", meaning="name of the model's argument"),

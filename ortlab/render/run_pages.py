@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ortlab.cautions import FELL_BACK, cautions, fallen_share
-from ortlab.options import Options
+from ortlab.options.options import Options
+from ortlab.records.cautions import cautions, fallen_share
+from ortlab.records.comparison import MEASURE_IN_TURNS, short_name
+from ortlab.records.runs import EXECUTED_BY_PARTS, Initialization, Ledger, Run
+from ortlab.records.verdicts import MARGIN, MEMORY_MARGIN
 from ortlab.render import units
 from ortlab.render.coverage_words import coverage_blocks, extent
-from ortlab.render.page import Block, Cell, Column, Mark, Note, Page, Table, row
+from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, row
 from ortlab.render.recorded_tables import density_table, phases_table
-from ortlab.runs import EXECUTED_BY_PARTS, Initialization, Ledger, PeakMemory, Run, Step
+from ortlab.render.verdict_cells import BASELINE, reasons, verdict_cell
 
 if TYPE_CHECKING:
-    from ortlab.comparison import Comparison, Contrast
+    from ortlab.records.comparison import Comparison, Contrast
 
 ENGINE_NAMES = {
     "ort": "ONNX Runtime",
@@ -30,6 +32,7 @@ ROWS_SHOWN = 50
 """Runs that the ledger's page shows: the latest ones."""
 
 _RUN = Column("run", meaning="number, who executed it, and the switches that differ from the defaults")
+_NAME = Column("run", meaning="what differs from the baseline; the runs in full are below")
 _TIMES = (
     Column("step", numeric=True, meaning="measured: median wall time of a warm step, start-up left out"),
     Column("forward", numeric=True, meaning="measured: median wall time inside the model's forward"),
@@ -38,14 +41,17 @@ _TIMES = (
 )
 _WAITED = Column("start-up", numeric=True, meaning="reported by ORT: export, graph building, sessions")
 _RATIO = Column("time", numeric=True, meaning="measured: step time over the baseline's, with 95 % interval")
-_VERDICT = Column("verdict", meaning="what the interval allows to say about time")
-_PEAK = Column("peak memory", numeric=True, meaning="measured: highest memory of the run, see below")
-_MEMORY = Column("peak memory", numeric=True, meaning="measured, and its ratio to the baseline's")
+_VERDICT = Column(
+    "verdict", meaning="what may be said; nothing where the machine may have drifted between the runs"
+)
+_MEMORY = Column("step memory", numeric=True, meaning="measured: how far a step rises above its start")
+_MEMORY_CHANGE = Column("memory", numeric=True, meaning="measured: step memory against the baseline's")
 _LOSS = Column("last loss", numeric=True, meaning="measured: loss of the last step")
-LISTED = (_RUN, Column("steps", numeric=True), *_TIMES, _WAITED, _PEAK, _LOSS)
+_SHORT_STEP_MS = 2.0
+LISTED = (_RUN, Column("steps", numeric=True), _TIMES[0], _MEMORY, _LOSS, *_TIMES[1:], _WAITED)
 """Columns of a list of runs; `listed` gives the cells."""
 
-_APART = Column("loss apart", numeric=True, meaning="measured: largest relative difference, step by step")
+_DIFFERENCE = Column("loss difference", numeric=True, meaning="measured: largest relative one, step by step")
 
 
 def run_page(run: Run) -> Page:
@@ -66,7 +72,7 @@ def run_page(run: Run) -> Page:
         row("device", run.device, "recorded"),
         row("steps", f"{units.count(len(run.steps))} ({units.count(len(run.warm_steps))} warm)", "recorded"),
         row("loss", losses, "measured, first → last step"),
-        *_memory_rows(run.memory),
+        _memory_row(run),
         *([row("optimizer", "; ".join(run.optimizers), "recorded")] if run.optimizers else []),
         row("switches changed", _changed(run), "recorded"),
         row("seed", str(run.seed), "recorded"),
@@ -78,6 +84,9 @@ def run_page(run: Run) -> Page:
     ]
     heads = (Column(""), Column(""), Column("where it comes from"))
     blocks.append(Table("Facts", heads, tuple(facts)))
+    blocks.append(
+        Folded("The process and the machine", blocks=(Table("", heads, tuple(_machine_rows(run))),))
+    )
     return Page(f"Run {title(run)}", tuple(blocks))
 
 
@@ -117,30 +126,32 @@ def _groups(ledger: Ledger) -> list[list[Run]]:
 
 def listed(run: Run) -> tuple[Cell, ...]:
     """Say in one line what a run has measured, in the columns of `LISTED`."""
+    whole, *parts = _medians(run)
     return row(
         name_cell(run),
         units.count(len(run.steps)),
-        *_medians(run),
-        units.duration(run.initialization.total_ms) if run.initialization else "-",
-        units.size(run.memory.peak_bytes if run.memory else None),
+        whole,
+        units.size(run.step_memory_bytes),
         units.loss(run.losses[-1]),
+        *parts,
+        units.duration(run.initialization.total_ms) if run.initialization else "-",
     )
 
 
 def _swept(runs: list[Run]) -> tuple[Cell, ...]:
     """Say in one line what a sweep has run: its own page has the points."""
     times = [run.step_ms for run in runs]
-    peaks = [run.memory.peak_bytes for run in runs if run.memory]
+    sizes = [run.step_memory_bytes for run in runs if run.step_memory_bytes is not None]
     waited = sum(run.initialization.total_ms for run in runs if run.initialization)
     first, last = runs[0].number, runs[-1].number
     return row(
         Cell(f"sweep {runs[0].sweep}: #{first}" + (f" to #{last}" if last != first else ""), Mark.QUIET),
         units.count(sum(len(run.steps) for run in runs)),
         _range(units.duration(min(times)), units.duration(max(times))),
+        _range(units.size(min(sizes)), units.size(max(sizes))) if sizes else units.MISSING,
+        "-",
         *("-",) * (len(_TIMES) - 1),
         units.duration(waited) if waited else "-",
-        _range(units.size(min(peaks)), units.size(max(peaks))) if peaks else units.MISSING,
-        "-",
     )
 
 
@@ -149,22 +160,55 @@ def _range(low: str, high: str) -> str:
 
 
 def comparison_page(comparison: Comparison) -> Page:
-    """Set each run beside the baseline: time with its confidence interval, memory, loss."""
+    """Say what came out in a sentence; then each run beside the baseline: time, step memory, loss."""
     base = comparison.baseline
-    columns = (_RUN, _RATIO, _VERDICT, *_TIMES[:-1], _MEMORY, _LOSS, _APART)
-    rows = [_compared(base, None)] + [_compared(contrast.run, contrast) for contrast in comparison.contrasts]
-    remarks: list[Block] = [
-        Note(f"{title(contrast.run)}: {'; '.join(contrast.remarks)}.", _remark_mark(contrast))
+    columns = (_NAME, _TIMES[0], _RATIO, _MEMORY, _MEMORY_CHANGE, _VERDICT, _DIFFERENCE)
+    rows = [_compared_base(comparison)] + [_compared(contrast) for contrast in comparison.contrasts]
+    blocks: list[Block] = [
+        Note(comparison.summary, Mark.PLAIN),
+        Table("", columns, tuple(rows)),
+        *reasons(((one.name, one.time.reason) for one in comparison.contrasts), MEASURE_IN_TURNS),
+    ]
+    blocks += [Note(f"{name}: not run. {reason}", Mark.BAD) for name, reason in comparison.failed]
+    blocks += [
+        Note(f"{_name(contrast)}: {'; '.join(contrast.remarks)}.", _remark_mark(contrast))
         for contrast in comparison.contrasts
         if contrast.remarks
     ]
-    runs = [base, *(contrast.run for contrast in comparison.contrasts)]
-    interval = Note(
-        f"Ratios are against {title(base)}; below 1 is less. Brackets: 95 % bootstrap confidence interval "
-        "over warm steps. Runs were taken one after another, so a drift of the machine is not in it.",
+    runs = [
+        *(comparison.runs or (base,)),
+        *(run for contrast in comparison.contrasts for run in contrast.runs),
+    ]
+    if max(run.step_ms for run in runs) < _SHORT_STEP_MS:
+        blocks.append(Note("A step takes less than 2 ms, and much of that is Python's own time.", Mark.WARN))
+    blocks += [_how_compared(comparison), _sources(runs)]
+    blocks.append(
+        Folded(
+            "The runs in full", blocks=(Table("", LISTED, tuple(listed(run) for run in runs)),), repeats=True
+        )
+    )
+    return Page("Comparison", tuple(blocks))
+
+
+def _how_compared(comparison: Comparison) -> Note:
+    """Say what the ratios and intervals are."""
+    against = f"Ratios are against {comparison.name}, {short_name(comparison.baseline)}; below 1 is less."
+    if comparison.in_turns:
+        rounds = len(comparison.runs)
+        how = (
+            f"Brackets: 95 % interval over {rounds} rounds in turns, which a drift of the machine meets alike; steps "
+            "count from where page faults have settled."
+        )
+    else:
+        how = (
+            "Brackets: 95 % bootstrap interval over warm steps of runs made one after another. A verdict is given "
+            "where the optimizer's step, the same code in all runs, shows that the machine did not drift."
+        )
+    return Note(
+        f"{against} {how} A difference counts beyond {100 * MARGIN:.0f} % of time, {100 * MEMORY_MARGIN:.0f} % of "
+        "memory.",
         Mark.QUIET,
     )
-    return Page("Comparison", (Table("", columns, tuple(rows)), *remarks, interval, _sources(runs)))
 
 
 def title(run: Run) -> str:
@@ -206,21 +250,33 @@ def _cautions(run: Run) -> list[Note]:
     return [Note(f"The run {words}.", Mark.WARN) for words in cautions(run)[run.fell_back :]]
 
 
+def step_parts(run: Run) -> dict[str, float]:
+    """Say which part of the median step each part takes, in ms: they add up to it.
+
+    Medians of the parts would not: a slow forward and a slow backward need not be in the same step. So each part has
+    its share of all warm steps together.
+    """
+    steps = run.warm_steps
+    whole = sum(step.total_ms for step in steps) or 1.0
+    spent = {
+        "forward": sum(step.forward_ms for step in steps),
+        "backward": sum(step.backward_ms for step in steps),
+        "optimizer": sum(step.optimizer_ms for step in steps),
+        "everything else": sum(step.other_ms for step in steps),
+    }
+    return {name: run.step_ms * ms / whole for name, ms in spent.items()}
+
+
 def _times(run: Run) -> Table:
-    parts: tuple[tuple[str, Callable[[Step], float]], ...] = (
-        ("forward", lambda step: step.forward_ms),
-        ("backward", lambda step: step.backward_ms),
-        ("optimizer", lambda step: step.optimizer_ms),
-        ("everything else", lambda step: step.other_ms),
-    )
     whole = run.step_ms
     rows = [row("step", units.duration(whole), units.percent(1.0))]
-    for name, part in parts:
-        value = statistics.median(part(step) for step in run.warm_steps)
-        rows.append(row(name, units.duration(value), units.percent(value / whole if whole else None)))
+    rows += [
+        row(name, units.duration(ms), units.percent(ms / whole if whole else None))
+        for name, ms in step_parts(run).items()
+    ]
     columns = (Column("part"), Column("time", numeric=True), Column("share", numeric=True))
     warm = units.count(len(run.warm_steps))
-    caption = f"Time of a step: measured on {run.device}, median of {warm} warm steps"
+    caption = f"Time of a step: measured on {run.device}, median of {warm} warm steps, parts by their shares"
     return Table(caption, columns, tuple(rows))
 
 
@@ -241,14 +297,35 @@ def _initialization(initialization: Initialization) -> Table:
     return Table(caption, columns, tuple(rows))
 
 
-def _memory_rows(memory: PeakMemory | None) -> list[tuple[Cell, ...]]:
-    if memory is None:
-        return [row("peak memory", units.MISSING, "this platform cannot tell")]
-    source = f"measured, {memory.kind} of {memory.scope}"
-    return [
-        row("peak memory", units.size(memory.peak_bytes), source),
-        row("rise above start", units.size(memory.rise_bytes), source),
-    ]
+def _memory_row(run: Run) -> tuple[Cell, ...]:
+    if run.step_memory_bytes is None:
+        return row("step memory", units.MISSING, run.no_step_memory or "it was not measured")
+    source = "measured: how far a step rises above its start"
+    return row("step memory", units.size(run.step_memory_bytes), source)
+
+
+def _machine_rows(run: Run) -> list[tuple[Cell, ...]]:
+    """Say what is to be known of the process and the machine, which is never compared."""
+    warm = run.warm_steps
+    faults = [step.page_faults for step in warm if step.page_faults is not None]
+    rows = [row("peak of the process", units.MISSING, "this platform cannot tell")]
+    if run.memory is not None:
+        source = f"measured, {run.memory.kind} of {run.memory.scope}, what other runs left included"
+        rows = [
+            row("peak of the process", units.size(run.memory.peak_bytes), source),
+            row("its rise in the run", units.size(run.memory.rise_bytes), source),
+        ]
+    if faults:
+        rows.append(
+            row(
+                "page faults a step", units.count(statistics.median(faults)), "measured, median of warm steps"
+            )
+        )
+    if run.others_cores is not None:
+        rows.append(
+            row("other programs", f"{run.others_cores:.1f} cores", "measured, /proc/stat, on average")
+        )
+    return rows
 
 
 def _changed(run: Run) -> str:
@@ -266,21 +343,42 @@ def _medians(run: Run) -> list[str]:
     ]
 
 
-def _compared(run: Run, contrast: Contrast | None) -> tuple[Cell, ...]:
-    time, verdict, apart = units.ratio(1.0), Cell("baseline", Mark.QUIET), "-"
-    if contrast is not None:
-        time = units.ratio_interval(contrast.time_ratio, contrast.time_low, contrast.time_high)
-        verdict = Cell(contrast.verdict, _verdict_mark(contrast))
-        apart = units.difference(contrast.loss_difference)
-    memory = contrast.memory_ratio if contrast else 1.0
-    peak = f"{units.size(run.memory.peak_bytes)} ({units.ratio(memory)})" if run.memory else units.MISSING
-    return row(name_cell(run), time, verdict, *_medians(run)[:-1], peak, units.loss(run.losses[-1]), apart)
+def _compared_base(comparison: Comparison) -> tuple[Cell, ...]:
+    base = comparison.baseline
+    name = "baseline" if base.sweep else f"#{base.number}"
+    return row(
+        Cell(f"{name} ({short_name(base)})", Mark.BAD if base.fell_back else Mark.PLAIN),
+        units.duration(comparison.step_ms),
+        units.ratio(1.0),
+        units.size(comparison.step_memory_bytes),
+        "-",
+        BASELINE,
+        "-",
+    )
 
 
-def _verdict_mark(contrast: Contrast) -> Mark:
-    """Colour a verdict; that a side fell back is none, and is red."""
-    marks = {"faster": Mark.GOOD, "slower": Mark.WARN, FELL_BACK: Mark.BAD}
-    return marks.get(contrast.verdict, Mark.QUIET)
+def _compared(contrast: Contrast) -> tuple[Cell, ...]:
+    fallen = any(run.fell_back for run in contrast.runs)
+    return row(
+        Cell(_name(contrast), Mark.BAD if fallen else Mark.PLAIN),
+        units.duration(contrast.step_ms),
+        units.ratio_interval(contrast.time_ratio, contrast.time_low, contrast.time_high),
+        units.size(contrast.step_memory_bytes),
+        units.change(contrast.memory_ratio),
+        verdict_cell(contrast.verdict, contrast.memory),
+        units.difference(contrast.loss_difference),
+    )
+
+
+def _name(contrast: Contrast) -> str:
+    """Name what is compared; what PyTorch executed for ORT says so in capitals."""
+    if not any(run.fell_back for run in contrast.runs):
+        return contrast.name
+    number, _, changed = (
+        contrast.name.partition(" ") if contrast.name.startswith("#") else ("", "", contrast.name)
+    )
+    changed = "" if changed in ("ort", "the same again") else f", {changed}"
+    return f"{number} PYTORCH (fallback){changed}".strip()
 
 
 def _remark_mark(contrast: Contrast) -> Mark:
@@ -290,12 +388,11 @@ def _remark_mark(contrast: Contrast) -> Mark:
 def _sources(runs: list[Run]) -> Note:
     """Say once, under a table, what its numbers are."""
     devices = ", ".join(dict.fromkeys(run.device for run in runs))
-    kinds = dict.fromkeys(f"{run.memory.kind} of {run.memory.scope}" for run in runs if run.memory)
     lines = [f"Times: measured on {devices}, median of warm steps, start-up left out."]
-    if kinds:
-        lines.append(f"Peak memory: measured, {'; '.join(kinds)}.")
-    if any(run.memory and run.memory.kind == "resident set" for run in runs):
-        lines.append(
-            "What earlier runs left in an allocator counts in it; lab.measure_memory() tells what a setting needs."
-        )
+    if any(run.step_memory_bytes is not None for run in runs):
+        lines.append("Step memory: measured, how far a step rises above its start.")
+    missing = dict.fromkeys(
+        run.no_step_memory for run in runs if run.step_memory_bytes is None and run.no_step_memory
+    )
+    lines += [f"No step memory: {reason.rstrip('.')}." for reason in missing]
     return Note(" ".join(lines), Mark.QUIET)

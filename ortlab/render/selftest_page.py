@@ -8,7 +8,7 @@ from ortlab.render import units
 from ortlab.render.page import Block, Cell, Column, Mark, Note, Page, Table, row
 
 if TYPE_CHECKING:
-    from ortlab.selftest.record import SelfTest
+    from ortlab.records.selftest import SelfTest
 
 _MARKS: Final = {
     "held": Mark.GOOD,

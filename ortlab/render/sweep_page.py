@@ -6,30 +6,33 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ortlab.cautions import FELL_BACK
-from ortlab.engine_names import engine_kind
+from ortlab.options.engine_names import engine_kind
+from ortlab.records.verdicts import MINIMUM_ROUNDS
 from ortlab.render import units
 from ortlab.render.page import Block, Cell, Column, Drawing, Folded, Mark, Note, Page, Table, row
+from ortlab.render.verdict_cells import BASELINE, MEMORY_MEASURED, reasons, verdict_cell
 
 if TYPE_CHECKING:
-    from ortlab.runs import Run
-    from ortlab.sweeps.outcomes import Outcome
-    from ortlab.sweeps.points import Point
-    from ortlab.sweeps.sweep import Sweep
+    from ortlab.records.runs import Run
+    from ortlab.studies.sweep import Sweep
+    from ortlab.studies.sweep_outcomes import Outcome
+    from ortlab.studies.sweep_points import Point
 
 _COLUMNS = (
     Column("point", meaning="its number in the order of the grid, and what differs between the points"),
     Column("time", numeric=True, meaning="measured: step time over the baseline's, with 95 % interval"),
-    Column("verdict", meaning="what the interval allows to say about time"),
-    Column("step", numeric=True, meaning="measured: median wall time of a warm step, all rounds together"),
     Column(
-        "peak of the process",
-        numeric=True,
-        meaning="measured: median over the rounds, and its ratio; see below",
+        "verdict", meaning="what may be said; nothing where the machine may have drifted between the runs"
     ),
-    Column("front", meaning="no other point is both faster and smaller; memory within 1 % counts as equal"),
+    Column("step", numeric=True, meaning="measured: median wall time of a warm step, all rounds together"),
+    Column("step memory", numeric=True, meaning="measured: how far a step rises above its start"),
+    Column("memory", numeric=True, meaning="measured: step memory against the baseline's"),
+    Column(
+        "best trade-off",
+        meaning="no other point is faster without more memory; memory within 2 % counts as equal",
+    ),
     Column("last loss", numeric=True, meaning="measured: loss of the last step"),
-    Column("loss apart", numeric=True, meaning="measured: largest relative difference, step by step"),
+    Column("loss difference", numeric=True, meaning="measured: largest relative one, step by step"),
     Column("rebuilt", meaning="what was built for the point, all rounds together; never part of a step time"),
 )
 
@@ -55,6 +58,9 @@ def sweep_page(sweep: Sweep) -> Page:
     elif sweep.complete:
         blocks.append(Note("No point could be measured.", Mark.BAD))
     blocks += _not_measured(sweep)
+    blocks += reasons(
+        ((sweep.name(one.point), one.time.reason) for one in outcomes), "lab.sweep(..., rounds=3)"
+    )
     blocks += [
         Note(
             f"Point {one.point.number} ({sweep.name(one.point)}): {'; '.join(one.remarks)}.",
@@ -78,7 +84,7 @@ def _title(sweep: Sweep) -> str:
 def _tables(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[Block]:
     """Show the rows by time, and folded in other orders: HTML without scripts cannot sort."""
     orders: tuple[tuple[str, Callable[[Outcome], float]], ...] = (
-        ("By peak memory", lambda one: one.point.peak_bytes),
+        ("By step memory", lambda one: one.point.step_memory_bytes),
         ("In the order of the grid", lambda one: one.point.number),
     )
     if len(outcomes) == 1:
@@ -99,19 +105,14 @@ def _row(sweep: Sweep, one: Outcome) -> tuple[Cell, ...]:
     point = one.point
     is_base = point is sweep.baseline
     ratio = units.ratio(1.0) if is_base else units.ratio_interval(one.time_ratio, one.time_low, one.time_high)
-    marks = {"faster": Mark.GOOD, "slower": Mark.WARN, FELL_BACK: Mark.BAD}
-    peak = (
-        f"{units.size(point.peak_bytes)} ({units.ratio(one.memory_ratio)})" if point.peaks else units.MISSING
-    )
     return row(
         Cell(f"{point.number}  {sweep.name(point)}", Mark.BAD if point.fell_back else Mark.PLAIN),
         ratio,
-        Cell("baseline", Mark.QUIET)
-        if is_base and not point.fell_back
-        else Cell(one.verdict, marks.get(one.verdict, Mark.QUIET)),
+        BASELINE if is_base and not point.fell_back else verdict_cell(one.verdict, one.memory),
         units.duration(point.step_ms),
-        peak,
-        Cell("on the front", Mark.GOOD) if one.on_front else "",
+        units.size(point.step_memory_bytes),
+        "-" if is_base else units.change(one.memory_ratio),
+        Cell("yes", Mark.GOOD) if one.on_front else "",
         units.loss(point.runs[-1].losses[-1]),
         "-" if is_base else units.difference(one.loss_difference),
         _rebuilt(point),
@@ -145,7 +146,7 @@ def _not_measured(sweep: Sweep) -> list[Block]:
 
 
 def _drawing(sweep: Sweep) -> Drawing:
-    what = "Step time against peak memory of the process, with the front; ortlab.plot(sweep) draws it."
+    what = "Step time against step memory, best trade-offs joined; ortlab.plot(sweep) draws it."
 
     def svg() -> str:
         from ortlab.render.plots import svg as inline
@@ -164,21 +165,23 @@ def _sources(sweep: Sweep, outcomes: Sequence[Outcome]) -> Note:
     """Say once, under the tables, what the numbers are and what they are not."""
     runs: list[Run] = [run for one in outcomes for run in one.point.runs]
     devices = ", ".join(dict.fromkeys(run.device for run in runs))
-    kinds = "; ".join(dict.fromkeys(f"{run.memory.kind} of {run.memory.scope}" for run in runs if run.memory))
     base = (
         f"Ratios are against point {sweep.baseline.number} ({sweep.name(sweep.baseline)}); below 1 is less."
     )
     if not sweep.baseline.measured:
         base = f"There are no ratios: the baseline, point {sweep.baseline.number}, was not measured."
-    lines = [
-        f"{base} Brackets: 95 % bootstrap confidence interval over the warm steps of all rounds.",
-        f"Times: measured on {devices}, median of warm steps, what was built left out.",
-    ]
-    if "resident set" in kinds:
-        lines.append(
-            f"Memory: measured, {kinds}. Memory that earlier points left in an allocator counts for the later ones, "
-            "so this orders points roughly; for a figure to rely on, run a configuration in a fresh process."
+    rounds = sweep.rounds
+    how = f"Brackets: 95 % interval over {rounds} rounds in turns, which a drift of the machine meets alike."
+    if rounds < MINIMUM_ROUNDS:
+        how = (
+            f"Brackets: 95 % bootstrap interval over warm steps of {rounds} {'rounds' if rounds > 1 else 'round'}, "
+            f"which a drift of the machine is not in; {MINIMUM_ROUNDS} rounds or more are compared round by round."
         )
-    elif kinds:
-        lines.append(f"Memory: measured, {kinds}.")
+    lines = [
+        f"{base} {how}",
+        f"Times: measured on {devices}, median of warm steps, what was built left out.",
+        MEMORY_MEASURED,
+    ]
+    missing = dict.fromkeys(one.point.no_step_memory for one in outcomes if one.point.no_step_memory)
+    lines += [f"No step memory: {reason}" for reason in missing]
     return Note("\n".join(lines), Mark.QUIET)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ortlab.engine_names import engine_kind
+from ortlab.options.engine_names import engine_kind
 from ortlab.render import units
 from ortlab.render.page import printable
 from ortlab.render.plots import COLOURS, FALLBACK, INK, MIB, dress, new_figure, say
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from ortlab.sweeps.outcomes import Outcome
-    from ortlab.sweeps.points import Point
-    from ortlab.sweeps.sweep import Sweep
+    from ortlab.studies.sweep import Sweep
+    from ortlab.studies.sweep_outcomes import Outcome
+    from ortlab.studies.sweep_points import Point
 
 _ENGINE_COLOURS = dict(zip(ENGINE_NAMES, COLOURS, strict=False))
 _NAMES_SHOWN = 24
@@ -30,10 +31,10 @@ _INCHES_PER_LINE = 0.17
 
 
 def plot(sweep: Sweep) -> Figure:
-    """Draw step time against peak memory: medians, with quartiles of time and the rounds' range of memory.
+    """Draw step time, the median with quartiles, against step memory.
 
-    Points on the front, which no other point beats in both, are filled and joined. Where the platform cannot tell
-    memory, the points stand in a row by time.
+    Points on the front, which no other point beats in both, are filled and joined. Where step memory is
+    not known, the points stand in a row by time.
 
     Parameters
     ----------
@@ -54,31 +55,27 @@ def plot(sweep: Sweep) -> Figure:
         dress(axes, "Step time against memory", "", "step [ms]")
         say(axes, "No point was measured.")
         return figure
-    with_memory = all(one.point.peaks for one in outcomes)
+    with_memory = not any(math.isnan(one.point.step_memory_bytes) for one in outcomes)
     devices = ", ".join(dict.fromkeys(run.device for one in outcomes for run in one.point.runs))
     for position, one in enumerate(outcomes):
-        _mark(axes, one, _memory(one.point) if with_memory else (position, position, position))
+        _mark(axes, one, one.point.step_memory_bytes / MIB if with_memory else position)
     if with_memory:
         _join_front(axes, outcomes)
-    memory = _memory_words(outcomes) if with_memory else "points, the fastest first"
-    heading = (
-        f"Step time and memory, measured on {devices} (median; whiskers: quartiles, and range over rounds)"
-    )
+    memory = "step memory [MiB]" if with_memory else "points, the fastest first"
+    heading = f"Step time and step memory, measured on {devices} (median; whiskers: quartiles)"
     dress(axes, heading, memory, "step [ms]")
     axes.margins(0.12)
     _name(axes, sweep, key, len(outcomes))
     return figure
 
 
-def _mark(axes: Axes, one: Outcome, memory: tuple[float, float, float]) -> None:
+def _mark(axes: Axes, one: Outcome, memory: float) -> None:
     point = one.point
     low, high = _quartiles(point)
     colour = _colour(point)
-    left, middle, right = memory
     axes.errorbar(
-        [middle],
+        [memory],
         [point.step_ms],
-        xerr=[[middle - left], [right - middle]],
         yerr=[[point.step_ms - low], [high - point.step_ms]],
         color=colour,
         marker="o",
@@ -89,7 +86,7 @@ def _mark(axes: Axes, one: Outcome, memory: tuple[float, float, float]) -> None:
     )
     axes.annotate(
         str(point.number),
-        (middle, point.step_ms),
+        (memory, point.step_ms),
         xytext=(6, 5),
         textcoords="offset points",
         fontsize=8,
@@ -99,9 +96,9 @@ def _mark(axes: Axes, one: Outcome, memory: tuple[float, float, float]) -> None:
 
 
 def _join_front(axes: Axes, outcomes: Sequence[Outcome]) -> None:
-    front = sorted((one.point for one in outcomes if one.on_front), key=lambda point: point.peak_bytes)
+    front = sorted((one.point for one in outcomes if one.on_front), key=lambda point: point.step_memory_bytes)
     axes.plot(
-        [point.peak_bytes / MIB for point in front],
+        [point.step_memory_bytes / MIB for point in front],
         [point.step_ms for point in front],
         color=INK,
         linestyle="--",
@@ -134,7 +131,7 @@ def _name(axes: Axes, sweep: Sweep, key: Sequence[Outcome], total: int) -> None:
             Line2D([], [], linestyle="none", marker="o", color=FALLBACK, label="PYTORCH (fallback)")
         )
     handles.append(
-        Line2D([], [], linestyle="--", marker="o", color=INK, linewidth=1, label="filled: the front")
+        Line2D([], [], linestyle="--", marker="o", color=INK, linewidth=1, label="filled: best trade-offs")
     )
     axes.legend(
         handles=handles,
@@ -151,24 +148,14 @@ def _label(sweep: Sweep, one: Outcome) -> str:
     """Name a point, without a dollar sign, which would start a formula."""
     base = ", baseline" if one.point is sweep.baseline else ""
     name = units.fold(printable(sweep.name(one.point)), 2 * _NAME_WIDTH)
-    return textwrap.fill(f"{one.point.number}  {name}{base}", _NAME_WIDTH, subsequent_indent="    ").replace(
-        "$", r"\$"
-    )
+    words = f"{one.point.number}  {name}{base}"
+    # A hyphen is the minus of a plan, "Gelu+:1:-1", and no place to break a line at.
+    lines = textwrap.fill(words, _NAME_WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+    return lines.replace("$", r"\$")
 
 
 def _colour(point: Point) -> str:
     return FALLBACK if point.fell_back else _ENGINE_COLOURS.get(engine_kind(point.runs[0].engine), INK)
-
-
-def _memory(point: Point) -> tuple[float, float, float]:
-    return min(point.peaks) / MIB, point.peak_bytes / MIB, max(point.peaks) / MIB
-
-
-def _memory_words(outcomes: Sequence[Outcome]) -> str:
-    kinds = dict.fromkeys(
-        f"{run.memory.kind} of {run.memory.scope}" for one in outcomes for run in one.point.runs if run.memory
-    )
-    return f"peak memory [MiB] ({', '.join(kinds)})"
 
 
 def _quartiles(point: Point) -> tuple[float, float]:

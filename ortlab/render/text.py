@@ -6,7 +6,20 @@ import textwrap
 import unicodedata
 
 from ortlab.render import units
-from ortlab.render.page import Block, Cell, Code, Column, Drawing, Folded, Mark, Note, Page, Table, printable
+from ortlab.render.page import (
+    Block,
+    Cell,
+    Code,
+    Column,
+    Drawing,
+    Folded,
+    Frame,
+    Mark,
+    Note,
+    Page,
+    Table,
+    printable,
+)
 from ortlab.render.pages import compose
 
 _GAP = "  "
@@ -67,7 +80,7 @@ def _block(block: Block) -> str:
             _NOTE_WIDTH, initial_indent=prefix, subsequent_indent=" " * len(prefix), break_on_hyphens=False
         )
         return "\n".join(wrapper.fill(printable(line)) for line in block.text.splitlines())
-    if isinstance(block, Drawing):
+    if isinstance(block, (Drawing, Frame)):
         return f"Figure: {printable(block.description)}"
     if isinstance(block, Code):
         lines = (f"    {printable(line)}".rstrip() for line in block.source.splitlines())

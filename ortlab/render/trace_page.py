@@ -54,8 +54,7 @@ def trace_page(trace: Trace) -> Page:
         "Profile of a step",
         (
             Note(sentences),
-            Table("Operators by time", columns, rows),
+            Table("Operators by time", columns, rows, left_out=left_out),
             Note(memory),
-            *((more,) if left_out else ()),
         ),
     )

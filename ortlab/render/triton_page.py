@@ -11,7 +11,7 @@ from ortlab.render.graph_page import graph_page
 from ortlab.render.page import Block, Cell, Code, Column, Mark, Note, Page, Table, row
 
 if TYPE_CHECKING:
-    from ortlab.triton_kernels import TritonKernel, TritonKernels
+    from ortlab.graphs.triton_kernels import TritonKernel, TritonKernels
 
 _COLUMNS: Final = (
     Column("sub-graph", numeric=True),
@@ -29,7 +29,8 @@ def kernels_page(found: TritonKernels) -> Page:
     """List the sub-graphs."""
     rows = tuple(_row(one) for one in found)
     note = (
-        "%ort_triton N, or ortlab.show_graph(kernels.kernel(N)), draws one with its code. ONNX Runtime deletes nothing "
+        "%ort_triton_kernels N, or ortlab.show_graph(kernels.kernel(N)), draws one with its code. ONNX Runtime deletes "
+        "nothing "
         "in the folder: what no node runs is of another graph, or of an earlier one."
     )
     return Page(

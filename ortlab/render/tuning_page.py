@@ -8,7 +8,7 @@ from ortlab.render import units
 from ortlab.render.page import Block, Column, Mark, Note, Page, Table, row
 
 if TYPE_CHECKING:
-    from ortlab.tuning_results import TuningResults
+    from ortlab.records.tuning_results import TuningResults
 
 ROWS_SHOWN: Final = 200
 

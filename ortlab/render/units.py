@@ -82,6 +82,20 @@ def percent(fraction: float | None) -> str:
     return MISSING if math.isnan(number) else f"{100 * number:.1f} %"
 
 
+def change(ratio: float | None) -> str:
+    """Write a ratio as a change in percent: 1.214 is "+21 %", 0.42 is "-58 %"."""
+    number = _number(ratio)
+    return MISSING if math.isnan(number) else f"{100 * (number - 1):+.0f} %"
+
+
+def rounded_percent(fraction: float | None) -> str:
+    """Write a fraction of one as a percentage for a sentence: "30 %", "4 %", "0.4 %"."""
+    number = 100 * _number(fraction)
+    if math.isnan(number):
+        return MISSING
+    return f"{number:.0f} %" if abs(number) >= 1 else f"{number:.1g} %"
+
+
 def density(fraction: float | None) -> str:
     """Write a density as ORTModule's table did, with two digits behind the point: "35.21 %"."""
     number = _number(fraction)

@@ -132,8 +132,8 @@ def test_a_drawing_that_takes_too_long_is_given_up_by_the_notebook(open_notebook
     # The frame itself can end only its layout; here reading and painting alone take longer than they may.
     chain = """\
 import onnx, ortlab
-import ortlab.widgets.graph_view
-ortlab.widgets.graph_view.PATIENCE_MS = 1
+import ortlab.notebook.widgets.graph_view
+ortlab.notebook.widgets.graph_view.PATIENCE_MS = 1
 nodes = [onnx.helper.make_node("Relu", [f"x{at}"], [f"x{at + 1}"], name=f"relu{at}") for at in range(2_500)]
 graph = onnx.helper.make_graph(nodes, "chain", [onnx.ValueInfoProto(name="x0")], [])
 onnx.save(onnx.helper.make_model(graph), "chain.onnx")
@@ -147,5 +147,6 @@ view"""
     )
     view.locator("svg").first.wait_for()
     assert view.locator("iframe").count() == 0
+    execute(page, "setattr(ortlab.notebook.widgets.graph_view, 'PATIENCE_MS', 60_000)")
     view.get_by_label("Draw").select_option("module")  # it can be asked again
     view.locator("iframe").wait_for()

@@ -93,7 +93,7 @@ def test_a_ticked_plan_marks_its_nodes_in_the_dark_view_too(open_notebook, noteb
 
 
 def test_a_difference_is_marked_in_both_graphs_and_its_table_is_sorted(open_notebook, notebook, screenshots):
-    compare = "%ort_diff exported execution"
+    compare = "%ort_graph_diff exported execution"
     cells = (WRAP, STEP, compare, f"view = {compare} --view\nview", SCRATCH)
     page = open_notebook(notebook(*cells), height=3000)
     run_all(page)

@@ -21,7 +21,7 @@ import transformers
 
 import ortlab
 from ortlab.graphs.stages import Graph
-from ortlab.viewer import SANDBOX, document, reduction
+from ortlab.graphs.viewer import SANDBOX, document, reduction
 
 NETRONS = ("8.9.0", "9.3.3")
 """The oldest and the newest netron of the range in pyproject.toml."""
@@ -292,7 +292,7 @@ def test_messages_of_others_are_not_taken(training, show):
 
 
 def test_a_layout_that_takes_too_long_is_given_up(training, show, monkeypatch):
-    from ortlab.viewer import document as module
+    from ortlab.graphs.viewer import document as module
 
     monkeypatch.setattr(sys.modules[module.__module__], "PATIENCE_MS", 0)
     for name in ("PLACED_AT_ONCE", "PLACED_WITH_PATIENCE", "PLACED_AT_ALL"):

@@ -50,7 +50,6 @@ SHOW = "import ortlab\npanel = ortlab.panel(lab)\npanel"
 
 ELSEWHERE = """\
 import dataclasses, tempfile
-from ortlab import Ranks
 folder = tempfile.TemporaryDirectory()
 for one in ranks.ledgers:  # as if each had been a machine of a cluster
     dataclasses.replace(one, host=f"node-{one.rank + 1:02}.cluster.example.org").save(folder.name)

@@ -58,8 +58,8 @@ def test_a_sweep_is_a_table_and_a_figure(open_notebook, jupyter, screenshots):
     rows = sweep.locator("table").first.locator("tbody tr")
     assert rows.count() == 4
     assert "baseline" in sweep.inner_text()
-    assert sweep.locator("svg[role=img]").count() == 1
-    by_memory = sweep.get_by_text("By peak memory")
+    assert sweep.locator("img[src^='data:image/svg']").count() == 1
+    by_memory = sweep.get_by_text("By step memory")
     assert not sweep.locator("details table").first.is_visible()
     by_memory.click()
     assert sweep.locator("details table").first.is_visible()

@@ -19,10 +19,10 @@ sys.path.append({str(Path(__file__).parents[1])!r})
 import triton_files
 layer = "/_original_module/bert/encoder/layer.0/attention/self"
 part = triton_files.cut(lab.graph("gradient").model, [f"{{layer}}/Softmax", f"{{layer}}/Dropout"])
-key = triton_files.write(part, lab.stash().symbols, pytest.MonkeyPatch())"""
+key = triton_files.write(part, lab.activations().symbols, pytest.MonkeyPatch())"""
 
-LIST = "%ort_triton"
-VIEW = "view = %ort_triton 1\nview"
+LIST = "%ort_triton_kernels"
+VIEW = "view = %ort_triton_kernels 1\nview"
 
 
 @pytest.mark.row("H7")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ortlab.errors import ArgumentError, OptionError
-from ortlab.magics import arguments
+from ortlab.notebook.magics import arguments
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,14 @@ from ortlab.magics import arguments
         ("plans=('a', 'b')", ["plans=('a', 'b')"]),
         ("größe=1", ["größe=1"]),
         ("--save=a/b.onnx", ["--save=a/b.onnx"]),
+        ("model   # what trains, isn't it [really", ["model"]),
+        ("# all of them", []),
+        ("a#b runs/#3 -n 2", ["a#b", "runs/#3", "-n", "2"]),
+        ("path='a # b' # c", ["path='a # b'"]),
+        ("plans=['a', # 'b'\\n] n", ["plans=['a', # 'b'\\n]", "n"]),
+        ("plans=[['a', 'b'], []] n", ["plans=[['a', 'b'], []]", "n"]),
+        (r"'it\'s # here' x", ["it's # here", "x"]),
+        ("run(1).log :) x", ["run(1).log", ":)", "x"]),
     ],
 )
 def test_words(line, expected):
@@ -30,6 +38,12 @@ def test_words(line, expected):
 @pytest.mark.parametrize("line", ['"open', "a='open", "it's"])
 def test_an_open_quotation_is_refused(line):
     with pytest.raises(ArgumentError, match="quotation does not end"):
+        arguments.words(line)
+
+
+@pytest.mark.parametrize("line", ["plans=['a', 'b'", "f(x", "[[1]"])
+def test_an_open_bracket_is_refused(line):
+    with pytest.raises(ArgumentError, match="bracket is not closed"):
         arguments.words(line)
 
 

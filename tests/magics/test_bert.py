@@ -41,7 +41,8 @@ def test_the_first_five_minutes(shell, tmp_path):
     assert all(row.saving_bytes is None or row.saving_bytes > 0 for row in plan.rows)
 
     shell.user_ns["chosen"] = plan.rows[0].config
-    second = shell.run("%ort_rerun memory_plan=$chosen")
+    shell.run("%ort_set memory_plan=$chosen")
+    second = shell.run("%ort_rerun")
     assert shell.run("%ort_plan").enabled == (plan.rows[0].config,)
     third = shell.run("%ort_rerun engine=eager")
     assert third.executed_by == "eager"
@@ -54,7 +55,7 @@ def test_the_first_five_minutes(shell, tmp_path):
     assert second.start_digest == first.start_digest == third.start_digest
 
     shell.user_ns["target"] = tmp_path / "optimized.onnx"
-    graph = shell.run("%ort_set engine=ort\ngraph = %ort_graph optimized --save $target\ngraph")
+    graph = shell.run("graph = %ort_graph optimized --save $target\ngraph")
     assert graph.stage == "optimized"
     assert graph.node_count == sum(graph.operators.values())
     for record in (first, plan, comparison, graph, lab.runs):

@@ -127,7 +127,7 @@ def test_ranks_train_and_are_brought_together(shell, cluster, captured, capsys, 
     # The same from files.
     shell.user_ns["folder"] = tmp_path
     cluster.push(folder=str(tmp_path))
-    shell.run("%%ort_ranks\nlab.save_rank(folder)")
+    shell.run("%%ort_ranks\nfrom ortlab.ranks import save_rank\nsave_rank(lab.runs, folder)")
     opened = shell.run("%ort_ranks --from $folder")
     assert [one.runs for one in opened.ledgers] == [one.runs for one in again.ledgers]
 

@@ -8,10 +8,10 @@ import pytest
 from IPython.core.error import UsageError
 from IPython.utils.capture import capture_output
 
-from ortlab.data.balance import Balance
-from ortlab.data.density_report import DensityReport
 from ortlab.graphs.flop_savings import FlopSavings
 from ortlab.graphs.flops import Flops
+from ortlab.ranks.balance import Balance
+from ortlab.records.density_report import DensityReport
 
 
 @pytest.mark.row("E1")
@@ -38,7 +38,7 @@ def test_flops_and_what_is_saved(stepped_shell):
     found = stepped_shell.run("%ort_flops")
     assert isinstance(found, Flops)
     assert found.total > 0
-    saved = stepped_shell.run("%ort_flops --saved")
+    saved = stepped_shell.run("%ort_flops --against compute_optimizer=False")
     assert isinstance(saved, FlopSavings)
     assert saved.changed == "compute_optimizer=True against compute_optimizer=False"
     assert saved.having.total == found.total
@@ -62,8 +62,8 @@ def test_balance(shell):
     [
         ("%ort_density on --measure 2", "exclude each other"),
         ("%ort_density nothing", "nothing"),
-        ("%ort_flops compute_optimizer=True", "set so already"),
-        ("%ort_flops colour=True", "colour"),
+        ("%ort_flops --against compute_optimizer=True", "set so already"),
+        ("%ort_flops --against colour=True", "colour"),
         ("%ort_balance lengths", "--batch"),
         ("%ort_balance lengths --batch 0", "batch size is 0"),
         ("%ort_balance lengths --batch many", "--batch"),
@@ -71,8 +71,8 @@ def test_balance(shell):
 )
 def test_what_makes_no_sense_is_refused(stepped_shell, line, words):
     stepped_shell.user_ns["lengths"] = [1, 2]
-    before = stepped_shell.user_ns["lab"].configuration
+    before = stepped_shell.user_ns["lab"]._configuration
     with pytest.raises(UsageError, match=re.escape(words)) as raised:
         stepped_shell.run(line)
     assert type(raised.value) is UsageError
-    assert stepped_shell.user_ns["lab"].configuration == before
+    assert stepped_shell.user_ns["lab"]._configuration == before

@@ -1,4 +1,4 @@
-"""%ort_diff shows what is different between two graphs."""
+"""%ort_graph_diff shows what is different between two graphs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from IPython.core.error import UsageError
 @pytest.mark.row("B10")
 def test_stages_and_switches_are_compared(stepped_shell):
     lab = stepped_shell.user_ns["lab"]
-    stages = stepped_shell.run("%ort_diff processed optimized")
+    stages = stepped_shell.run("%ort_graph_diff processed optimized")
     assert (stages.before.name, stages.after.name) == ("processed", "optimized")
     shown = stepped_shell.formats(stages)
     assert stages.sentences[0] in shown["text/plain"].replace("\n", " ")
     assert "Difference of graphs: processed" in shown["text/html"]
-    assert stepped_shell.run("%ort_diff opset=20 --stage exported").after.name == "opset=20"
-    one = stepped_shell.run("%ort_diff opset=20 --against opset=16 --stage exported")
+    assert stepped_shell.run("%ort_graph_diff opset=20 --stage exported").after.name == "opset=20"
+    one = stepped_shell.run("%ort_graph_diff opset=20 --against opset=16 --stage exported")
     assert (one.before.name, one.after.name) == ("opset=16", "opset=20")
     stepped_shell.user_ns["old"] = {"opset": 16}
-    assert stepped_shell.run("%ort_diff opset=20 --against $old --stage exported") == one
-    view = stepped_shell.run("%ort_diff processed optimized --view")
+    assert stepped_shell.run("%ort_graph_diff opset=20 --against $old --stage exported") == one
+    view = stepped_shell.run("%ort_graph_diff processed optimized --view")
     assert view.marks == stages.colours()[1]
     view.close()
     assert len(lab.runs) == 1
@@ -28,14 +28,14 @@ def test_stages_and_switches_are_compared(stepped_shell):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("%ort_diff", "compares two stages"),
-        ("%ort_diff gradient", "compares two stages"),
-        ("%ort_diff gradient execution --stage exported", "compares two stages"),
-        ("%ort_diff gradient opset=20", "compares two stages"),
-        ("%ort_diff gradiant execution", "Did you mean 'gradient'"),
-        ("%ort_diff opset=20 --stage executed", "no graph stage"),
-        ("%ort_diff opset=20 --part encoder", "no wrapped part"),
-        ("%ort_diff engine=eager", "has no graph to compare"),
+        ("%ort_graph_diff", "compares two stages"),
+        ("%ort_graph_diff gradient", "compares two stages"),
+        ("%ort_graph_diff gradient execution --stage exported", "compares two stages"),
+        ("%ort_graph_diff gradient opset=20", "compares two stages"),
+        ("%ort_graph_diff gradiant execution", "Did you mean 'gradient'"),
+        ("%ort_graph_diff opset=20 --stage executed", "no graph stage"),
+        ("%ort_graph_diff opset=20 --part encoder", "no wrapped part"),
+        ("%ort_graph_diff engine=eager", "has no graph to compare"),
     ],
 )
 def test_what_makes_no_sense_is_a_usage_error(stepped_shell, line, words):
@@ -45,5 +45,36 @@ def test_what_makes_no_sense_is_a_usage_error(stepped_shell, line, words):
 
 
 def test_before_a_step_it_says_what_to_do(net_shell):
-    with pytest.raises(UsageError, match="no step to go back to"):
-        net_shell.run("%ort_diff memory_level=1")
+    with pytest.raises(UsageError, match="Run a step first"):
+        net_shell.run("%ort_graph_diff memory_level=1")
+
+
+def test_the_changes_of_the_present_switches_are_drawn_in_the_cell(stepped_shell, captured):
+    shell = stepped_shell
+    same = shell.formats(shell.run("%ort_graph --changes"))
+    assert "No difference" in same["text/plain"]
+    assert "Set a switch" in same["text/plain"]
+    shell.run(
+        "lab.set(memory_plan=(lab.plan().rows[0].config,))"
+    )  # as a budget leaves it: nothing has run since
+    shown = shell.formats(shell.run("%ort_graph --changes"))
+    assert "recompute" in shown["text/plain"]
+    assert "<svg" in shown["text/html"] or "image/svg" in shown["text/html"]
+    assert shell.run("lab.status.state") == "rebuild pending"
+    with pytest.raises(UsageError, match="compares two graphs"):
+        shell.run("%ort_graph --changes --profile")
+
+
+def test_magics_follow_each_other_whatever_was_set_between(stepped_shell):
+    shell = stepped_shell
+    asked = (
+        "%ort_activations",
+        "%ort_plan",
+        "%ort_graph optimized",
+        "%ort_graph_diff gradient execution",
+        "%ort_profile -n 1",
+    )
+    for change in ("%ort_memory", "%ort_set engine=eager", "%ort_set engine=ort compute_optimizer=false"):
+        shell.run(change)
+        for line in asked:
+            assert shell.run(line) is not None

@@ -24,6 +24,23 @@ def test_rerun_takes_another_number_of_steps_and_engine(stepped_shell):
     assert run.losses == pytest.approx(stepped_shell.user_ns["lab"].runs[0].losses[:2], rel=1e-5)
 
 
+def test_what_stands_behind_a_rerun_is_for_that_rerun(stepped_shell):
+    lab = stepped_shell.user_ns["lab"]
+    before = lab._configuration
+    for line in ("%ort_rerun memory_level=1", "%ort_rerun engine=eager", "%ort_rerun engine=eager opset=16"):
+        stepped_shell.run(line)
+        assert lab._configuration == before
+    assert stepped_shell.run("%ort_rerun").executed_by == "ort"
+
+
+def test_after_a_rerun_on_pytorch_plans_and_graphs_are_there(stepped_shell):
+    stepped_shell.run("%ort_rerun engine=eager        # and on plain PyTorch")
+    assert stepped_shell.run("%ort_plan").rows
+    assert (
+        stepped_shell.run("%ort_graph optimized    # the graph that ONNX Runtime made").stage == "optimized"
+    )
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -74,7 +91,7 @@ def test_compare_holds_all_runs_against_the_first(stepped_shell):
     assert [contrast.run.number for contrast in comparison.contrasts] == [2, 3]
     assert [contrast.remarks for contrast in comparison.contrasts] == [(), ()]
     forms = stepped_shell.formats(comparison)
-    for title in ("#1 ort", "#2 ort (memory_level=1)", "#3 eager"):
+    for title in ("#1 (ort)", "#2 memory_level=1", "#3 eager"):
         assert title in forms["text/plain"]
         assert title in forms["text/html"]
 
@@ -101,7 +118,8 @@ def test_plan_lists_what_could_be_recomputed(stepped_shell):
 
 
 def test_a_plan_that_is_set_is_enabled_after_the_rerun(stepped_shell):
-    stepped_shell.run("%ort_rerun memory_plan=Gelu+:1:-1")
+    stepped_shell.run("%ort_set memory_plan=Gelu+:1:-1")
+    stepped_shell.run("%ort_rerun")
     assert stepped_shell.run("%ort_plan").enabled == ("Gelu+:1:-1",)
 
 
@@ -150,3 +168,16 @@ def test_the_path_of_a_graph_can_be_a_variable(stepped_shell, tmp_path):
     graph = stepped_shell.run("%ort_graph --save $target")
     assert graph.stage == "execution"
     assert (tmp_path / "execution.onnx").stat().st_size > 0
+
+
+def test_compare_takes_options_and_runs_them_in_turns(stepped_shell):
+    runs = len(stepped_shell.user_ns["lab"].runs) if "lab" in stepped_shell.user_ns else None
+    found = stepped_shell.run("%ort_compare engine=eager memory_level=1 -n 3 --rounds 3")
+    assert [contrast.name for contrast in found.contrasts] == ["eager", "memory_level=1"]
+    assert found.in_turns
+    assert [len(run.steps) for run in found.runs] == [3, 3, 3]
+    assert runs is None or len(stepped_shell.user_ns["lab"].runs) == runs + 9
+    with pytest.raises(UsageError, match="in one call"):
+        stepped_shell.run("%ort_compare 1 memory_level=1")
+    with pytest.raises(UsageError, match="Did you mean 'memory_level'"):
+        stepped_shell.run("%ort_compare memory_levle=1")

@@ -5,37 +5,37 @@ from __future__ import annotations
 import pytest
 
 PYTHON = {
-    "%ort_wrap": "lab = ortlab.wrap(model, memory_level=1)\n    display(ortlab.panel(lab))",
+    "%ort_wrap": "lab = ortlab.wrap(model, memory_level=1)\n    lab",
     "%ort_unwrap": "model = lab.unwrap()",
     "%ort_set": 'lab.set(memory_level=1, log_level="INFO")',
     "%%ort_step": "run = lab.step(step, n=20)",
     "%ort_sweep": 'sweep = lab.sweep({"memory_level": [0, 1, 2], "engine": ["ort", "eager"]}, n=20, rounds=2)',
-    "%ort_rerun": "run = lab.set(memory_level=1).rerun()",
-    "%ort_compare": "comparison = lab.compare(1, 3, baseline=1)",
+    "%ort_rerun": "run = lab.rerun(memory_level=1)",
+    "%ort_compare": 'comparison = lab.compare(engine="eager", memory_level=[1, 2])',
     "%ort_plan": "plan = lab.plan()",
-    "%ort_stash": 'stash = lab.stash()\n    stash.at(batch=16).shown("operator")',
-    "%ort_peers": 'lab.peers(n=10, budgets=[1, 0.5, 0.2], also=[{"memory_level": 1}])',
-    "%ort_budget": 'lab.budget("6 GiB", apply=True)',
+    "%ort_activations": 'activations = lab.activations()\n    activations.at(batch=16).shown("operator")',
+    "%ort_compare_engines": 'lab.compare_engines(n=10, budgets=[1, 0.5, 0.2], also=[{"memory_level": 1}])',
+    "%ort_budget": 'lab.budget("70%")',
     "%ort_profile": "lab.profile()",
-    "%ort_hunt": 'lab.hunt_batch(make_batch, limit="6 GiB", plans=["Gelu+:1:-1"])',
-    "%ort_blame": (
-        'lab.blame("step_ms", changes={"aten_backward": False, "intra_op_spinning": True, "memory_level": 1})'
+    "%ort_find_batch_size": 'lab.find_batch_size(make_batch, limit="6 GiB", plans=["Gelu+:1:-1"])',
+    "%ort_bisect": (
+        'lab.bisect("step_ms", changes={"aten_backward": False, "intra_op_spinning": True, "memory_level": 1})'
     ),
-    "%ort_parity": "lab.parity(steps=3)",
-    "%ort_memory": 'measured = lab.measure_memory(memory_plan=("Gelu+:1:-1",))',
+    "%ort_parity": "lab.parity(n=3)",
+    "%ort_memory": 'measured = lab.memory(memory_plan=("Gelu+:1:-1",))',
     "%ort_graph": 'graph = lab.graph("optimized")\n    graph.save("my graphs/optimized.onnx")',
-    "%ort_diff": "difference = lab.graph_diff(memory_level=1)",
-    "%ort_triton": "kernels = lab.triton_kernels()\n    view = ortlab.show_graph(kernels.kernel(2))",
+    "%ort_graph_diff": "difference = lab.graph_diff(memory_level=1)",
+    "%ort_triton_kernels": "kernels = lab.triton_kernels()\n    view = ortlab.show_graph(kernels.kernel(2))",
     "%ort_options": 'OptionList(lab.options, ("memory_level", "memory_plan"), lab.have)',
-    "%ort_log": 'lab.messages.of(run=2, level="WARNING")',
+    "%ort_messages": 'lab.messages.of(run=2, level="WARNING")',
     "%ort_preflight": "report = ortlab.preflight(model, batch)",
     "%ort_density": "lab.density(batch)\n    lab.set(print_input_density=True)  # on\n    lab.density(measure=3)",
-    "%ort_flops": "lab.flops()\n    lab.flops_saved(label_sparse_optimizer=False)",
+    "%ort_flops": 'lab.flops()\n    lab.flops(against={"label_sparse_optimizer": False})',
     "%ort_balance": "record = balance(lengths, 8, ranks=2)\n    with Cluster(2) as cluster:",
     "%ort_cluster": "cluster = Cluster(2).start()",
-    "%ort_ranks": "ranks = cluster.gather()\n    ranks = ortlab.Ranks.load(folder)  # --from",
+    "%ort_ranks": "ranks = cluster.gather()\n    ranks = ortlab.load(folder)  # --from",
     "%%ort_ranks": "outputs = cluster.run_cell(source)",
-    "%ort_doctor": "report = ortlab.examine()",
+    "%ort_doctor": "report = ortlab.doctor()",
 }
 
 

@@ -1,4 +1,4 @@
-"""A real SIGINT while ortlab works: the lab is as it was before the call, and goes on."""
+"""A real SIGINT while ortlab works: one line says what is kept, the lab is as it was before the call, and goes on."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import signal
 import threading
 
 import pytest
+
+from ortlab.lab.following import observe
+
+from .conftest import lab_state
 
 STEP = """%%ort_step -n 4
 loss = nn.functional.cross_entropy(net(inputs), labels)
@@ -53,6 +57,22 @@ def interrupter():
     one.join()
 
 
+def stopped(shell, cell: str) -> str:
+    """Run a cell that is interrupted, and return the line that IPython shows in place of a traceback."""
+    with pytest.raises(KeyboardInterrupt) as caught:
+        shell.run(cell)
+    (line,) = caught.value._render_traceback_()
+    assert line == str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+def same_but_for_one_more_run(before, after) -> None:
+    assert after["runs"][:-1] == before["runs"]
+    assert len(after["runs"]) == len(before["runs"]) + 1
+    assert {**after, "runs": []} == {**before, "runs": []}
+
+
 @pytest.fixture
 def expected_losses(net_shell):
     """What the step gives if nothing interrupts it."""
@@ -73,9 +93,10 @@ def test_during_a_build(net_shell, expected_losses, unchanged, interrupter, stag
             interrupter.arm(0)
             assert interrupter.sent.wait(30)
 
-    stop = lab.observe(interrupt)
-    with unchanged(net_shell), pytest.raises(KeyboardInterrupt):
-        net_shell.run(STEP)
+    stop = observe(lab, interrupt)
+    with unchanged(net_shell):
+        line = stopped(net_shell, STEP)
+    assert line.startswith("Stopped before the first step was done; nothing is kept")
     stop()
     assert interrupter.sent.is_set()
     assert lab.status.state == "not built"
@@ -97,33 +118,47 @@ def test_in_the_middle_of_an_export(net_shell, expected_losses, unchanged, inter
     assert net_shell.run(STEP).losses == expected_losses
 
 
-def test_during_a_step(net_shell, expected_losses, unchanged, interrupter):
-    calls = []
+@pytest.mark.parametrize("at", [1, 3])
+def test_during_a_step(net_shell, expected_losses, unchanged, interrupter, at):
+    calls, lab = [], net_shell.user_ns["lab"]
     net_shell.user_ns["wait"] = lambda: (
-        calls.append(None) or (interrupter.wait() if len(calls) == 3 else None)
+        calls.append(None) or (interrupter.wait() if len(calls) == at else None)
     )
-    with unchanged(net_shell), pytest.raises(KeyboardInterrupt):
-        net_shell.run(WAITING)
-    assert len(calls) == 3
+    before = lab_state(net_shell)
+    line = stopped(net_shell, WAITING)
+    assert len(calls) == at
+    if at == 1:
+        assert lab_state(net_shell) == before
+    else:
+        same_but_for_one_more_run(before, lab_state(net_shell))
+        assert line.startswith(
+            "Stopped after 2 of 4 steps; kept as run 1 (partial). The lab is as it was before"
+        )
+        assert lab.runs[0].losses == expected_losses[:2]
+        assert net_shell.run("%ort_rerun").losses == expected_losses
+        lab.restore()
     assert net_shell.run(STEP).losses == expected_losses
 
 
-def test_during_a_rerun_with_other_options(net_shell, expected_losses, unchanged, interrupter):
+def test_during_a_rerun_with_other_options(net_shell, expected_losses, interrupter):
     calls = []
     net_shell.user_ns["wait"] = lambda: (
         calls.append(None) or (interrupter.wait() if len(calls) == 7 else None)
     )
-    first = net_shell.run(WAITING)
-    with unchanged(net_shell), pytest.raises(KeyboardInterrupt):
-        net_shell.run("%ort_rerun memory_level=1 engine=eager")
+    first = net_shell.run(WAITING.replace("\n", " --no-memory\n", 1))
+    before = lab_state(net_shell)
+    line = stopped(net_shell, "%ort_rerun memory_level=1 engine=eager")
+    assert "2 of 4 steps; kept as run 2 (partial)" in line
+    same_but_for_one_more_run(before, lab_state(net_shell))
     assert len(calls) == 7
+    assert net_shell.user_ns["lab"].runs[1].engine == "eager"
     assert net_shell.run("%ort_rerun").losses == first.losses == expected_losses
 
 
 def test_during_the_rebuild_of_a_rerun(stepped_shell, unchanged, interrupter):
     lab = stepped_shell.user_ns["lab"]
-    stop = lab.observe(
-        lambda event: interrupter.arm(0) or interrupter.sent.wait(30) if "Creating" in event else None
+    stop = observe(
+        lab, lambda event: interrupter.arm(0) or interrupter.sent.wait(30) if "Creating" in event else None
     )
     with unchanged(stepped_shell), pytest.raises(KeyboardInterrupt):
         stepped_shell.run("%ort_rerun memory_level=1")

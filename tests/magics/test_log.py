@@ -1,4 +1,4 @@
-"""%ort_log over a real build at INFO."""
+"""%ort_messages over a real build at INFO."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def talking_shell(net_shell):
 
 def test_it_returns_messages_and_shows_them_by_run(talking_shell):
     shell, lab = talking_shell, talking_shell.user_ns["lab"]
-    said = shell.run("%ort_log")
+    said = shell.run("%ort_messages")
     assert list(said) == list(lab.messages)
     assert "Run 1: " in shell.formats(said)["text/plain"]
     assert "<details><summary>Run 1: " in shell.formats(said)["text/html"]
@@ -26,12 +26,12 @@ def test_it_returns_messages_and_shows_them_by_run(talking_shell):
 def test_its_arguments_choose(talking_shell):
     shell = talking_shell
     shell.run("number = 1")
-    assert {one.source for one in shell.run("%ort_log --run $number --source exporter")} == {"exporter"}
-    (graph,) = shell.run('%ort_log --level info --stage export --text "Exported graph: graph("')
+    assert {one.source for one in shell.run("%ort_messages --run $number --source exporter")} == {"exporter"}
+    (graph,) = shell.run('%ort_messages --level info --stage export --text "Exported graph: graph("')
     assert graph.text.startswith("Exported graph: graph(")
-    assert len(shell.run("%ort_log --run 0")) == 0
-    assert len(shell.run("%ort_log --level ERROR")) == 0
-    assert len(shell.run("%ort_log --source 'ONNX Runtime' --lab lab")) == 0
+    assert len(shell.run("%ort_messages --run 0")) == 0
+    assert len(shell.run("%ort_messages --level ERROR")) == 0
+    assert len(shell.run("%ort_messages --source 'ONNX Runtime' --lab lab")) == 0
 
 
 @pytest.mark.parametrize(
@@ -46,4 +46,4 @@ def test_its_arguments_choose(talking_shell):
 )
 def test_what_it_cannot_read_is_a_usage_error(talking_shell, line, named):
     with pytest.raises(UsageError, match=named):
-        talking_shell.run(f"%ort_log {line}")
+        talking_shell.run(f"%ort_messages {line}")

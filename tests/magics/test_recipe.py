@@ -10,11 +10,11 @@ from IPython.core.error import UsageError
 from torch import nn
 
 import ortlab
+from ortlab.checks.recipes import RECIPES
 from ortlab.engine.installation import have
 from ortlab.errors import OptionError
-from ortlab.lab import Lab
-from ortlab.options import Need
-from ortlab.recipes import RECIPES
+from ortlab.lab.lab import Lab
+from ortlab.options.options import Need
 from ortlab.render import text
 
 SETUP = """

@@ -7,7 +7,8 @@ import torch
 from IPython.utils.capture import capture_output
 
 import ortlab
-from ortlab.widgets.panel import Panel
+from ortlab.notebook.widgets.panel import Panel
+from ortlab.records.runs import Run
 
 VIEW = "application/vnd.jupyter.widget-view+json"
 
@@ -72,7 +73,7 @@ def test_a_panel_that_was_never_shown_writes_nothing(shell, lab, monkeypatch):
 def test_a_long_ledger_stays_small_in_a_saved_notebook(shell, lab):
     step(lab)
     for number in range(2, 1001):
-        lab.runs.add(ortlab.Run.from_dict({**lab.runs[0].to_dict(), "number": number}))
+        lab.runs.add(Run.from_dict({**lab.runs[0].to_dict(), "number": number}))
     panel = Panel(lab)
     outputs = shown(shell, panel)
     assert sum(len(str(output)) for output in outputs) < 100_000

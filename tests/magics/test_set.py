@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from IPython.core.error import UsageError
 
-from ortlab.options import Options, switches
+from ortlab.options.options import Options, switches
 
 
 def test_set_changes_options_and_engine_and_returns_the_lab(net_shell):

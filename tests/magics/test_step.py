@@ -7,7 +7,7 @@ import traceback
 import pytest
 from IPython.core.error import UsageError
 
-from ortlab.runs import Run
+from ortlab.records.runs import Run
 
 LOSS = "loss = nn.functional.cross_entropy(net(inputs), labels)\n"
 REST = "loss.backward()\noptimizer.step()\noptimizer.zero_grad()\n"
@@ -132,8 +132,18 @@ def test_a_step_that_cannot_be_run_is_a_usage_error_and_changes_nothing(eager_sh
     assert len(eager_shell.run("%%ort_step -n 2\n" + LOSS + REST).steps) == 2
 
 
+@pytest.mark.parametrize("number", ["0", "-1", "1.5", "x", "''", "1e9", "True", "$missing", "$none", "$half"])
+def test_a_number_of_steps_that_is_none_is_one_line(eager_shell, unchanged, number):
+    eager_shell.run("none, half = None, 0.5")
+    with unchanged(eager_shell), pytest.raises(UsageError) as caught:
+        eager_shell.run(f"%%ort_step -n {number}\n" + LOSS + REST)
+    assert len(str(caught.value).splitlines()) == 1
+    with unchanged(eager_shell), pytest.raises(UsageError):
+        eager_shell.run(f"%ort_rerun -n {number}")
+
+
 def test_no_lab_is_said_clearly(shell, monkeypatch):
-    monkeypatch.setattr("ortlab.wrapped._labs", [])
+    monkeypatch.setattr("ortlab.lab.wrapped._labs", [])
     with pytest.raises(UsageError, match=r"No model is wrapped yet\.\nNext: %ort_wrap model"):
         shell.run("%%ort_step\nloss = 1")
 

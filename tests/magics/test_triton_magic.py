@@ -1,4 +1,4 @@
-"""%ort_triton lists and draws what Triton runs, and says without Triton what is missing."""
+"""%ort_triton_kernels lists and draws what Triton runs, and says without Triton what is missing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def folder(stepped_shell, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     known = triton_files.generator().get_supported_ops()
     name = next(node.name for node in graph.graph.node if node.op_type in known)
-    triton_files.write(triton_files.cut(graph, [name]), lab.stash().symbols, monkeypatch)
+    triton_files.write(triton_files.cut(graph, [name]), lab.activations().symbols, monkeypatch)
     (tmp_path / "away").mkdir()
     monkeypatch.chdir(tmp_path / "away")
     return tmp_path / "triton_debug"
@@ -24,25 +24,25 @@ def folder(stepped_shell, tmp_path, monkeypatch):
 @pytest.mark.row("H7")
 def test_the_list_and_one_of_it(stepped_shell, folder):
     stepped_shell.user_ns["folder"] = folder
-    kernels = stepped_shell.run("%ort_triton --from $folder")
+    kernels = stepped_shell.run("%ort_triton_kernels --from $folder")
     assert len(kernels) == 1
     shown = stepped_shell.formats(kernels)
     assert "Sub-graphs that Triton runs" in shown["text/plain"]
     assert str(kernels.kernel(1).key) in shown["text/html"]
-    view = stepped_shell.run("%ort_triton 1 --from $folder")
+    view = stepped_shell.run("%ort_triton_kernels 1 --from $folder")
     assert view.stage == "original"
     view.close()
     with pytest.raises(UsageError, match="no sub-graph 2"):
-        stepped_shell.run("%ort_triton 2 --from $folder")
+        stepped_shell.run("%ort_triton_kernels 2 --from $folder")
 
 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("%ort_triton", "There are no Triton kernels"),
-        ("%ort_triton", "triton needs an NVIDIA GPU"),
-        ("%ort_triton one", "N takes a whole number"),
-        ("%ort_triton --from nowhere", "cannot be opened"),
+        ("%ort_triton_kernels", "There are no Triton kernels"),
+        ("%ort_triton_kernels", "triton needs an NVIDIA GPU"),
+        ("%ort_triton_kernels one", "N takes a whole number"),
+        ("%ort_triton_kernels --from nowhere", "cannot be opened"),
     ],
 )
 def test_without_files_it_says_why(stepped_shell, folder, line, words):

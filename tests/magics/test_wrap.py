@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from IPython.core.error import UsageError
 
-from ortlab.lab import Lab
+from ortlab.lab.lab import Lab
 
 
 @pytest.fixture
@@ -32,7 +32,8 @@ def test_the_last_line_of_a_cell_shows_the_lab(torch_shell, captured):
     assert "not built" in torch_shell.formats(lab)["text/plain"]
 
 
-def test_wrap_shows_the_panel_once(torch_shell, captured):
+def test_wrap_shows_the_panel_once(torch_shell, captured, monkeypatch):
+    monkeypatch.setattr(torch_shell, "kernel", object(), raising=False)
     torch_shell.run("lab = %ort_wrap net")
     widget, saved = (output.data for output in captured.outputs)
     assert sorted(widget) == ["application/vnd.jupyter.widget-view+json", "text/html"]
@@ -104,7 +105,8 @@ def test_a_panel_that_fails_leaves_the_model_unwrapped(torch_shell, monkeypatch)
         message = "no front end"
         raise RuntimeError(message)
 
-    monkeypatch.setattr("ortlab.widgets.panel.panel", fail)
+    monkeypatch.setattr(torch_shell, "kernel", object(), raising=False)
+    monkeypatch.setattr("ortlab.notebook.widgets.panel.panel", fail)
     with pytest.raises(RuntimeError, match="no front end"):
         torch_shell.run("lab = %ort_wrap net")
     monkeypatch.undo()

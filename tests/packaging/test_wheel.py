@@ -82,7 +82,12 @@ print(json.dumps([ortlab.__file__, names]))
     assert result.returncode == 0, result.stderr
     file, names = json.loads(result.stdout.splitlines()[-1])
     assert Path(file).is_relative_to(installed)
-    assert {"ortlab.lab", "ortlab.magics", "ortlab.widgets", "ortlab.engine.ort"} <= set(names)
+    assert {
+        "ortlab.lab.lab",
+        "ortlab.notebook.magics",
+        "ortlab.notebook.widgets",
+        "ortlab.engine.ort",
+    } <= set(names)
 
 
 def test_the_quickstart_comes_out_of_the_wheel(installed, tmp_path):

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-import ortlab
+import ortlab.notebook.widgets.panel
 from ortlab.errors import BuildError, ExecutionError, StepError
-from ortlab.hunting.room import ProcessCeiling
 from ortlab.render import text
+from ortlab.studies.batch_size_room import ProcessCeiling
 
 
 class Tagger(nn.Module):
@@ -118,7 +118,7 @@ def test_a_dict_that_is_not_unpacked_is_named(trained):
 
 
 def test_the_panel_shows_it_and_goes_on(trained, monkeypatch):
-    panel = ortlab.Panel(trained.lab)
+    panel = ortlab.notebook.widgets.panel.Panel(trained.lab)
     runs = len(trained.lab.runs)
     monkeypatch.setattr(trained, "batch", {"input_ids": IDS[:0], "labels": LABELS[:0]})
     panel.rerun.click()
@@ -195,7 +195,7 @@ def test_a_loss_that_becomes_nan_is_said_wherever_the_run_is_shown(trained, tmp_
     contrast = lab.compare(first.number, run.number).contrasts[0]
     assert said in "; ".join(contrast.remarks)
     assert contrast.loss_difference == math.inf
-    loaded = ortlab.Ledger.load(lab.runs.save(tmp_path / "runs.json"))
+    loaded = ortlab.load(lab.runs.save(tmp_path / "runs.json"))
     assert json.loads((tmp_path / "runs.json").read_text())
     assert said in text.render(loaded)
     lab.restore()

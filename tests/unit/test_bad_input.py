@@ -12,7 +12,7 @@ import torch
 
 import ortlab
 from ortlab.errors import OptionError, StepError
-from ortlab.options import Options, switches
+from ortlab.options.options import Options, switches
 
 
 @pytest.fixture

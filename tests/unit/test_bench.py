@@ -23,7 +23,6 @@ ROWS = {
     "install_size": {"pip", "bin"},
     "first_step": {"ort / compile"},
     "preflight": {"pre-flight with search"},
-    "budget": {"GPT-2"},
     "memory_prediction": {"memory level 1"},
     "export_cache": {"with / without", "filling / without"},
     "graph_view": {"BERT, 1 layer"},
@@ -34,13 +33,17 @@ STATED_ONLY = {"install_size", "export_cache"}
 
 # They train in many fresh processes: minutes even in the tiny setting, which is why they are not run here.
 LONG = {
-    "batch_hunt",
-    "blame",
+    "budget",
+    "step_memory",
+    "verdicts",
+    "batch_size",
+    "bisection",
     "capture_overhead",
     "fault_finding",
+    "front_door",
     "memory_levels",
     "memory_measurement",
-    "memory_peers",
+    "memory_engines",
     "panel",
     "recompute_batch",
 }

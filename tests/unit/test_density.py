@@ -15,12 +15,12 @@ from torch import nn
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 import ortlab
-from ortlab.data.density import Density
-from ortlab.data.padded_inputs import DensityProbe, PaddedInput
-from ortlab.memory.phases import PHASES
+from ortlab.records.density import Density
+from ortlab.records.memory_phases import PHASES
+from ortlab.records.runs import Run
 from ortlab.render import text
 from ortlab.render.run_pages import run_page
-from ortlab.runs import Run
+from ortlab.runs.padded_inputs import DensityProbe, PaddedInput
 
 LOGS = Path(__file__).with_name("logs")
 SMALL = {

@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from ortlab import doctor
-from ortlab.doctor import Check, Report
+from ortlab.checks import doctor as examination
 from ortlab.engine import installation
-from ortlab.options import Need, switches, unmet
-from ortlab.switches import REASONS
+from ortlab.options.options import Need, switches, unmet
+from ortlab.options.switches import REASONS
+from ortlab.records.checks import Check, Report
 
 REPOSITORY = Path(__file__).parents[2]
-EXAMINE = "import json; from ortlab.doctor import examine; print('REPORT' + json.dumps(examine().to_dict()))"
+EXAMINE = (
+    "import json; from ortlab.checks.doctor import doctor; print('REPORT' + json.dumps(doctor().to_dict()))"
+)
 
 
 def examine_in_another_process(environ: dict[str, str]) -> dict[str, dict[str, str]]:
@@ -34,7 +36,7 @@ def examine_in_another_process(environ: dict[str, str]) -> dict[str, dict[str, s
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    return doctor.examine()
+    return examination.doctor()
 
 
 def test_this_environment_trains(report):
@@ -117,7 +119,7 @@ def test_variables_are_examined_but_do_not_reach_the_training(tmp_path):
 
 def test_old_and_unknown_variables_are_a_warning():
     def examined(environ):
-        return doctor._variables(environ)
+        return examination._variables(environ)
 
     assert examined({}).status == "ok"
     assert examined({"ORTMODULE_MEMORY_OPT_LEVEL": "1"}).status == "ok"
@@ -131,7 +133,7 @@ def test_a_cache_folder_that_cannot_be_made_is_a_warning(tmp_path, monkeypatch):
     file.touch()
     monkeypatch.setenv("ORTLAB_CACHE_DIR", str(file / "cache"))
 
-    check = doctor._cache()
+    check = examination._cache()
 
     assert check.status == "warn"
     assert "ORTLAB_CACHE_DIR" in check.fix
@@ -140,8 +142,8 @@ def test_a_cache_folder_that_cannot_be_made_is_a_warning(tmp_path, monkeypatch):
 def test_the_compiler_of_torch_compile_is_looked_for_as_it_will_be(tmp_path):
     compiler = tmp_path / "my-compiler"
     compiler.touch(mode=0o755)
-    assert doctor._compiler({"PATH": str(tmp_path), "CXX": "my-compiler"}).found == str(compiler)
-    missing = doctor._compiler({"PATH": str(tmp_path)})
+    assert examination._compiler({"PATH": str(tmp_path), "CXX": "my-compiler"}).found == str(compiler)
+    missing = examination._compiler({"PATH": str(tmp_path)})
     assert missing.status == "ok"
     assert missing.found.endswith('is not installed; on a CPU, engine="compile" needs it')
 
@@ -150,7 +152,7 @@ def test_the_compiler_of_torch_compile_is_looked_for_as_it_will_be(tmp_path):
     ("difference", "status"), [(0.0, "ok"), (9e-6, "ok"), (1e-3, "fail"), (float("nan"), "fail")]
 )
 def test_a_step_with_other_numbers_fails(difference, status):
-    assert doctor._step("Training step", {"difference": difference, "nodes": []}).status == status
+    assert examination._step("Training step", {"difference": difference, "nodes": []}).status == status
 
 
 def test_each_switch_that_cannot_act_here_is_there_with_what_it_needs(report):
@@ -166,4 +168,4 @@ def test_each_switch_that_cannot_act_here_is_there_with_what_it_needs(report):
 
 
 def test_the_doctor_names_nothing_where_everything_is_there():
-    assert doctor._switches(frozenset(Need)) == []
+    assert examination._switches(frozenset(Need)) == []

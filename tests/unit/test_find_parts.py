@@ -8,8 +8,8 @@ from torch import nn
 
 import ortlab
 from ortlab.errors import WrapError
-from ortlab.parts import find_parts, near_paths
-from ortlab.wrapping import is_wrapped
+from ortlab.runs.parts import find_parts, near_paths
+from ortlab.runs.wrapping import is_wrapped
 
 
 class Model(nn.Module):

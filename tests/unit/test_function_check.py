@@ -104,7 +104,7 @@ def test_ort_runs_the_users_own_backward_wrong_as_it_is(kind):
     assert run.executed_by == "ort"
     assert lab.set(engine="eager").rerun().losses == pytest.approx(run.losses, rel=1e-5)
     torch.testing.assert_close(model.linear.weight.grad, gradient)
-    assert not ortlab.check_functions(model, X).ok  # which the parity of the two cannot show
+    assert not ortlab.parity.check_functions(model, X).ok  # which the parity of the two cannot show
     lab.unwrap()
     if kind is SquareWithSymbolic:
         assert callable(kind.symbolic)  # it is there again, for other exports
@@ -113,7 +113,7 @@ def test_ort_runs_the_users_own_backward_wrong_as_it_is(kind):
 def test_a_wrong_backward_is_seen_and_a_right_one_is_not_blamed():
     model = Net(square, kept_apply, square, lambda x: RoundedStraightThrough.apply(x, 8))
     state, running = torch.get_rng_state(), model.norm.running_mean.clone()
-    report = ortlab.check_functions(model, X)
+    report = ortlab.parity.check_functions(model, X)
     found = {check.name.rpartition(".")[2]: check for check in report.checks}
     assert {name: (one.state, one.calls) for name, one in found.items()} == {
         "Square": ("agrees", 2),
@@ -136,16 +136,16 @@ def test_a_wrong_backward_is_seen_and_a_right_one_is_not_blamed():
 
 
 def test_what_cannot_be_checked_is_said_and_not_called_right():
-    report = ortlab.check_functions(Net(SingleOnly.apply), X)
+    report = ortlab.parity.check_functions(Net(SingleOnly.apply), X)
     assert [(one.state, report.ok) for one in report.checks] == [("not checked", True)]
     assert "float32 only" in report.checks[0].found
     assert "not checked" in text.render(report)
-    assert "calls none" in text.render(ortlab.check_functions(Net(), X))
-    assert "agrees" in text.render(ortlab.check_functions(Net(square), X))
+    assert "calls none" in text.render(ortlab.parity.check_functions(Net(), X))
+    assert "agrees" in text.render(ortlab.parity.check_functions(Net(square), X))
 
 
 def test_a_batch_that_does_not_fit_is_an_error():
     with pytest.raises(StepError, match="forward of Net failed") as caught:
-        ortlab.check_functions(Net(square), X[:, :2])
+        ortlab.parity.check_functions(Net(square), X[:, :2])
     assert caught.value.fix
     assert Square.forward.__name__ == "forward"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ortlab.checks import Check
+from ortlab.checks.gpu_checks import gpu_checks, gpu_step, provider_check
 from ortlab.engine.cuda_libraries import LIBRARIES
-from ortlab.gpu_checks import gpu_checks, gpu_step, provider_check
+from ortlab.records.checks import Check
 
 _spec = importlib.util.spec_from_file_location(
     "tests_cuda_stubs", Path(__file__).parent / "engine" / "cuda_stubs.py"

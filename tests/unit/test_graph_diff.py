@@ -20,6 +20,7 @@ from ortlab.errors import BuildError, LedgerError, OptionError, StepError
 from ortlab.graphs.diff import GraphDiff, diff
 from ortlab.graphs.stages import Graph
 from ortlab.memory.recompute import COPY
+from ortlab.options.options import setting_words
 from ortlab.render import html, text
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -174,7 +175,7 @@ def test_what_a_switch_does_to_the_graph_is_named(request, change):
     lab = request.getfixturevalue(model)
     found = lab.graph_diff(switches, stage=stage)
     assert sentence in found.sentences
-    assert found.after.name == ", ".join(f"{name}={value!r}" for name, value in switches.items())
+    assert found.after.name == ", ".join(setting_words(name, value) for name, value in switches.items())
 
 
 STAGES = {
@@ -421,7 +422,7 @@ def test_a_file_that_holds_something_else_is_refused(tmp_path):
 
 def standing(lab, experiment):
     digest = lab.graph().digest
-    return (*experiment.state(), digest, lab.configuration, lab.status, len(lab.runs), lab._engine)
+    return (*experiment.state(), digest, lab._configuration, lab.status, len(lab.runs), lab._engine)
 
 
 def check_standing(before, after):
@@ -492,7 +493,6 @@ def test_one_part_of_several_is_compared_and_the_count_of_calls_stays(experiment
 
 
 REFUSED = {
-    "nothing": ((), {}, "nothing was given"),
     "one stage": (("gradient",), {}, "one thing only"),
     "a stage and switches": (("gradient", {"memory_level": 1}), {}, "a stage and something else"),
     "two stages and a third": (("gradient", "execution"), {"stage": "exported"}, "stage='exported'"),
@@ -515,6 +515,8 @@ def test_what_makes_no_sense_is_refused_with_a_way_out(sparse, case):
 
 def test_before_a_step_it_says_what_to_do(lab):
     with pytest.raises(StepError, match="no step to go back to"):
+        lab.graph_diff()
+    with pytest.raises(BuildError, match="Run a step first"):
         lab.graph_diff(memory_level=1)
     with pytest.raises(BuildError, match="Run a step first"):
         lab.graph_diff("gradient", "execution")

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from ortlab.interrupts import interrupts_kept
+from ortlab.runs.interrupts import interrupts_kept
 
 
 class Freed:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -19,8 +20,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import ortlab
 from ortlab.errors import BuildError, LedgerError, OptionError, StepError, WrapError
+from ortlab.lab.following import observe
+from ortlab.records.runs import Run
 from ortlab.render import text
-from ortlab.runs import Run
 
 
 def equal(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
@@ -114,6 +116,25 @@ def test_an_optimizer_that_only_the_step_knows_is_restored_too(lab, experiment):
     assert lab.rerun().losses == first.losses
 
 
+def test_the_steps_of_a_measurement_leave_no_trace_in_the_users_containers(lab, experiment):
+    losses, counted, seen = [], {}, set()
+
+    def note(loss):
+        losses.append(loss)
+        counted["steps"] = counted.get("steps", 0) + 1
+        seen.add(loss)
+
+    def step():
+        loss = experiment.step()
+        note(loss.item())
+        return loss
+
+    run = lab.step(step, n=3)
+    assert run.step_memory_bytes is not None
+    assert tuple(losses) == run.losses
+    assert (counted, seen) == ({"steps": 3}, set(run.losses))
+
+
 def test_the_loss_is_that_of_backward_where_the_step_returns_none(lab, experiment):
     seen = []
 
@@ -122,7 +143,7 @@ def test_the_loss_is_that_of_backward_where_the_step_returns_none(lab, experimen
         seen.append(loss.item())
         loss.backward()
 
-    assert lab.step(step, n=2).losses == tuple(seen)
+    assert lab.step(step, n=2, memory=False).losses == tuple(seen)
 
 
 def test_other_data_is_noticed(lab, experiment):
@@ -170,6 +191,58 @@ def test_a_switch_redoes_only_what_it_touches(lab, experiment):
     assert lab.status.pending_stage == "export"
     assert lab.rerun().initialization.stage == "export"
     assert all(run.losses == pytest.approx(first.losses, rel=1e-5) for run in lab.runs)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"engine": "eager"}, {"memory_level": 1}, {"engine": "compile", "opset": 16}]
+)
+def test_changes_of_a_rerun_are_for_that_rerun(lab, experiment, changes):
+    lab.step(experiment.step, n=2)
+    before, seen = lab._configuration, []
+    stop = observe(lab, lambda event: seen.append(lab._configuration) if event == "options" else None)
+    run = lab.rerun(**changes)
+    stop()
+    assert run.executed_by == changes.get("engine", "ort")
+    assert run.options == before.options.replace(**{k: v for k, v in changes.items() if k != "engine"})
+    assert lab._configuration == before == seen[-1]
+    assert len(seen) == 2  # the panel has been told of both
+
+
+def test_a_level_for_one_call_takes_the_place_of_the_plans_that_are_on(lab, experiment):
+    lab.step(experiment.step, n=2)
+    plan = lab.plan().rows[0].config
+    lab.set(memory_plan=plan)
+    level = lab.rerun(memory_level=1)
+    assert (level.options.memory_level, level.options.memory_plan) == (1, ())
+    assert lab.options.memory_plan == (plan,)
+    compared = lab.compare(memory_level=1, n=2, rounds=1)
+    assert [contrast.run.options.memory_level for contrast in compared.contrasts] == [1]
+    with pytest.raises(OptionError, match="contradict"):
+        lab.set(memory_level=1)  # what stays is not undone unasked
+    lab.set(memory_level=1, memory_plan=())
+    assert lab.rerun(memory_plan=plan).options.memory_level == 0
+    assert lab.options.memory_level == 1
+
+
+def test_a_rerun_on_pytorch_leaves_what_is_built(lab, experiment):
+    first = lab.step(experiment.step, n=2)
+    kept = sum(lab.graph("optimized").operators.values())
+    lab.rerun(engine="eager")
+    assert sum(lab.graph("optimized").operators.values()) == kept
+    again = lab.rerun()
+    assert again.initialization is None  # nothing was built anew
+    assert again.losses == first.losses
+
+
+def test_a_change_that_is_refused_runs_nothing(lab, experiment):
+    lab.step(experiment.step, n=2)
+    before, state = lab._configuration, experiment.state()
+    for changes in ({"memory_lvel": 1}, {"engine": "eagre"}, {"memory_level": 9}, {"engine": "checkpoint"}):
+        with pytest.raises(OptionError):
+            lab.rerun(**changes)
+    assert lab._configuration == before
+    assert len(lab.runs) == 1
+    assert equal(state, experiment.state())
 
 
 @pytest.mark.row("C6")
@@ -373,7 +446,7 @@ def test_a_step_that_raises_leaves_everything_as_it_was(lab, experiment):
     assert lab.rerun().losses == lab.runs[0].losses
 
 
-@pytest.mark.parametrize("call", ["step", "rerun"])
+@pytest.mark.parametrize("call", ["step", "rerun", "rerun with changes"])
 def test_an_interrupt_leaves_everything_as_it_was(lab, experiment, call):
     slow = threading.Event()
 
@@ -387,9 +460,12 @@ def test_an_interrupt_leaves_everything_as_it_was(lab, experiment, call):
     first = lab.step(step, n=2)
     before = experiment.state()
     slow.set()
+    changes = {"engine": "eager", "memory_level": 1} if call == "rerun with changes" else {}
+    again = partial(lab.step, step, n=50) if call == "step" else partial(lab.rerun, **changes)
     with pytest.raises(KeyboardInterrupt):
-        lab.step(step, n=50) if call == "step" else lab.rerun()
+        again()
     slow.clear()
+    assert (lab.engine, lab.options.memory_level) == ("ort", 0)
     assert equal(before, experiment.state())
     assert len(lab.runs) == 1
     assert lab.rerun().losses == first.losses
@@ -591,7 +667,7 @@ def test_a_plan_is_applied_and_changes_the_executed_graph(lab, experiment):
 
 def test_observers_hear_of_changes_until_they_stop(lab, experiment):
     events = []
-    stop = lab.observe(events.append)
+    stop = observe(lab, events.append)
     lab.set(memory_level=1)
     lab.step(experiment.step, n=2)
     assert {"options", "status", "runs"} <= set(events)
@@ -642,8 +718,8 @@ def test_a_rerun_draws_the_same_dropout_where_plans_recompute_it(changes):
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="Windows has no timer that sends a signal")
-def test_an_interrupt_at_any_time_is_an_interrupt():
-    """Also one that arrives in C++ code, and is raised where a callback begins."""
+def test_an_interrupt_at_any_time_is_an_interrupt(capfd):
+    """Also one that arrives in C++ code, and is raised where a callback begins: in one line, and nothing else."""
     torch.manual_seed(3)
     config = GPT2Config(vocab_size=2000, n_embd=256, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=2)
     model, ids = GPT2LMHeadModel(config).train(), torch.randint(1, 2000, (4, 32))
@@ -660,10 +736,20 @@ def test_an_interrupt_at_any_time_is_an_interrupt():
     try:
         for moment in range(30):
             signal.setitimer(signal.ITIMER_REAL, 0.2 + moment / 300)
-            with pytest.raises(KeyboardInterrupt):
+            known = len(lab.runs)
+            with pytest.raises(KeyboardInterrupt, match=r"^Stopped (after|before the first step)") as caught:
                 lab.step(step, n=1000, progress=False)
+            assert len(caught.value._render_traceback_()) == 1
+            kept = lab.runs[known:]
+            assert str(caught.value).startswith(
+                f"Stopped after {len(kept[0].steps)} of" if kept else "Stopped before"
+            )
+            assert all(run.is_partial for run in kept)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert lab.rerun(n=1).losses == expected
+    assert {run.losses[:1] for run in lab.runs} == {expected}
+    assert not lab.messages.of(level="ERROR")
+    assert "onnxruntime" not in capfd.readouterr().err
     lab.unwrap()

@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 import ortlab
-from ortlab.cluster import Cluster
-from ortlab.data.balance import Balance
-from ortlab.data.balancing import balance, measured
 from ortlab.errors import ExecutionError, OptionError
+from ortlab.ranks import Cluster
+from ortlab.ranks.balance import Balance
+from ortlab.ranks.balancing import balance, measured
 from ortlab.render import html, text
 
 # Of two ranks, on a machine with one core.
@@ -218,7 +218,7 @@ def test_processes_train_together_and_end():
 
 KILLED = """
 import os, sys
-from ortlab.cluster import Cluster
+from ortlab.ranks import Cluster
 cluster = Cluster(1).start()
 import psutil
 print(*[one.pid for one in psutil.Process().children(recursive=True)], flush=True)

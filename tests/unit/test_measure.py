@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ortlab.measure import ResidentSet, Stopwatch, memory_probe, synchronizer
+from ortlab.runs.measure import ResidentSet, Stopwatch, memory_probe, synchronizer
 
 
 class Clock:

@@ -12,11 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 import ortlab
 from ortlab.errors import OptionError, StepError
-from ortlab.memory import heap
 from ortlab.memory.measured import Known, MemoryMeasurement, PhasePeak, StepMemory
-from ortlab.memory.measuring import CudaGauge, gauge_of, known_bytes
-from ortlab.memory.phases import MemoryPhases, is_read
+from ortlab.records.memory_phases import MemoryPhases, is_read
 from ortlab.render import html, text
+from ortlab.runs import heap
+from ortlab.runs.measuring import CudaGauge, gauge_of, known_bytes
 
 MIB = 2**20
 CPU = torch.device("cpu")
@@ -71,16 +71,16 @@ def test_what_a_step_keeps_and_takes_shows_up():
         model(x).backward()
 
     lab = ortlab.wrap(model, engine="eager")
-    kept = lab.measure_memory(step, steps=2)
+    kept = lab.memory(step, n=2)
     model.temporary = 512
-    taken = lab.measure_memory(step, steps=2)
+    taken = lab.memory(step, n=2)
     lab.unwrap()
 
     # The product is kept; its gradient and that of the square are two more, and the square itself is gone by then.
-    assert kept.stashed_bytes == pytest.approx(64 * MIB, rel=0.1)
+    assert kept.saved_bytes == pytest.approx(64 * MIB, rel=0.1)
     assert kept.step.highest.phase == "backward"
     assert kept.rise_bytes > 120 * MIB
-    assert taken.stashed_bytes == pytest.approx(64 * MIB, rel=0.1)
+    assert taken.saved_bytes == pytest.approx(64 * MIB, rel=0.1)
     assert taken.step.highest.phase == "forward"
     assert taken.rise_bytes == pytest.approx(512 * MIB, rel=0.1)
     temporaries = {piece.name: piece.number_of_bytes for piece in taken.breakdown()}[
@@ -101,15 +101,15 @@ def test_freed_memory_of_an_earlier_step_hides_nothing():
     del blocks[::2]  # gaps of 8 MiB
 
     lab = ortlab.wrap(model, engine="eager")
-    measured = lab.measure_memory(lambda: model(x).backward(), steps=1)
+    measured = lab.memory(lambda: model(x).backward(), n=1)
     lab.unwrap()
 
-    assert measured.stashed_bytes == pytest.approx(64 * MIB, rel=0.1)
+    assert measured.saved_bytes == pytest.approx(64 * MIB, rel=0.1)
 
 
 @only_linux
 def test_an_ort_step_is_measured_as_it_is_set_up(lab, experiment):
-    measured = lab.measure_memory(steps=2)
+    measured = lab.memory(n=2)
 
     assert (measured.engine, measured.device, measured.scope) == ("ort", "cpu", "this process")
     assert measured.kind == "resident set, large buffers mapped"
@@ -132,7 +132,7 @@ def test_an_ort_step_is_measured_as_it_is_set_up(lab, experiment):
 
 @only_linux
 def test_changes_are_for_the_measurement_only(lab):
-    measured = lab.measure_memory(steps=1, engine="eager", memory_level=1)
+    measured = lab.memory(n=1, engine="eager", memory_level=1)
 
     assert (measured.engine, measured.options["memory_level"]) == ("eager", 1)
     assert (lab.engine, lab.options.memory_level, lab.options.cpu_memory_arena) == ("ort", 0, True)
@@ -143,14 +143,14 @@ def test_changes_are_for_the_measurement_only(lab):
 
 @only_linux
 def test_everything_is_put_back(lab, experiment):
-    before, configuration = experiment.state(), lab.configuration
+    before, configuration = experiment.state(), lab._configuration
     gradients = [parameter.grad for parameter in experiment.model.parameters()]
 
-    lab.measure_memory(steps=1)
+    lab.memory(n=1)
 
     assert equal(before, experiment.state())
     assert [parameter.grad for parameter in experiment.model.parameters()] == gradients
-    assert lab.configuration == configuration
+    assert lab._configuration == configuration
     assert len(lab.runs) == 1
     assert lab.step(experiment.step, progress=False).executed_by == "ort"
 
@@ -158,7 +158,7 @@ def test_everything_is_put_back(lab, experiment):
 @only_linux
 @pytest.mark.parametrize("failure", [KeyboardInterrupt(), ValueError("no more data")])
 def test_everything_is_put_back_after_a_failure(lab, experiment, failure):
-    before, configuration = experiment.state(), lab.configuration
+    before, configuration = experiment.state(), lab._configuration
     calls = []
 
     def step():
@@ -169,10 +169,10 @@ def test_everything_is_put_back_after_a_failure(lab, experiment, failure):
         return loss
 
     with pytest.raises(type(failure)):
-        lab.measure_memory(step)
+        lab.memory(step)
 
     assert equal(before, experiment.state())
-    assert lab.configuration == configuration
+    assert lab._configuration == configuration
     lab.rerun(1, progress=False)
 
 
@@ -187,7 +187,7 @@ def test_an_optimizer_that_only_the_step_knows_is_put_back_and_counted(experimen
         Hidden.optimizer.zero_grad()
 
     lab = ortlab.wrap(experiment.model, engine="eager")
-    measured = lab.measure_memory(step, steps=1)
+    measured = lab.memory(step, n=1)
     lab.unwrap()
 
     assert Hidden.optimizer.state_dict()["state"] == {}
@@ -201,19 +201,19 @@ def test_an_optimizer_that_only_the_step_knows_is_put_back_and_counted(experimen
 def test_a_lab_without_a_step_says_what_to_do(experiment):
     lab = ortlab.wrap(experiment.model)
     with pytest.raises(StepError, match="no step to go back to"):
-        lab.measure_memory()
+        lab.memory()
     lab.unwrap()
 
 
 @pytest.mark.parametrize("steps", [0, -1, 1.5, True])
 def test_a_number_of_steps_that_is_none_is_refused(lab, steps):
     with pytest.raises(StepError, match="whole number"):
-        lab.measure_memory(steps=steps)
+        lab.memory(n=steps)
 
 
 def test_a_wrong_option_is_refused(lab):
     with pytest.raises(OptionError):
-        lab.measure_memory(memory_levle=1)
+        lab.memory(memory_levle=1)
     assert lab.engine == "ort"
 
 
@@ -236,10 +236,10 @@ def test_a_step_that_falls_back_is_not_called_one_of_ort():
         pytest.warns(ortlab.errors.FallbackWarning),
         pytest.raises(StepError, match="not ONNX Runtime") as refusal,
     ):
-        lab.measure_memory(lambda: model(x).backward())
+        lab.memory(lambda: model(x).backward())
     assert refusal.value.why
     assert equal(before, list(model.parameters()))
-    assert lab.measure_memory(lambda: model(x).backward(), engine="eager").engine == "eager"
+    assert lab.memory(lambda: model(x).backward(), engine="eager").engine == "eager"
     lab.unwrap()
 
 
@@ -249,16 +249,16 @@ def test_a_step_that_builds_something_each_time_is_refused(lab, experiment):
 
     lab.set(static_shape=True)
     with pytest.raises(StepError, match=r"builds something|was built"):
-        lab.measure_memory(lambda: experiment.model(torch.randn(2 + next(sizes), 4)).sum().backward())
+        lab.memory(lambda: experiment.model(torch.randn(2 + next(sizes), 4)).sum().backward())
 
 
 def test_systems_that_cannot_tell_say_why(lab, monkeypatch):
     monkeypatch.setattr(heap.sys, "platform", "darwin")
-    before = lab.configuration
+    before = lab._configuration
     with pytest.raises(StepError, match="cannot be measured here") as refusal:
-        lab.measure_memory()
+        lab.memory()
     assert "/proc" in refusal.value.why
-    assert lab.configuration == before
+    assert lab._configuration == before
 
 
 def test_another_c_library_is_named(monkeypatch):
@@ -344,7 +344,7 @@ def test_figures_are_of_the_step_with_the_highest_rise():
         20,
     )
     assert record.typical_rise_bytes == 690
-    assert (record.after_forward_bytes, record.after_backward_bytes, record.stashed_bytes) == (
+    assert (record.after_forward_bytes, record.after_backward_bytes, record.saved_bytes) == (
         1400,
         1100,
         400,
@@ -354,7 +354,7 @@ def test_figures_are_of_the_step_with_the_highest_rise():
         "buffers": 10,
         "gradients": 0,
         "optimizer state": 200,
-        "stashed activations and outputs": 400,
+        "saved activations and outputs": 400,
         "temporaries of the backward": 300,
         "libraries and the rest": 690,
     }
@@ -439,7 +439,7 @@ def test_pages_say_what_was_measured():
     page = text.render(measurement())
     assert "700 B above its start" in page
     assert "in the backward" in page
-    assert "stashed activations and outputs" in page
+    assert "saved activations and outputs" in page
     assert "computed" in page
     assert "resident set, this process" in page
     phases = text.render(MemoryPhases.read(LOG))
@@ -447,7 +447,7 @@ def test_pages_say_what_was_measured():
     assert "max cached" in phases
     assert "print_memory_stats" in text.render(MemoryPhases((), "run 3"))
     drawn = html.render(MemoryPhases.read(LOG)) + html.render(measurement())
-    assert drawn.count("<svg") == 2
+    assert drawn.count("data:image/svg+xml") == 2
 
 
 @pytest.mark.parametrize("record", [measurement(), MemoryPhases.read(LOG), MemoryPhases(())])

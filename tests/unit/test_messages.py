@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ortlab import log_levels, messages
 from ortlab.errors import OptionError
-from ortlab.messages import EXPORTER, ORTMODULE, RUNTIME, Message, MessageLog, Messages
+from ortlab.options import log_levels
+from ortlab.records import messages
+from ortlab.records.messages import EXPORTER, ORTMODULE, RUNTIME, Message, MessageLog, Messages
 from ortlab.render import html, text
 from ortlab.render.message_pages import MESSAGES_SHOWN, RUNS_SHOWN
 

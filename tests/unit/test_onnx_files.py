@@ -14,8 +14,8 @@ from onnx import TensorProto, helper, numpy_helper
 import ortlab
 from ortlab.errors import BuildError
 from ortlab.graphs.onnx_files import KEPT_BYTES, open_graph
+from ortlab.graphs.viewer.document import document
 from ortlab.render import html, text
-from ortlab.viewer.document import document
 
 GIB = 1 << 30
 

@@ -16,9 +16,9 @@ import ortlab
 from ortlab.engine import fused_ops
 from ortlab.errors import InstallError, OptionError, StepError
 from ortlab.optim import FusedAdam, fp16_optimizer, fused_adam
-from ortlab.optimizer_names import optimizer_name
+from ortlab.records.optimizer_names import optimizer_name
+from ortlab.records.runs import Run
 from ortlab.render import text
-from ortlab.runs import Run
 
 MODES = (0, 1, 2)
 
@@ -472,7 +472,7 @@ def test_without_deepspeed_and_apex_the_next_step_is_named():
     assert "opt_level='O2'" in caught.value.fix
     assert vars(optimizer) == before
 
-    optimizer._amp_stash = object()  # what apex.amp.initialize leaves on an optimizer
+    optimizer._amp_activations = object()  # what apex.amp.initialize leaves on an optimizer
     with pytest.raises(InstallError, match="Apex is not installed") as caught:
         fp16_optimizer(optimizer)
     assert "github.com/NVIDIA/apex" in caught.value.fix

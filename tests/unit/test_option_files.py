@@ -14,9 +14,9 @@ from torch import nn
 
 import ortlab
 from ortlab.errors import OptionError
-from ortlab.option_files import triton_configuration, with_files
-from ortlab.options import Options
-from ortlab.triton_config import OPERATORS, TritonConfig, read_triton_config
+from ortlab.options.option_files import triton_configuration, with_files
+from ortlab.options.options import Options
+from ortlab.options.triton_config import OPERATORS, TritonConfig, read_triton_config
 
 # The sample of the ORTModule Training Guidelines, as JSON.
 SAMPLE = {

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import subprocess
@@ -11,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from ortlab.errors import OptionError
-from ortlab.options import (
+from ortlab.options.options import (
     Effect,
     Group,
     Need,
     Options,
     check_needs,
+    declaration,
     markdown,
     switches,
     table,
@@ -246,7 +248,7 @@ def test_each_declaration_is_complete(one):
 
 def test_records_are_imported_without_heavy_packages():
     code = (
-        "import sys, ortlab.options; "
+        "import sys, ortlab.options.options; "
         "print([m for m in ('torch', 'onnxruntime', 'IPython', 'ipywidgets', 'pandas') if m in sys.modules])"
     )
 
@@ -305,7 +307,11 @@ def test_text_is_read_as_the_type_of_the_option(name, given, value):
         ("opset", True, "whole number"),
         ("opset", 11, "one of 12, 13"),
         ("opset", 21, "one of 12, 13"),
-        ("cast_level", -2, "at least -1"),
+        ("cast_level", -2, "one of -1, 0, 1, 2 (did you mean -1?)"),
+        ("cast_level", 99, "one of -1, 0, 1, 2 (did you mean 2?)"),
+        ("opset", 99, "did you mean 20?"),
+        ("cast_allow", "reshape", "names of ONNX operators"),
+        ("memory_plan", {"Gelu+:1:-1": True}, "list of strings"),
         ("memory_level", 3, "one of 0, 1, 2"),
         ("tuning_max_duration_ms", -1, "at least 0"),
         ("log_level", "INF", "did you mean INFO?"),
@@ -328,6 +334,59 @@ def test_a_value_that_does_not_fit_is_refused_with_an_example(name, given, expec
     assert expected in refusal.value.why
     assert f"{name}=" in refusal.value.fix
     assert options == Options(opset=15)
+
+
+ABSURD = [
+    99,
+    -1,
+    "",
+    "x",
+    None,
+    1e9,
+    10**9,
+    1.5,
+    math.nan,
+    math.inf,
+    2**40,
+    True,
+    b"x",
+    {"a": 1},
+    object(),
+    [1],
+    "\0",
+]
+
+TAKEN = {
+    **{one.name: [True] for one in switches() if one.type is bool},
+    **{one.name: [""] for one in switches() if one.type is tuple},  # none of them
+    "cast_level": [-1],
+    "tuning_max_duration_ms": [99, 10**9],  # 1.19.2 waits as long as it is told
+    **{
+        one.name: ["", "x"] for one in switches() if one.type is str and not one.choices
+    },  # names of files and folders
+}
+
+
+@pytest.mark.parametrize("value", ABSURD, ids=repr)
+@pytest.mark.parametrize("name", [one.name for one in switches()])
+def test_an_absurd_value_is_refused_with_what_is_allowed(name, value):
+    if any(type(value) is type(one) and value == one for one in TAKEN.get(name, [])):
+        Options(**{name: value})
+        return
+    with pytest.raises(OptionError) as refusal:
+        Options(**{name: value})
+    assert name in refusal.value.what
+    assert ", ".join(map(str, declaration(name).choices)) in refusal.value.why
+    assert f"{name}=" in refusal.value.fix
+
+
+def test_a_misspelt_operator_is_refused_with_the_near_name():
+    with pytest.raises(OptionError, match="Did you mean Reshape"):
+        Options(cast_allow=["Cast", "Reshap"])
+    assert Options(cast_allow="Reshape,FusedMatMul").cast_allow == (
+        "Reshape",
+        "FusedMatMul",
+    )  # ORT's own is taken
 
 
 def test_an_unknown_option_is_refused_with_the_near_name():
@@ -571,7 +630,7 @@ def test_the_json_configuration_of_ort_is_read(tmp_path):
     # As in the documentation of load_from_json in 1.19.2.
     file = tmp_path / "config.json"
     config = {
-        "PropagateCastOps": {"Strategy": "INSERT_AND_REDUCE", "Level": 3, "Allow": ["ABC", "DEF"]},
+        "PropagateCastOps": {"Strategy": "INSERT_AND_REDUCE", "Level": 2, "Allow": ["ABC", "DEF"]},
         "UseExternalGPUAllocator": False,
         "EnableCustomAutogradFunction": True,
         "EnableGradAccOptimization": True,
@@ -596,7 +655,7 @@ def test_the_json_configuration_of_ort_is_read(tmp_path):
 
     assert options == Options(
         cast_strategy="INSERT_AND_REDUCE",
-        cast_level=3,
+        cast_level=2,
         cast_allow=("ABC", "DEF"),
         external_gpu_allocator=False,
         grad_accumulation_cache=True,
@@ -618,7 +677,7 @@ def test_the_json_configuration_of_ort_is_read(tmp_path):
 def test_the_json_keys_are_those_that_ort_reads(ortmodule):
     from onnxruntime.training.ortmodule.experimental.json_config import _load_config_from_json
 
-    from ortlab import json_config
+    from ortlab.options import json_config
 
     source = Path(_load_config_from_json.__file__).read_text(encoding="utf-8")
     theirs = set(re.findall(r'loading_key = "(\w+)"', source))

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import ortlab
-from ortlab.parity import statistics
 from ortlab.parity.pairs import Distance
+from ortlab.records import activation_statistics as statistics
 
 
 def test_a_distance_is_that_of_all_blocks(monkeypatch):
@@ -50,7 +50,7 @@ def test_the_graph_that_is_looked_at_is_the_one_that_trains_and_the_last_run_tak
         return loss
 
     lab = ortlab.wrap(model, log_level="ERROR")
-    lab.step(step, progress=False)
+    lab.step(step, progress=False, memory=False)
     lab.parity(1, dropout=True, seeds=False, progress=False)
     lab.unwrap(forget=True)
     # The step, the run that is looked at, its repetition with an export of its own; the last run looks at nothing.

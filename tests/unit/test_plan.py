@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from ortlab.data.density import LABEL, Density, DensityRow
 from ortlab.errors import OptionError
 from ortlab.memory import formulas
 from ortlab.memory.reading import merged, read_plan, with_measured_density
 from ortlab.memory.sentences import sentence
-from ortlab.options import Options
+from ortlab.options.options import Options
+from ortlab.records.density import LABEL, Density, DensityRow
+from ortlab.records.runs import Run
 from ortlab.render import text
-from ortlab.runs import Run
 
 SYMBOLS = {
     "input_ids_dim0": 2,

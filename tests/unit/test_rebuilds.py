@@ -6,12 +6,12 @@ import pytest
 
 import ortlab
 from ortlab.errors import OptionError
-from ortlab.options import Options, switches
-from ortlab.rebuilds import last_measured
+from ortlab.options.options import Options, switches
+from ortlab.records.rebuilds import last_measured
+from ortlab.records.status import Rebuild
 from ortlab.render import text
 from ortlab.render.lab_pages import lab_page
 from ortlab.render.rebuild_words import pending_note, switch_words
-from ortlab.status import Rebuild
 
 
 @pytest.fixture
@@ -23,31 +23,31 @@ def lab(experiment):
 
 
 def test_before_the_first_step_everything_is_made_anyway(lab):
-    assert lab.pending == Rebuild("export", is_first=True)
-    assert pending_note(lab.pending) is None
-    assert "nothing is built yet" in switch_words(lab.cost_of_switch("memory_level"), lab.pending)
+    assert lab.rebuild() == Rebuild("export", is_first=True)
+    assert pending_note(lab.rebuild()) is None
+    assert switch_words(lab.rebuild("memory_level"), lab.rebuild()) == ""
 
 
 def test_what_is_announced_is_what_the_next_run_redoes(lab, experiment):
     lab.step(experiment.step, 2)
     for changes in ({"intra_op_spinning": True}, {"cast_level": 0}, {"opset": 16}):
-        announced = lab.cost_of_change(**changes)
-        assert lab.pending.stage == ""  # asking changes nothing
+        announced = lab.rebuild(**changes)
+        assert lab.rebuild().stage == ""  # asking changes nothing
         lab.set(**changes)
-        assert lab.pending.stage == announced.stage
-        assert lab.pending.changed == tuple(changes)
+        assert lab.rebuild().stage == announced.stage
+        assert lab.rebuild().changed == tuple(changes)
         run = lab.rerun()
         assert run.initialization is not None
         assert run.initialization.stage == announced.stage
-        assert lab.pending == Rebuild("")
+        assert lab.rebuild() == Rebuild("")
 
 
 def test_times_are_those_of_the_newest_run_that_went_through_the_stage(lab, experiment):
     assert last_measured(lab.runs, "session") == (None, None)
     first = lab.step(experiment.step, 2)
-    assert lab.cost_of_change(intra_op_spinning=True).run == 1
-    assert lab.cost_of_change(intra_op_spinning=True).last_ms == first.initialization.session_ms
-    assert lab.cost_of_change(opset=16).last_ms == first.initialization.total_ms
+    assert lab.rebuild(intra_op_spinning=True).run == 1
+    assert lab.rebuild(intra_op_spinning=True).last_ms == first.initialization.session_ms
+    assert lab.rebuild(opset=16).last_ms == first.initialization.total_ms
     second = lab.set(intra_op_spinning=True).rerun()
     assert last_measured(lab.runs, "session") == (second.initialization.total_ms, 2)
     assert last_measured(lab.runs, "export") == (first.initialization.total_ms, 1)
@@ -60,36 +60,38 @@ def test_times_are_those_of_the_newest_run_that_went_through_the_stage(lab, expe
 def test_what_is_pending_is_said_with_its_reason_and_time(lab, experiment):
     lab.step(experiment.step, 2)
     lab.set(memory_level=1)
-    words = pending_note(lab.pending).text
-    assert words.startswith("Next call redoes: the session (memory_level changed), ")
-    assert words.endswith(" as measured in run 1.")
-    assert words in text.render(lab_page(lab))
-    pending = lab.pending
-    assert "redoes the session anyway" in switch_words(lab.cost_of_switch("intra_op_spinning"), pending)
-    assert "need not be redone" in switch_words(lab.cost_of_change(memory_level=0), pending)
-    assert "a change redoes: export" in switch_words(lab.cost_of_switch("opset"), pending)
+    words = pending_note(lab.rebuild()).text
+    assert words.startswith("Changed since the last build: memory_level. Such a rebuild took ")
+    assert words.endswith(" in run 1.")
+    page = text.render(lab_page(lab))
+    assert words in page
+    assert page.count("the session") == 1  # what is rebuilt is said once
+    pending = lab.rebuild()
+    assert switch_words(lab.rebuild("intra_op_spinning"), pending) == ""  # it is rebuilt anyway
+    assert switch_words(lab.rebuild(memory_level=0), pending) == "saves the rebuild of the session"
+    assert switch_words(lab.rebuild("opset"), pending).startswith("rebuilds the export, ")
 
 
 def test_every_switch_has_an_answer(lab, experiment):
     lab.step(experiment.step)
     for one in switches():
-        cost = lab.cost_of_switch(one.name)
+        cost = lab.rebuild(one.name)
         assert cost.stage in {"export", "graph", "session", "step", ""}
-        assert switch_words(cost, lab.pending).startswith("a change")
+        assert "rebuild" in switch_words(cost, lab.rebuild())
     assert lab.options == Options()
     with pytest.raises(OptionError):
-        lab.cost_of_switch("memory_levle")
+        lab.rebuild("memory_levle")
 
 
 def test_a_switch_that_contradicts_another_one_has_an_answer_too(lab, experiment):
     lab.set(memory_level=1)
     lab.step(experiment.step)
-    assert lab.cost_of_switch("memory_plan").stage == "session"
+    assert lab.rebuild("memory_plan").stage == "session"
 
 
 def test_without_a_measured_time_none_is_given():
     words = pending_note(Rebuild("graph", ("cast_level",))).text
-    assert words == "Next call redoes: the gradient graph and the session (cast_level changed)."
+    assert words == "Changed since the last build: cast_level."
 
 
 def test_variables_that_gave_first_values_are_known(experiment, monkeypatch):

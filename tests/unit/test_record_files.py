@@ -6,31 +6,31 @@ import json
 
 import pytest
 
-from ortlab.blame.blame import Blame
-from ortlab.budgets.budget import Budget
-from ortlab.data.balance import Balance
-from ortlab.data.density_report import DensityReport
 from ortlab.errors import LedgerError
 from ortlab.graphs.diff import GraphDiff
 from ortlab.graphs.flop_savings import FlopSavings
 from ortlab.graphs.flops import Flops
-from ortlab.hunting.batch_hunt import BatchHunt
 from ortlab.parity.record import Parity
-from ortlab.peers.peers import Peers
-from ortlab.selftest.record import SelfTest
-from ortlab.sweeps.sweep import Sweep
+from ortlab.ranks.balance import Balance
+from ortlab.records.density_report import DensityReport
+from ortlab.records.selftest import SelfTest
+from ortlab.studies.batch_size_search import BatchSizeSearch
+from ortlab.studies.bisection import Bisection
+from ortlab.studies.budget import Budget
+from ortlab.studies.engine_comparison import EngineComparison
+from ortlab.studies.sweep import Sweep
 
 RECORDS = {
     Balance: "record of a load balance",
-    BatchHunt: "hunt",
-    Blame: "blame",
+    BatchSizeSearch: "search",
+    Bisection: "bisection",
     Budget: "budget",
     DensityReport: "record of densities",
     FlopSavings: "record of saved FLOPs",
     Flops: "record of FLOPs",
     GraphDiff: "difference of graphs",
     Parity: "comparison of tensors",
-    Peers: "record of peers",
+    EngineComparison: "record of candidates",
     SelfTest: "self-test",
     Sweep: "sweep",
 }
@@ -39,7 +39,7 @@ RECORDS = {
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)
 def test_what_is_no_such_record_is_refused_with_its_name(record, tmp_path):
     file, noun = tmp_path / "record.json", RECORDS[record]
-    layout = 2 if record is FlopSavings else 1
+    layout = 2 if record in {FlopSavings, Budget, BatchSizeSearch} else 1
     for content, said in {
         "[]": f"{file} is not a {noun}",
         "{": f"{file} of a {noun} cannot be read",

@@ -8,18 +8,28 @@ import math
 
 import pytest
 
-from ortlab.comparison import compare
 from ortlab.errors import LedgerError
 from ortlab.memory.formulas import evaluate
 from ortlab.memory.reading import read_plan
-from ortlab.options import Options
-from ortlab.runs import Initialization, Ledger, PeakMemory, Run, Step
+from ortlab.options.options import Options
+from ortlab.records.comparison import compare
+from ortlab.records.runs import Initialization, Ledger, PeakMemory, Run, Step
+
+MIB = 1 << 20
 
 
-def run(number=1, *, times=(50.0, 10.0, 11.0, 12.0, 10.5), executed_by="ort", losses=None, **changes):
+def run(
+    number=1,
+    *,
+    times=(50.0, 10.0, 11.0, 12.0, 10.5),
+    executed_by="ort",
+    losses=None,
+    optimizer_ms=1.0,
+    **changes,
+):
     losses = losses or [2.0 / (index + 1) for index in range(len(times))]
     steps = tuple(
-        Step(time, time * 0.4, time * 0.4, time * 0.1, 400.0 if index == 0 else 0.0, loss, executed_by)
+        Step(time, time * 0.4, time * 0.4, optimizer_ms, 400.0 if index == 0 else 0.0, loss, executed_by)
         for index, (time, loss) in enumerate(zip(times, losses, strict=True))
     )
     record = Run(
@@ -74,8 +84,20 @@ def test_a_damaged_record_is_refused(damage):
         Run.from_dict({**run().to_dict(), **damage})
 
 
+def test_a_run_of_the_former_layout_is_still_read():
+    record = run(2).to_dict()
+    for name in ("step_memory_bytes", "no_step_memory", "others_cores"):
+        del record[name]
+    for step in record["steps"]:
+        del step["page_faults"], step["swapped_pages"]
+    found = Run.from_dict({**json.loads(json.dumps(record)), "schema": 1})
+    assert found.steps == run(2).steps
+    assert found.step_memory_bytes is None
+    assert "did not measure it" in found.no_step_memory
+
+
 def test_a_ledger_survives_a_file(tmp_path):
-    ledger = Ledger([run(1), run(2)])
+    ledger = Ledger([run(1, step_memory_bytes=5, others_cores=0.5), run(2)])
     assert list(Ledger.load(ledger.save(tmp_path / "ledger.json"))) == list(ledger)
     assert ledger.next_number == 3
     assert ledger.run(2) is ledger[1]
@@ -145,11 +167,12 @@ def test_a_comparison_says_what_is_not_comparable():
         assert part in remarks or "4 and 5" in remarks
 
 
-def test_memory_of_another_kind_is_not_divided():
-    cuda = run(2, memory=PeakMemory(1, 2, "CUDA allocated"))
-    fresh = run(3, memory=PeakMemory(100, 150, "resident set", "fresh process"))
-    same = run(4, memory=PeakMemory(100, 150, "resident set"))
-    ratios = [contrast.memory_ratio for contrast in compare([run(), cuda, fresh, same]).contrasts]
+def test_memory_of_another_device_is_not_divided():
+    base = run(step_memory_bytes=100 * MIB)
+    cuda = run(2, step_memory_bytes=50 * MIB, device="cuda:0")
+    unknown = run(3, no_step_memory="It was not asked for.")
+    same = run(4, step_memory_bytes=50 * MIB)
+    ratios = [contrast.memory_ratio for contrast in compare([base, cuda, unknown, same]).contrasts]
     assert ratios == [None, None, 0.5]
 
 

@@ -15,16 +15,17 @@ import psutil
 import pytest
 import torch
 
+from ortlab.checks import selftest_child as child
+from ortlab.checks import selftest_running as running
+from ortlab.checks.headline import GELU, Headline, Row, largest
+from ortlab.checks.selftest_models import parted
+from ortlab.checks.selftest_parts import PARTS
+from ortlab.checks.selftest_training import _LEFT_ALONE, other_value
 from ortlab.errors import LedgerError, OptionError
-from ortlab.headline import GELU, Headline, Row, largest
-from ortlab.options import switches
+from ortlab.options.options import switches
+from ortlab.records.selftest import Finding, SelfTest
 from ortlab.render import html, text
 from ortlab.render.selftest_page import verdict
-from ortlab.selftest import child, running
-from ortlab.selftest.models import parted
-from ortlab.selftest.parts import PARTS
-from ortlab.selftest.record import Finding, SelfTest
-from ortlab.selftest.training import _LEFT_ALONE, other_value
 
 REPOSITORY = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {
@@ -92,7 +93,7 @@ def test_the_smallest_form_trains_writes_both_files_and_names_what_was_not_run(t
     assert "[2/6] models" in done.stdout
     assert f"\n\n{verdict(test)}\n" in done.stdout
     assert verdict(test) in report
-    assert done.stdout.endswith("(ortlab.selftest.record.SelfTest.load reads it)\n")
+    assert done.stdout.endswith("(ortlab.records.selftest.SelfTest.load reads it)\n")
     assert not done.stderr
 
 
@@ -184,8 +185,8 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(tmp_pat
 # A part with trials of its own, run as the parts of ortlab are.
 TRIALS = """
 import json, os, sys, time
-from ortlab.selftest.record import Finding
-from ortlab.selftest.trial import Trial, report
+from ortlab.records.selftest import Finding
+from ortlab.checks.selftest_trial import Trial, report
 
 def good(name):
     return Trial("odd", name, lambda: [Finding("odd", name, "held", "as it should")])

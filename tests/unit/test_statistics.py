@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import ortlab
-from ortlab.parity import statistics
-from ortlab.parity.statistics import TensorStatistics
+from ortlab.records import activation_statistics as statistics
+from ortlab.records.activation_statistics import TensorStatistics
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64])

@@ -13,7 +13,8 @@ from torch import nn
 
 import ortlab
 from ortlab.errors import LedgerError, OptionError, StepError
-from ortlab.sweeps.sweep import Sweep
+from ortlab.lab.following import observe
+from ortlab.studies.sweep import Sweep
 
 GRID = {"memory_level": [0, 1], "engine": ["ort", "eager"]}
 
@@ -24,12 +25,15 @@ TIMED = [
     "low",
     "high",
     "verdict",
-    "peak of the process [bytes]",
+    "step memory [bytes]",
+    "memory ratio",
     "on the front",
     "rebuild [ms]",
     "rebuilds",
     "rebuilt from",
     "runs",
+    "why not comparable",
+    "remarks",  # they say what the machine did meanwhile
 ]
 
 
@@ -64,7 +68,7 @@ def everything(lab, experiment):
         [part.training for part in experiment.model.modules()],
         random.getstate(),
         [str(part) for part in np.random.get_state()],  # noqa: NPY002 - the global generator is what is kept
-        lab.configuration,
+        lab._configuration,
     )
 
 
@@ -259,9 +263,9 @@ def test_what_cannot_act_here_is_skipped_with_its_reason(lab, experiment):
 
 def test_a_point_that_fails_is_recorded_and_the_sweep_goes_on(lab, experiment):
     step = Interrupting(experiment, ValueError("the data has\nended"), at=2 + 3)
-    lab.step(step.step, n=2)
+    lab.step(step.step, n=2, memory=False)
     before = everything(lab, experiment)
-    sweep = lab.sweep({"memory_level": [0, 1, 2]}, rounds=2)
+    sweep = lab.sweep({"memory_level": [0, 1, 2]}, rounds=2, memory=False)
     assert [point.state for point in sweep.points] == ["measured", "failed", "measured"]
     assert sweep.points[1].failure == "ValueError: the data has"
     assert sweep.points[1].runs == ()
@@ -293,7 +297,7 @@ def test_a_point_that_cannot_be_built_is_recorded_and_a_fallback_is_named():
     assert "this layer has no ONNX form" in sweep.points[1].failure
     fallback = next(one for one in sweep.outcomes() if one.point.number == 2)
     assert "executed by PyTorch, not ORT" in fallback.remarks[0]
-    assert lab.configuration.engine == "eager"
+    assert lab._configuration.engine == "eager"
     lab.unwrap()
 
 
@@ -338,7 +342,7 @@ def test_runs_of_sweeps_are_compared_in_the_sweep(lab, experiment):
 def test_observers_hear_of_one_course_from_nought_to_one(lab, experiment):
     lab.step(experiment.step, n=1)
     heard = []
-    stop = lab.observe(lambda event: heard.append(event) if event.startswith("progress:") else None)
+    stop = observe(lab, lambda event: heard.append(event) if event.startswith("progress:") else None)
     lab.sweep({"memory_level": [0, 1]}, n=3, rounds=2)
     stop()
     fractions = [float(event.rpartition(":")[2]) for event in heard]
@@ -346,7 +350,7 @@ def test_observers_hear_of_one_course_from_nought_to_one(lab, experiment):
     assert fractions[0] == 0.0
     assert fractions[-1] == 1.0
     assert heard[-1] == "progress::1.000"
-    assert any("Run 2 of 4 (memory_level=1, round 1 of 2): Step 3 of 3" in event for event in heard)
+    assert any("Run 2 of 4 (memory_level=1, round 1 of 2)" in event for event in heard)
     assert any("session" in event for event in heard)
 
 
@@ -357,10 +361,14 @@ def test_observers_hear_of_one_course_from_nought_to_one(lab, experiment):
 def whole(experiment):
     """The table of a sweep that nothing interrupts, with another model of the same seed."""
     lab = ortlab.wrap(experiment.model)
-    lab.step(Interrupting(experiment).step, n=3)
-    table = lab.sweep(GRID, rounds=2).table()
+    lab.step(Interrupting(experiment).step, n=3, memory=False)
+    table = lab.sweep(GRID, rounds=2, memory=False).table()
     lab.unwrap()
     return table
+
+
+def same_but_for_times(one, other):
+    return all(one[name].equals(other[name]) for name in other.columns.drop(TIMED))
 
 
 def fresh_experiment(experiment):
@@ -373,56 +381,55 @@ def test_resuming_gives_what_an_uninterrupted_sweep_gives(experiment, whole, cal
     again = fresh_experiment(experiment)
     lab = ortlab.wrap(again.model)
     step = Interrupting(again, KeyboardInterrupt(), at=3 + call)
-    lab.step(step.step, n=3)
+    lab.step(step.step, n=3, memory=False)
     before = everything(lab, again)
     with pytest.raises(KeyboardInterrupt) as caught:
-        lab.sweep(GRID, rounds=2)
+        lab.sweep(GRID, rounds=2, memory=False)
     done = (call - 1) // 3
-    assert str(caught.value).splitlines() == [
-        f"The sweep stopped after {done} of 6 runs; the lab is as it was before it.",
-        "Kept: lab.sweeps[0]",
-        "Go on: lab.sweep(resume=lab.sweeps[0]), or %ort_sweep --resume",
-    ]
+    assert str(caught.value) == (
+        f"Stopped the sweep after {done} of 6 runs; kept as lab.sweeps[0]. "
+        "The lab is as it was before; go on with %ort_sweep --resume, or lab.sweep(resume=lab.sweeps[0])."
+    )
     assert everything(lab, again) == before
     sweep = lab.sweeps[0]
     assert (sweep.runs_done, sweep.complete, len(lab.runs)) == (done, False, 1 + done)
-    assert lab.sweep(resume=sweep) is sweep
+    assert lab.sweep(resume=sweep, memory=False) is sweep
     assert lab.sweeps == [sweep]
     assert sweep.complete
     assert len(lab.runs) == 7
     assert everything(lab, again) == before
-    assert sweep.table().drop(columns=TIMED).equals(whole.drop(columns=TIMED))
+    assert same_but_for_times(sweep.table(), whole)
     lab.unwrap()
 
 
 def test_a_saved_sweep_is_resumed_in_another_lab(experiment, whole, tmp_path):
     first = fresh_experiment(experiment)
     lab = ortlab.wrap(first.model)
-    lab.step(Interrupting(first, KeyboardInterrupt(), at=3 + 7).step, n=3)
+    lab.step(Interrupting(first, KeyboardInterrupt(), at=3 + 7).step, n=3, memory=False)
     with pytest.raises(KeyboardInterrupt):
-        lab.sweep(GRID, rounds=2)
+        lab.sweep(GRID, rounds=2, memory=False)
     path = lab.sweeps[0].save(tmp_path / "sweep.json")
     lab.unwrap()
 
     second = fresh_experiment(experiment)
     lab = ortlab.wrap(second.model)
-    lab.step(Interrupting(second).step, n=3)
+    lab.step(Interrupting(second).step, n=3, memory=False)
     sweep = Sweep.load(path)
     assert (sweep.runs_done, sweep.runs_planned) == (2, 6)
-    lab.sweep(resume=sweep)
+    lab.sweep(resume=sweep, memory=False)
     assert sweep.complete
     assert len(lab.runs) == 5
-    assert sweep.table().drop(columns=TIMED).equals(whole.drop(columns=TIMED))
+    assert same_but_for_times(sweep.table(), whole)
     lab.unwrap()
 
 
 def test_another_start_is_refused(lab, experiment):
     lab.set(engine="eager")
     step = Interrupting(experiment, KeyboardInterrupt(), at=4)
-    lab.step(step.step, n=2)
+    lab.step(step.step, n=2, memory=False)
     with pytest.raises(KeyboardInterrupt):
-        lab.sweep({"engine": ["eager", "ort"]})
-    lab.step(step.step, n=2)
+        lab.sweep({"engine": ["eager", "ort"]}, memory=False)
+    lab.step(step.step, n=2, memory=False)
     with pytest.raises(LedgerError, match="it started from another point"):
         lab.sweep(resume=lab.sweeps[0])
     assert lab.sweeps[0].runs_done == 0
@@ -431,9 +438,9 @@ def test_another_start_is_refused(lab, experiment):
 def test_other_versions_are_refused(lab, experiment):
     lab.set(engine="eager")
     step = Interrupting(experiment, KeyboardInterrupt(), at=5)
-    lab.step(step.step, n=2)
+    lab.step(step.step, n=2, memory=False)
     with pytest.raises(KeyboardInterrupt):
-        lab.sweep({"engine": ["eager", "ort"]})
+        lab.sweep({"engine": ["eager", "ort"]}, memory=False)
     record = lab.sweeps[0].to_dict()
     done = next(point for point in record["points"] if point["runs"])
     done["runs"][0]["versions"]["torch"] = "1.0"

@@ -9,7 +9,7 @@ from torch import nn
 import ortlab
 import ortlab.engine.installation
 import ortlab.errors
-from ortlab.options import Options, switches, unmet
+from ortlab.options.options import Options, switches, unmet
 
 VALUES = {
     "memory_plan": [("FusedMatMul+Add+:1:-1",)],

@@ -9,8 +9,8 @@ import pytest
 from onnx import TensorProto, helper
 
 from ortlab.errors import LedgerError
+from ortlab.records.tuning_results import TunedOperator, read_tuning_results
 from ortlab.render import html, text
-from ortlab.tuning_results import TunedOperator, read_tuning_results
 
 # The layout of InferenceSession.get_tuning_results() in 1.19.2 (onnxruntime_pybind_state.cc).
 WRITTEN = [

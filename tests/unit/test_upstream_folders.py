@@ -15,8 +15,8 @@ import ortlab
 from ortlab.errors import LedgerError, OptionError
 from ortlab.parity.pairs import INSPECTED
 from ortlab.parity.record import Parity
-from ortlab.parity.statistics import TensorStatistics
 from ortlab.parity.upstream_folders import merge_folders, read_folder
+from ortlab.records.activation_statistics import TensorStatistics
 
 
 class Net(nn.Module):
@@ -30,7 +30,7 @@ class Net(nn.Module):
 
     def forward(self, x):
         hidden = self.act(self.first(x)) * self.scale
-        hidden = ortlab.inspect_activation("hidden", hidden * 2)
+        hidden = ortlab.parity.inspect_activation("hidden", hidden * 2)
         return self.last(self.act(hidden))
 
 
@@ -56,7 +56,7 @@ def written(folder, engine, *, steps=3, scale=1.0, **how):
     model, step = made(scale)
     lab = ortlab.wrap(model, engine=engine)
     try:
-        with lab.write_activations(folder, **how):
+        with lab.subscribe(ortlab.parity.StatisticsSubscriber(folder, **how)):
             losses = [step() for _ in range(steps)]
         assert lab.status.executed_by == engine
     finally:
@@ -110,7 +110,7 @@ def test_steps_are_written_from_the_first_up_to_the_last_exclusively(runs, folde
     (step,) = late.steps
     assert step.number == 1
     assert {one.name for one in step.activations} == {one.name for one in whole.steps[1].activations}
-    assert ortlab.compare_folders(whole, late).ok
+    assert ortlab.parity.compare_folders(whole, late).ok
 
 
 @pytest.mark.row("I4")
@@ -147,7 +147,7 @@ def test_the_deviation_on_both_engines_is_that_of_the_tensor(runs):
 
 @pytest.mark.row("I6")
 def test_own_subscribers_see_every_step_on_both_engines_and_leave_nothing():
-    class Largest(ortlab.TensorSubscriber):
+    class Largest(ortlab.parity.TensorSubscriber):
         def __init__(self, **steps) -> None:
             super().__init__(**steps)
             self.seen = []
@@ -232,7 +232,7 @@ def test_a_model_that_was_subscribed_before_it_was_wrapped_is_seen_on_ort(runs, 
 
 def test_nobody_listens_unless_something_is_subscribed():
     tensor = torch.ones(3, requires_grad=True)
-    assert ortlab.inspect_activation("x", tensor) is tensor
+    assert ortlab.parity.inspect_activation("x", tensor) is tensor
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_steps_that_are_no_range_are_refused(how, said, tmp_path):
     model, _ = made()
     lab = ortlab.wrap(model, engine="eager")
     with pytest.raises(OptionError, match=said):
-        lab.write_activations(tmp_path / "out", **how)
+        ortlab.parity.StatisticsSubscriber(tmp_path / "out", **how)
     with pytest.raises(OptionError, match="is no subscriber"):
         lab.subscribe(print)
     with pytest.raises(OptionError, match="There is no subscriber"):
@@ -270,7 +270,7 @@ def test_folders_are_merged_as_upstream_does_byte_for_byte(runs, tmp_path, spoil
         (pt / "notes.txt").write_text("x", encoding="utf-8")
     arguments = argparse.Namespace(pt_dir=str(pt), ort_dir=str(ort), output_dir=str(tmp_path / "theirs"))
     generate_summaries_per_step(arguments)
-    merged = ortlab.merge_folders(pt, ort, tmp_path / "ours")
+    merged = ortlab.parity.merge_folders(pt, ort, tmp_path / "ours")
     assert merged == (tmp_path / "ours" / "merge_pt", tmp_path / "ours" / "merge_ort")
     theirs = {
         one.relative_to(tmp_path / "theirs"): one.read_bytes() for one in (tmp_path / "theirs").rglob("*.txt")
@@ -282,8 +282,8 @@ def test_folders_are_merged_as_upstream_does_byte_for_byte(runs, tmp_path, spoil
     assert len(ours) == 6 + spoilt
     if not spoilt:
         assert (
-            ortlab.compare_folders(*merged).to_dict()["pairs"]
-            == ortlab.compare_folders(pt, ort).to_dict()["pairs"]
+            ortlab.parity.compare_folders(*merged).to_dict()["pairs"]
+            == ortlab.parity.compare_folders(pt, ort).to_dict()["pairs"]
         )
 
 
@@ -307,20 +307,20 @@ def test_a_merge_takes_no_folder_away(runs, pt, tmp_path):
 
 @pytest.mark.row("I8")
 def test_equal_runs_agree_and_the_first_module_that_differs_is_named(runs, tmp_path):
-    same = ortlab.compare_folders(runs / "pt", runs / "ort")
+    same = ortlab.parity.compare_folders(runs / "pt", runs / "ort")
     assert same.ok
     assert (same.model, same.steps, len(same.pairs)) == ("Net", 3, 30)
     assert not same.not_compared
     assert any("Called several times in a step" in note and "Tanh_2" in note for note in same.notes)
     written(tmp_path / "scaled", "ort", scale=1.01)
-    found = ortlab.compare_folders(runs / "pt", tmp_path / "scaled")
+    found = ortlab.parity.compare_folders(runs / "pt", tmp_path / "scaled")
     assert found.forward.pair.site.step == 1
     # The scale acts behind the first call of the activation; upstream keeps its second, behind what is inspected.
     assert found.first.module in {"Tanh_2", "hidden (forward)"}
     assert 0.001 < found.first.pair.distance.relative < 0.02
     assert found.backward is not None
     assert Parity.from_dict(found.to_dict()) == found
-    loose = ortlab.compare_folders(runs / "pt", tmp_path / "scaled", tolerance=0.5)
+    loose = ortlab.parity.compare_folders(runs / "pt", tmp_path / "scaled", tolerance=0.5)
     assert loose.ok
 
 
@@ -393,7 +393,7 @@ def spoil_nan(folder):
 def test_what_is_half_written_or_different_is_said_and_the_rest_compared(runs, pt, spoil):
     kind, said = spoil(pt)
     folder = read_folder(pt)
-    found = ortlab.compare_folders(runs / "ort", pt)
+    found = ortlab.parity.compare_folders(runs / "ort", pt)
     assert any(said in note for note in found.notes), found.notes
     if kind in ("step", "folder"):
         assert any(said in problem for problem in folder.all_problems)
@@ -411,21 +411,21 @@ def test_runs_of_two_models_or_of_other_steps_are_refused(runs, pt, tmp_path):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Conv1d(1, 2, 3), nn.ReLU())
     lab = ortlab.wrap(model, engine="eager")
-    with lab.write_activations(other):
+    with lab.subscribe(ortlab.parity.StatisticsSubscriber(other)):
         model(torch.ones(2, 1, 6)).sum().backward()
     lab.unwrap()
     with pytest.raises(LedgerError, match="no tensor in common, so they are of two models"):
-        ortlab.compare_folders(runs / "pt", other)
+        ortlab.parity.compare_folders(runs / "pt", other)
     for number in (0, 1):
         shutil.rmtree(pt / f"step_{number}")
     with pytest.raises(LedgerError, match="no step in common"):
-        ortlab.compare_folders(pt, runs / "late")
+        ortlab.parity.compare_folders(pt, runs / "late")
     with pytest.raises(LedgerError, match="There is no folder"):
-        ortlab.compare_folders(tmp_path / "none", pt)
+        ortlab.parity.compare_folders(tmp_path / "none", pt)
     with pytest.raises(LedgerError, match=r"(?s)holds no steps.*Did you mean .*late"):
-        ortlab.compare_folders(runs, pt)
+        ortlab.parity.compare_folders(runs, pt)
     with pytest.raises(OptionError, match="tolerance"):
-        ortlab.compare_folders(runs / "pt", runs / "ort", tolerance=-1)
+        ortlab.parity.compare_folders(runs / "pt", runs / "ort", tolerance=-1)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ortlab.errors import WrapError
-from ortlab.wrapping import Takeover, is_wrapped
+from ortlab.runs.wrapping import Takeover, is_wrapped
 
 
 class Doubler(nn.Module):

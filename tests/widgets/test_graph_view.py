@@ -17,10 +17,10 @@ import ortlab
 from ortlab.errors import BuildError, InstallError, OptionError
 from ortlab.graphs.diff import GraphDiff
 from ortlab.graphs.stages import STAGES
+from ortlab.graphs.viewer import bundle as bundles
+from ortlab.notebook.widgets import static_files
+from ortlab.notebook.widgets.graph_display import highlight, highlight_plans, open_views
 from ortlab.render import html, text
-from ortlab.viewer import bundle as bundles
-from ortlab.widgets import static_files
-from ortlab.widgets.graph_display import highlight, highlight_plans, open_views
 
 
 @pytest.fixture
@@ -182,8 +182,8 @@ def test_a_closed_view_follows_the_lab_no_more_and_is_forgotten(lab):
     assert gone() is None
 
 
-def test_the_nodes_of_a_stash_row_are_highlighted_with_their_copies(view, lab):
-    row = lab.stash().rows[0]
+def test_the_nodes_of_a_activations_row_are_highlighted_with_their_copies(view, lab):
+    row = lab.activations().rows[0]
     highlight(lab, [row.node, "no such node"])
     assert row.node in view.marks
     assert row.node in view.selected
@@ -289,7 +289,7 @@ def kernel(lab, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     graph = lab.graph("gradient").model
     name = next(node.name for node in graph.graph.node if node.op_type == "Gelu")
-    triton_files.write(triton_files.cut(graph, [name]), lab.stash().symbols, monkeypatch)
+    triton_files.write(triton_files.cut(graph, [name]), lab.activations().symbols, monkeypatch)
     return lab.triton_kernels().kernel(1)
 
 

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from ortlab.messages import EXPORTER, RUNTIME, MessageLog
-from ortlab.widgets.base import Looks, close_tree
-from ortlab.widgets.message_list import PAGE, MessageList
+from ortlab.notebook.widgets.base import Looks, close_tree
+from ortlab.notebook.widgets.message_list import PAGE, MessageList
+from ortlab.records.messages import EXPORTER, RUNTIME, MessageLog
 
 
 @pytest.fixture

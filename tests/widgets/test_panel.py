@@ -16,13 +16,13 @@ from ipywidgets.embed import dependency_state
 from ipywidgets.widgets.widget import _instances as open_widgets
 from transformers import BertConfig, BertForMaskedLM
 
-import ortlab
+import ortlab.notebook.widgets.panel
 from ortlab.errors import OptionError
-from ortlab.options import Group, Options, switches, unmet
+from ortlab.notebook.widgets.attendant import Attendant
+from ortlab.notebook.widgets.panel import Panel
+from ortlab.notebook.widgets.record_table import PAGE, RecordTable
+from ortlab.options.options import Group, Options, switches, unmet
 from ortlab.render import units
-from ortlab.widgets.attendant import Attendant
-from ortlab.widgets.panel import Panel
-from ortlab.widgets.record_table import PAGE, RecordTable
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def run(step_and_lab):
 
 @pytest.fixture
 def panel(lab):
-    panel = ortlab.Panel(lab)
+    panel = ortlab.notebook.widgets.panel.Panel(lab)
     yield panel
     panel.close()
 
@@ -127,22 +127,22 @@ def test_a_change_in_another_group_leaves_that_group_on_show(panel, lab):
 
 def test_each_row_says_what_a_change_takes_now(panel, lab, run):
     row = panel.switches.row("intra_op_spinning")
-    assert "nothing is built yet" in words_of(row)
+    assert "ortlab-chip" not in row.children[-1].value  # nothing is built yet, as the line above says
     run()
-    assert re.search(r"a change redoes: session, [\d.]+ m?s as measured in run 1", words_of(row))
+    assert re.search(r"rebuilds the session, [\d.]+ m?s in run 1", words_of(row))
     row.control.value = True
-    assert "a change back: the session need not be redone" in words_of(row)
-    assert "Next call redoes: the session (intra_op_spinning changed)" in words(panel)
-    assert "redoes the session anyway" in words_of(panel.switches.row("memory_level"))
+    assert "saves the rebuild of the session" in words_of(row)
+    assert "Changed since the last build: intra_op_spinning." in words(panel)
+    assert "ortlab-chip" not in panel.switches.row("memory_level").children[-1].value  # it is rebuilt anyway
     panel.rerun.click()
-    assert "Next call redoes:" not in words(panel)
-    assert "as measured in run 2" in words_of(panel.switches.row("intra_op_spinning"))
+    assert "Changed since the last build" not in words(panel)
+    assert "in run 2" in words_of(panel.switches.row("intra_op_spinning"))
 
 
 def test_a_variable_that_gave_a_first_value_is_named(monkeypatch):
     monkeypatch.setenv("ORTMODULE_LOG_LEVEL", "ERROR")
     lab = ortlab.wrap(torch.nn.Linear(2, 2))
-    panel = ortlab.Panel(lab)
+    panel = ortlab.notebook.widgets.panel.Panel(lab)
     assert "First value from the variable  ORTMODULE_LOG_LEVEL" in words_of(panel.switches.row("log_level"))
     assert "ORTMODULE_LOG_LEVEL sets log_level='ERROR'." in unescape(words(panel))
     assert "variable" not in words_of(panel.switches.row("save_onnx"))
@@ -229,14 +229,78 @@ def test_the_engine_buttons_choose_the_engine(panel, lab):
 # ---- buttons ----------------------------------------------------------------------------------------------------
 
 
-def test_before_the_first_step_the_buttons_say_what_to_do(panel):
+def test_before_the_first_step_the_buttons_are_off_and_say_why(panel, run):
     assert "not built yet" in words(panel)
     assert "No run yet." in words(panel)
-    for button in (panel.rerun, panel.compare, panel.plan, panel.stash):
-        button.click()
-        assert "ortlab-bad" in panel.errors.text
-        assert "Next:" in panel.errors.text
-        assert not button.disabled
+    buttons = (panel.rerun, panel.plan, panel.activations, panel.measure)
+    assert all("Run a step first" in button.tooltip for button in buttons)
+    assert all(button.disabled for button in (*buttons, panel.compare))
+    assert "two runs" in panel.compare.tooltip
+    run()
+    assert not any(button.disabled for button in buttons)
+    assert not any("Run a step first" in button.tooltip for button in buttons)
+    assert panel.compare.disabled
+    run()
+    assert not panel.compare.disabled
+
+
+def test_every_button_works_after_every_other(panel, lab, run):
+    """What one changes in sessions and switches is no reason for another to refuse."""
+    run()
+    run()
+    tick = lambda: lab.set(memory_plan=("Gelu+:1:-1",))  # noqa: E731 - as a click
+    untick = lambda: lab.set(memory_plan=())  # noqa: E731
+    buttons = [one.click for one in (panel.measure, panel.plan, panel.activations, panel.compare)]
+    for change in (tick, untick):
+        for first in buttons:
+            for second in buttons:
+                change()
+                first()
+                second()
+                assert panel.errors.text == ""
+    lab.set(engine="eager")
+    for click in buttons:
+        click()
+        assert panel.errors.text == ""
+    panel.graph.heading.value = True
+    assert panel.errors.text == ""
+    assert panel.graph._place.children
+
+
+def test_an_error_goes_once_something_succeeds(panel, run):
+    panel.rerun.click()
+    assert "no step to go back to" in panel.errors.text
+    run()
+    assert panel.errors.text == ""
+
+
+def test_a_level_takes_the_ticked_plans_out_and_says_so_beside_the_switch(panel, lab, run):
+    run()
+    lab.set(memory_plan=("Gelu+:1:-1",))
+    row = panel.switches.row("memory_level")
+    row.control.value = 1
+    assert (lab.options.memory_level, lab.options.memory_plan) == (1, ())
+    assert panel.errors.text == ""
+    assert "your 1 ticked plan is off now" in words_of(row)
+    plans = panel.switches.row("memory_plan")
+    plans.control.value = "Gelu+:1:-1"
+    assert (lab.options.memory_level, lab.options.memory_plan) == (0, ("Gelu+:1:-1",))
+    assert "memory_level is 0; it was 1" in words_of(plans)
+    assert "ticked plan" not in words_of(panel.switches.row("memory_level"))
+    plans.control.value = "no plan"
+    assert lab.options.memory_plan == ("Gelu+:1:-1",)
+    assert "Not set." in words_of(plans)
+
+
+def test_a_comparison_says_that_runs_were_added_since(panel, run):
+    run()
+    run()
+    panel.compare.click()
+    assert "older than the runs" not in words(panel)
+    run()
+    assert "run 3 was added since. Press Compare again." in words(panel)
+    panel.compare.click()
+    assert "older than the runs" not in words(panel)
 
 
 def test_rerun_adds_a_run_with_the_present_switches(panel, lab, run):
@@ -330,15 +394,15 @@ def test_a_switch_that_plans_do_not_depend_on_leaves_their_table_alone(panel, la
     assert panel.plans.table.table["drawn"] > before["drawn"]
 
 
-def test_the_stash_is_shown_and_read_again_by_a_rerun(panel, lab, run):
+def test_the_activations_is_shown_and_read_again_by_a_rerun(panel, lab, run):
     run()
-    panel.stash.click()
+    panel.activations.click()
     assert panel.errors.text == ""
     table = panel.explorer.table.table
-    assert len(table["rows"]) == len(lab.stash().rows)
+    assert len(table["rows"]) == len(lab.activations().rows)
     lab.set(memory_plan=("Gelu+:1:-1",))
     panel.rerun.click()
-    assert len(panel.explorer.table.table["rows"]) == len(lab.stash().rows) < len(table["rows"])
+    assert len(panel.explorer.table.table["rows"]) == len(lab.activations().rows) < len(table["rows"])
     assert "With recompute plans applied: Gelu+:1:-1" in words(panel)
 
 
@@ -376,7 +440,7 @@ def test_an_interrupt_of_a_rerun_is_said_and_leaves_the_lab(panel, lab):
         loss.backward()
         return loss
 
-    lab.step(interrupted_step)
+    lab.step(interrupted_step, memory=False)
     panel.rerun.click()
     assert "Interrupted." in panel.errors.text
     assert len(lab.runs) == 1
@@ -414,7 +478,7 @@ def test_ticked_runs_are_compared_and_drawn(panel, run):
     table._handle_custom_msg({"do": "tick", "with": ["3", True]}, [])
     table._handle_custom_msg({"do": "tick", "with": ["2", True]}, [])
     panel.compare.click()
-    assert "Ratios are against #3 ort" in words(panel)
+    assert "Ratios are against run 3" in words(panel)
     assert "#2 ort" in panel.runs.picture.svg
     assert "#4 ort" not in panel.runs.picture.svg
     table._handle_custom_msg({"do": "tick", "with": ["2", False]}, [])
@@ -462,7 +526,7 @@ class Scaled(torch.nn.Module):
 def test_a_fallback_has_a_red_badge_with_the_reason():
     model = Scaled()
     lab = ortlab.wrap(model, options=Options(fallback=True))
-    panel = ortlab.Panel(lab)
+    panel = ortlab.notebook.widgets.panel.Panel(lab)
     lab.step(lambda: model(torch.ones(2, 4), Scale()).sum().backward(), 2)
     assert lab.runs[-1].executed_by == "fallback"
     assert '<span class="ortlab-badge ortlab-bad">PYTORCH (fallback)</span>' in panel.header.line.value
@@ -499,7 +563,7 @@ def test_closing_leaves_no_widget_and_no_observer_behind(lab, run):
             assert label
         panel.plan.click()
         panel.plan.click()
-        panel.stash.click()
+        panel.activations.click()
         panel.compare.click()
         panel.close()
     assert set(open_widgets) == before
@@ -543,7 +607,7 @@ def test_a_panel_with_all_its_parts_open_adds_little_to_a_notebook_saved_with_it
     tokens = torch.randint(0, 500, (2, 16))
     lab = ortlab.wrap(model)
     before = set(open_widgets)
-    panel = ortlab.Panel(lab)
+    panel = ortlab.notebook.widgets.panel.Panel(lab)
     try:
 
         def step():
@@ -554,7 +618,7 @@ def test_a_panel_with_all_its_parts_open_adds_little_to_a_notebook_saved_with_it
         for group in Group:
             panel.switches.groups.value = group
         panel.plan.click()
-        panel.stash.click()
+        panel.activations.click()
         panel.compare.click()
         panel.graph.heading.value = True
         assert panel.errors.text == ""
@@ -566,7 +630,7 @@ def test_a_panel_with_all_its_parts_open_adds_little_to_a_notebook_saved_with_it
         assert set(dependency_state(panel)) <= set(
             made
         )  # those that nobody shows any more are in the notebook, too
-        assert len(json.dumps(made)) + len(json.dumps(panel._saved._bundle())) <= 100_000
+        assert len(json.dumps(made)) + len(json.dumps(panel._saved._bundle())) <= 105_000
     finally:
         panel.close()
         lab.unwrap()
@@ -580,7 +644,7 @@ def test_the_repr_names_the_lab_and_has_no_address(panel):
 def test_a_hostile_model_name_stays_text():
     model = torch.nn.Linear(2, 2)
     lab = ortlab.wrap(model, name="<img src=x onerror=alert(1)>", engine="eager")
-    panel = ortlab.Panel(lab)
+    panel = ortlab.notebook.widgets.panel.Panel(lab)
     assert "<img" not in panel.header.line.value
     assert "<img" not in panel._repr_mimebundle_()["text/html"]
     panel.close()
@@ -600,7 +664,7 @@ def test_the_panel_of_a_model_in_parts_says_which_ran():
     torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
     lab = ortlab.wrap(model, only=["0", "1"])
-    panel = ortlab.Panel(lab)
+    panel = ortlab.notebook.widgets.panel.Panel(lab)
     assert "ORT: 2 PARTS" in words(panel)
     model(torch.randn(4, 8)).sum().backward()
     shown = words(panel)
@@ -634,7 +698,7 @@ def test_memory_is_measured_by_a_click(panel, run, lab):
     runs, options = len(lab.runs), lab.options
     panel.measure.click()
     assert not panel.errors.text
-    assert "stashed activations and outputs" in panel._measured.value
+    assert "saved activations and outputs" in panel._measured.value
     assert (len(lab.runs), lab.options) == (runs, options)
 
 

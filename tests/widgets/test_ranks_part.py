@@ -8,11 +8,12 @@ import pytest
 import torch
 
 import ortlab
+from ortlab.lab.following import show_ranks
+from ortlab.notebook.widgets.base import close_tree
+from ortlab.notebook.widgets.ranks_part import RanksPart, bundle_of
 from ortlab.ranks.rank_ledger import RankLedger
 from ortlab.ranks.ranks import Ranks
 from ortlab.render import text
-from ortlab.widgets.base import close_tree
-from ortlab.widgets.ranks_part import RanksPart, bundle_of
 
 
 @pytest.fixture
@@ -72,12 +73,12 @@ def test_the_panel_shows_what_the_lab_is_told(lab, ranks):
     panel = ortlab.panel(lab)
     try:
         assert not [part for part in panel._asked_for.children if isinstance(part, RanksPart)]
-        lab.show_ranks(ranks)
+        show_ranks(lab, ranks)
         assert panel._asked_for.children == (panel.ranks,)
         assert len(panel.ranks.table.table["rows"]) == 2
-        lab.show_ranks(ranks.of(1))
+        show_ranks(lab, ranks.of(1))
         assert panel.ranks.table.table["picker"]["value"] == "1"
         assert "Run 1 on 2 ranks" in text.render(panel.page())
     finally:
-        lab.ranks = None
+        show_ranks(lab, None)
         panel.close()

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import pytest
 from ipywidgets.widgets.widget import _instances as open_widgets
 
-from ortlab.widgets.base import close_tree
-from ortlab.widgets.record_table import PAGE, Column, Content, Intents, Look, RecordTable
+from ortlab.notebook.widgets.base import close_tree
+from ortlab.notebook.widgets.record_table import PAGE, Column, Content, Intents, Look, RecordTable
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ortlab.engine.disk_cache.key import export_key
 from ortlab.engine.disk_cache.uncovered import Uncovered
 from ortlab.engine.patching import replace
 from ortlab.engine.tracing.traced_values import TracedValues
-from ortlab.messages import ORTLAB
+from ortlab.records.messages import ORTLAB
 
 if TYPE_CHECKING:
     import torch

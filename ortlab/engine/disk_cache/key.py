@@ -26,7 +26,7 @@ from ortlab.engine.disk_cache.fingerprint import Fingerprint, content_digest, te
 from ortlab.engine.disk_cache.uncovered import Uncovered
 from ortlab.engine.exporter import symbolic_module
 from ortlab.engine.versions import versions
-from ortlab.options import Effect, Options, switches
+from ortlab.options.options import Effect, Options, switches
 
 # The hooks of nn.Module whose functions take part in a forward; the keys of their tables count from 0 in each process.
 _HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks")

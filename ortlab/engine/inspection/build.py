@@ -19,10 +19,10 @@ from ortlab.engine.inspection.places import Places
 from ortlab.engine.inspection.translation import Translation
 from ortlab.engine.operators.untrained_operators import WATCHER
 from ortlab.engine.ort import OrtEngine
-from ortlab.preflights.findings import Finding, Findings, Kind
+from ortlab.records.findings import Finding, Findings, Kind
 
 if TYPE_CHECKING:
-    from ortlab.options import Options
+    from ortlab.options.options import Options
 
 Progress = Callable[[str, float], None]
 
@@ -96,7 +96,7 @@ class Builder:
         Parameters
         ----------
         run_original, instance_forward
-            The module's own forward, and the one on the object if there is one; see `ortlab.wrapping.Takeover`.
+            The module's own forward, and the one on the object if there is one; see `ortlab.runs.wrapping.Takeover`.
         args, kwargs
             The call.
         """

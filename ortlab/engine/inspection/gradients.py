@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
 from ortlab.engine.tracing.traced_values import function_name
-from ortlab.preflights.findings import Finding, Kind
+from ortlab.records.findings import Finding, Kind
 
 if TYPE_CHECKING:
     from ortlab.engine.inspection.places import Places

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ortlab.engine.operators.untrained_operators import Watcher
 from ortlab.errors import BuildError
-from ortlab.preflights.findings import Finding, Kind, Place
+from ortlab.records.findings import Finding, Kind, Place
 
 if TYPE_CHECKING:
     from ortlab.engine.inspection.places import Places
@@ -56,7 +56,7 @@ class Translation(Watcher):
                 Kind.FUNCTION,
                 f"The autograd Function {name} runs as it is, in Python; nothing checks its backward.",
                 self._places.of_node(node),
-                "ortlab.check_functions(model, ...) compares its backward with finite differences.",
+                "ortlab.parity.check_functions(model, ...) compares its backward with finite differences.",
             )
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from ortlab.engine.logs.runtime_log import RuntimeLog
 from ortlab.engine.logs.standard_streams import CERR, CLOG, StandardStream
 from ortlab.engine.patching import replace
-from ortlab.log_levels import LogLevel, severity_of
-from ortlab.messages import EXPORTER, ORTMODULE, RUNTIME, MessageLog
+from ortlab.options.log_levels import LogLevel, severity_of
+from ortlab.records.messages import EXPORTER, ORTMODULE, RUNTIME, MessageLog
 
 if TYPE_CHECKING:
     from ortlab.engine.logs.runtime_log import Line
@@ -249,6 +250,36 @@ def runtime_messages(log: MessageLog, stage: str) -> Iterator[None]:
     with log.during(stage), runtime_log.block(_streams().runtime, keep, f"{stage}{of_run}"):
         log.file = runtime_log.path
         yield
+
+
+@contextmanager
+def step_messages(log: MessageLog) -> Iterator[Callable[[], None]]:
+    """Collect what ONNX Runtime's C++ code logs while the steps of a run go wrong; a run in order says nothing.
+
+    What an operator says that Ctrl-C has interrupted is no failure, and is dropped.
+
+    Parameters
+    ----------
+    log
+        Where it is kept.
+
+    Yields
+    ------
+    drop
+        Drops all of it, for a run that keeps the steps before an interrupt and raises none.
+    """
+    dropped = False
+
+    def drop() -> None:
+        nonlocal dropped
+        dropped = True
+
+    def keep(line: Line) -> None:
+        if not (dropped or isinstance(sys.exc_info()[1], KeyboardInterrupt)):
+            log.add(line.severity, RUNTIME, line.text, line.when, line.place)
+
+    with log.during("step"), _runtime_log().block(_streams().runtime, keep, ""):
+        yield drop
 
 
 @contextmanager

@@ -102,14 +102,16 @@ class RuntimeLog:
         sink
             Told about each message, at the latest when the block ends.
         what
-            What is being done, for somebody who reads the file after a crash.
+            What is being done, for somebody who reads the file after a crash; empty for what may run for hours, and be
+            killed for other reasons than what ONNX Runtime does.
         """
         if stream is None or not self._has_file(sink):
             yield
             return
         with self._lock:
             self._tell()
-            self._note(f"began: {what}")
+            if what:
+                self._note(f"began: {what}")
             self._point(stream)
             self._sinks.append(sink)
         try:
@@ -117,7 +119,8 @@ class RuntimeLog:
         finally:
             with self._lock:
                 self._put_back(stream)
-                self._note("ended")
+                if what:
+                    self._note("ended")
                 self._tell()
                 self._sinks.remove(sink)
                 if not self._sinks and self._read > _FILE_BYTES:

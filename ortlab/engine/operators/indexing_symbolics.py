@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 
 from ortlab.engine.exporter import symbolic_module
 from ortlab.engine.operators.symbolic_words import LeftToTorch, aten, constant, filled, int64, is_none
 from ortlab.errors import BuildError
+
+_INT64: Final = 7
+"""ONNX's number for int64 (``onnx.TensorProto``)."""
 
 
 def scatter_add(g: Any, x: Any, dim: Any, index: Any, source: Any) -> Any:
@@ -110,3 +114,71 @@ def index_put(onnx_index_put: Any) -> Any:
         return onnx_index_put(g, x, indices, values, accumulate)
 
     return symbolic
+
+
+_KEEPS_VALUES: Final = frozenset(
+    {
+        "Cast",
+        "Expand",
+        "Flatten",
+        "Gather",
+        "Identity",
+        "Reshape",
+        "Slice",
+        "Squeeze",
+        "Tile",
+        "Transpose",
+        "Unsqueeze",
+    }
+)
+"""ONNX operators whose results are values of their first input."""
+
+_COUNTS: Final = frozenset({"ArgMax", "ArgMin", "NonZero", "Shape", "Size"})
+"""ONNX operators whose results are counts or places, which are never below zero."""
+
+
+def index(plain: Any) -> Any:
+    """``aten::index`` with several tensors: torch's own, with negative indices made positive first.
+
+    Torch's (``symbolic_opset9.index``) makes one number of the indices of an element, ``i * columns + j``, and takes
+    another element where one of them is negative. It warns of that in every model of transformers, whose masks are
+    indexed by ranges.
+    """
+
+    def symbolic(g: Any, x: Any, indices: Any) -> Any:
+        helper = symbolic_module("symbolic_helper")
+        places = helper._unpack_list(indices) if helper._is_packed_list(indices) else [indices]
+        if sum(not is_none(one) for one in places) > 1:
+            wrapped = [
+                one
+                if is_none(one) or helper._is_bool(one) or _is_from_zero_on(one)
+                else _wrapped(g, x, axis, one)
+                for axis, one in enumerate(places)
+            ]
+            indices = g.op("prim::ListConstruct", *wrapped)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Exporting aten::index operator of advanced indexing")
+            return plain(g, x, indices)
+
+    return symbolic
+
+
+def _wrapped(g: Any, x: Any, axis: int, places: Any) -> Any:
+    """Emit indices that count from the start, of ones that may count from the end."""
+    size = g.op("Gather", g.op("Shape", x), int64(g, axis), axis_i=0)
+    places = g.op("Cast", places, to_i=_INT64)
+    return g.op("Where", g.op("Less", places, int64(g, 0)), g.op("Add", places, size), places)
+
+
+def _is_from_zero_on(value: Any) -> bool:
+    """Tell whether a traced value is known to have nothing below zero, as a range of sizes has."""
+    node = value.node()
+    kind, inputs = node.kind().removeprefix("onnx::"), list(node.inputs())
+    if kind == "Constant":
+        held = node.t("value") if node.hasAttribute("value") and node.kindOf("value") == "t" else None
+        return held is not None and (held.numel() == 0 or bool((held >= 0).all()))
+    if kind == "Range":
+        return _is_from_zero_on(inputs[0]) and _is_from_zero_on(inputs[2])
+    if kind in {"Add", "Mul"}:
+        return all(_is_from_zero_on(one) for one in inputs)
+    return kind in _COUNTS or (kind in _KEEPS_VALUES and _is_from_zero_on(inputs[0]))

@@ -72,6 +72,7 @@ def install() -> None:
             indexing.left_to_torch("the gradient of a Slice backwards fails"), plain_symbolic("flip")
         ),
         "group_norm": layers.group_norm(ort["group_norm"]),
+        "index": indexing.index(plain_symbolic("index")),
         "index_add": indexing.index_add,
         "layer_norm": layers.layer_norm(ort["layer_norm"]),
         "permute": permute,

@@ -14,7 +14,7 @@ from ortlab.engine.operators.short_sums import leave_short_sums
 from ortlab.engine.passes.yielded_values import hand_over
 
 if TYPE_CHECKING:
-    from ortlab.options import Options
+    from ortlab.options.options import Options
 
 
 class TorchBackward:

@@ -27,8 +27,8 @@ _KEEPS_VALUES: Final = frozenset({"Reshape", "Flatten", "Identity", "Cast", "Squ
 def install() -> None:
     """Let the mark that label sparsity looks for print nothing (row T14).
 
-    ``_runtime_inspector.FlagAndPrintDensity`` prints a line in each forward that an export takes; `ortlab.data` counts
-    densities, and says which input they are of.
+    ``_runtime_inspector.FlagAndPrintDensity`` prints a line in each forward that an export takes;
+    `ortlab.records.density` counts densities, and says which input they are of.
     """
     from onnxruntime.training.ortmodule._runtime_inspector import FlagAndPrintDensity
 

@@ -13,7 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ortlab.errors import BuildError
-from ortlab.messages import ORTLAB, MessageLog
+from ortlab.records.messages import ORTLAB, MessageLog
 
 _ON_TENSORS: Final = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
 _BACKWARD: Final = ("_backward_hooks", "_backward_pre_hooks")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
 
-from ortlab.budgets.budget import Budget, Compared, Obstacle, PlanTrial, Prediction, Solver
-from ortlab.budgets.request import counted, read_request
 from ortlab.errors import LedgerError, OptionError
 from ortlab.render import html, text
 from ortlab.render.budget_plot import plot
 from ortlab.render.plots import svg
+from ortlab.studies.budget import Budget, Compared, Device, Obstacle, PlanTrial, Prediction, Solver, Timing
+from ortlab.studies.budget_request import counted, read_request
 
 MIB = 1 << 20
 FIRST = Prediction(("Gelu+:1:3",), 690 * MIB, 12.5)
@@ -21,19 +22,27 @@ MET = Budget(
     model="bert",
     asked="700 MiB",
     limit_bytes=700 * MIB,
-    kind="resident set of this process",
-    without=Compared("without plans", 800 * MIB),
+    kind="resident set, this process",
+    without=Compared("without plans", 800 * MIB, 403.0),
     prediction=FIRST,
     floor=Prediction(("Gelu+:1:-1",), 500 * MIB, 99.0),
     solver=Solver(12, 48, 120, 12.5, 13.0, 0.0, proven=True, seconds=0.21),
     trials=(PlanTrial(FIRST, 705 * MIB), PlanTrial(SECOND, 670 * MIB)),
     curve=(Prediction((), 800 * MIB, 0.0), FIRST, SECOND),
     compared=(Compared("ort", 800 * MIB, 410.0), Compared("eager", 900 * MIB, 380.0)),
+    timing=Timing((400.0, 404.0, 402.0, 406.0), (420.0, 424.0, 422.0, 426.0), 1.03, 1.06),
+    whole_device=Device(1000 * MIB, 300 * MIB),
+    before={"engine": "eager", "memory_plan": ["Gelu+:1:-1"]},
+    applied=True,
 )
 TOO_SMALL = replace(
     MET,
     asked="100 MiB",
     limit_bytes=100 * MIB,
+    applied=False,
+    timing=None,
+    before={},
+    whole_device=None,
     trials=(PlanTrial(FIRST, 705 * MIB),),
     obstacle=Obstacle("the backward, at Gemm_Grad_3 <b>", 500 * MIB, (("logits", 80 * MIB), ("other", 5))),
 )
@@ -53,21 +62,75 @@ def test_a_budget_says_what_came_out_everywhere(budget, outcome, plans, tmp_path
     assert (budget.outcome, budget.plans) == (outcome, plans)
     assert Budget.load(budget.save(tmp_path / "budget.json")) == budget
     shown, page = text.render(budget), html.render(budget)
-    assert outcome.split()[0].lower() in shown.lower()
+    words = {
+        "missed": "cannot be reached",
+        "too small": "cannot be reached",
+        "predicted to fit": "predicted to cost",
+    }
+    assert (
+        words.get(outcome, "no plans are needed" if outcome == "no plans needed" else "costs")
+        in shown.lower()
+    )
     assert "<b>" not in page
+    assert len(repr(budget)) < 300
     assert len(budget.table()) == 1 + max(1, len(budget.trials)) + len(budget.curve) + len(budget.compared)
     assert svg(plot(budget), "figure").startswith("<svg")
 
 
-def test_every_number_says_whether_it_was_measured():
-    shown = text.render(MET)
-    assert "Met: 670 MiB at the peak (measured) of 700 MiB; 800 MiB without plans (measured)." in shown
-    assert {"predicted peak", "measured peak"} <= {
-        column.strip() for line in shown.splitlines() for column in line.split("  ")
-    }
-    assert 'lab.set(memory_plan=["Gelu+:1:-1", "Add+:1:1"])' in shown
-    assert "What keeps the peak" not in shown
-    assert "Gemm_Grad_3" in text.render(TOO_SMALL)
+def said(budget: Budget) -> str:
+    """Return the page as one line."""
+    return " ".join(text.render(budget).split())
+
+
+def test_the_first_line_is_the_answer():
+    shown = said(MET)
+    assert (
+        "16 % less memory costs 5 % time (measured): 2 plans (Gelu, Add); measured 670 MiB of 800 MiB."
+        in shown
+    )
+    assert "predicted from the profile: 18.0 ms more (4 % of 403 ms)" in shown
+    assert "Measured: 20.0 ms more, 1.05 times [1.03, 1.06] the time" in shown
+    assert "Of 1,000 MiB for this process, 300 MiB are held at the start of a step (measured)" in shown
+    assert 'The lab had engine "eager" and 1 plan before' in shown
+    assert 'Back: lab.set(memory_plan=["Gelu+:1:-1"], engine="eager").' in shown
+
+
+def test_a_time_that_cannot_be_told_is_the_predicted_one():
+    told = replace(MET, timing=Timing((400.0,) * 4, (404.0,) * 4, 0.97, 1.05))
+    assert "costs 4 % time (predicted)" in said(told)
+    assert "no difference that could be told" in said(told)
+    drifting = replace(MET, timing=Timing((400.0, 400.0, 500.0, 500.0), (460.0,) * 4, 1.01, 1.05))
+    assert drifting.timing is not None
+    assert not drifting.timing.holds
+    assert "costs 4 % time (predicted)" in said(drifting)
+    assert "the machine was not steady, steps without plans took 25 % longer" in said(drifting)
+
+
+def test_what_was_missed_says_the_closest_and_the_floor():
+    shown = said(replace(TOO_SMALL, trials=(*TOO_SMALL.trials, PlanTrial(SECOND, 640 * MIB, "by hand"))))
+    assert (
+        "100 MiB cannot be reached: the closest needs 640 MiB of 800 MiB (measured), 20 % less memory"
+        in shown
+    )
+    assert "Ask for 640 MiB (measured) or more" in shown
+    assert "ticked by hand: largest saving first" in shown
+    assert 'Switch the closest on: lab.set(memory_plan=["Gelu+:1:-1", "Add+:1:1"]).' in shown
+    assert "Gemm_Grad_3" in shown
+    assert "What keeps memory" not in said(MET)
+
+
+def test_of_two_that_are_as_close_the_cheaper_one_is_the_closest():
+    same = (PlanTrial(SECOND, 640 * MIB), PlanTrial(FIRST, 640 * MIB + 1000))
+    assert replace(TOO_SMALL, trials=same).best.prediction is FIRST
+
+
+def test_a_memory_level_is_an_answer_as_well():
+    level = Prediction((), 600 * MIB, 30.0, memory_level=1)
+    budget = replace(MET, trials=(PlanTrial(level, 610 * MIB, "memory_level=1"),))
+    assert (budget.switches, budget.plans) == ({"memory_level": 1}, ())
+    assert "memory_level=1; measured 610 MiB" in said(budget)
+    assert "Back: lab.set(memory_level=0, engine=" in said(budget)
+    assert Budget.from_dict(budget.to_dict()) == budget
 
 
 @pytest.mark.parametrize(
@@ -76,7 +139,8 @@ def test_every_number_says_whether_it_was_measured():
         ("no json", "cannot be read"),
         ("[]", "is not a budget"),
         ('{"schema": 9}', "layout 9"),
-        ('{"schema": 1, "model": "bert"}', "cannot be read"),
+        ('{"schema": 1, "model": "bert"}', "layout 1"),
+        ('{"schema": 2, "model": "bert"}', "cannot be read"),
     ],
 )
 def test_what_is_no_budget_is_not_loaded(content, said, tmp_path):
@@ -93,25 +157,31 @@ def test_unknown_fields_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("limit", "saving", "said"),
+    ("limit", "device", "said"),
     [
-        (None, None, "neither"),
-        ("6 GiB", 0.3, "both"),
+        (None, None, "needs a limit"),
+        ("70%", "6 GiB", "not of both"),
         (0, None, "budget is 0"),
+        ("400", None, "'400' has no unit"),
+        ("-400", None, "'-400' has no unit"),
+        (0.7, None, "without a unit"),
+        (True, None, "budget is True"),
+        ("0%", None, "Nothing would be left"),
+        ("-100%", None, "Nothing would be left"),
+        ("-0%", None, "no less than a step needs"),
+        ("130%", None, "without any plan"),
+        ("+30%", None, "without any plan"),
         ("-1 GiB", None, "budget is '-1 GiB'"),
-        ("6 GX", None, "GX"),
+        ("6 GX", None, "gx"),
         ("six", None, "cannot be read"),
-        (None, 0, "saving is 0"),
-        (None, 1.0, "saving is 1.0"),
-        (None, -0.5, "saving is -0.5"),
-        (None, float("nan"), "saving is nan"),
-        (None, "half", "saving is 'half'"),
-        (None, True, "saving is True"),
+        (None, "50%", "a percentage is of what a step needs"),
+        (None, "6", "device budget '6' has no unit"),
+        (None, -1, "device budget is -1"),
     ],
 )
-def test_what_makes_no_sense_is_explained(limit, saving, said):
-    with pytest.raises(OptionError, match=said) as caught:
-        read_request(limit, saving)
+def test_what_makes_no_sense_is_explained(limit, device, said):
+    with pytest.raises(OptionError, match=re.compile(re.escape(said), re.IGNORECASE)) as caught:
+        read_request(limit, device)
     assert caught.value.fix
 
 
@@ -119,9 +189,19 @@ def test_a_request_is_a_limit():
     assert read_request("6 GiB", None).limit(1) == 6 * 2**30
     assert read_request("6GB", None).limit(1) == 6 * 10**9
     assert read_request(4096, None).limit(1) == 4096
-    request = read_request(None, 0.3)
-    assert (request.asked, request.limit(1000)) == ("saving of 30 %", 700)
+    assert read_request(None, "6 GiB").limit(1, held_bytes=2**30) == 5 * 2**30
+    for text_, asked, limit in (
+        ("70%", "70 %", 700),
+        (" 12.5 % ", "12.5 %", 125),
+        ("-30%", "-30 %", 700),
+        ("- 30 %", "-30 %", 700),
+        ("\u221230%", "-30 %", 700),
+        ("100%", "100 %", 1000),
+    ):
+        request = read_request(text_, None)
+        assert (request.asked, request.limit(1000)) == (asked, limit)
 
 
 def test_counts_are_written_as_options_take_them():
     assert counted(["A+:1", "B+:1", "C+:2"], [2, 0, 3], [2, 4, 4]) == ("A+:1:-1", "C+:2:3")
+    assert counted(["A+:1,B+:1"], [1], [1]) == ("A+:1:-1", "B+:1:-1")

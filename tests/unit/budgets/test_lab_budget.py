@@ -7,7 +7,9 @@ import torch
 
 import ortlab
 from ortlab.errors import OptionError, StepError
+from ortlab.memory.choice import Choice as PlanChoice
 from ortlab.render import text
+from ortlab.studies.budget import SAME_BYTES, Budget
 
 MIB = 1 << 20
 
@@ -31,7 +33,7 @@ class Training:
         )
         self.model = GPT2LMHeadModel(config).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        self.ids = torch.randint(3, 96, (12, 96))
+        self.ids = torch.randint(3, 96, (8, 64))
         self.failing: BaseException | None = None
         self.calls = 0
 
@@ -64,27 +66,38 @@ def training():
 
 
 @pytest.fixture
+def small_parts():
+    """A lab of two parts, after a step."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 1))
+    lab = ortlab.wrap(model, only=["0", "2"])
+    x = torch.randn(3, 4)
+    lab.step(lambda: model(x).sum().backward(), progress=False)
+    yield lab
+    lab.unwrap()
+
+
+@pytest.fixture
 def unchanged(training):
     """Hold the lab afterwards against what it was before."""
     lab = training.lab
-    before = (training.state(), lab.configuration, lab.runs.table().to_csv())
+    before = (training.state(), lab._configuration, lab.runs.table().to_csv())
     yield lab
     training.failing = None
-    assert (training.state(), lab.configuration, lab.runs.table().to_csv()) == before
+    assert (training.state(), lab._configuration, lab.runs.table().to_csv()) == before
 
 
 def predicted(lab):
-    return lab.budget(saving=0.9, verify=False, progress=False)
+    return lab.budget("10%", verify=False, progress=False)
 
 
 def reachable(lab) -> int:
-    """A limit half-way between the peak without plans and the lowest."""
+    """A limit half-way between the memory without plans and the lowest."""
     budget = predicted(lab)
-    return int((budget.without.peak_bytes + budget.floor.peak_bytes) / 2)
+    return int((budget.without.step_memory_bytes + budget.floor.step_memory_bytes) / 2)
 
 
-def test_a_step_with_unnamed_nodes_is_budgeted():
-    """The gradient of Llama's rotary embedding and norm has nodes to which ORT gives no name."""
+def llama():
+    """A small Llama: ticking all of its plans recomputes its residual stream from the start of the model at once."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(3)
@@ -97,106 +110,210 @@ def test_a_step_with_unnamed_nodes_is_budgeted():
         vocab_size=96,
         use_cache=False,
     )
-    model = LlamaForCausalLM(config).train()
-    ids = torch.randint(3, 96, (12, 96))
+    return LlamaForCausalLM(config).train()
+
+
+@pytest.fixture(scope="module")
+def llama_lab():
+    model = llama()
+    ids = torch.randint(3, 96, (8, 64))
+    lab = ortlab.wrap(model, name="llama")
 
     def step() -> None:
         model(input_ids=ids, labels=ids).loss.backward()
 
-    lab = ortlab.wrap(model, name="llama")
-    try:
-        lab.step(step, progress=False)
-        assert not all(node.name for node in lab.profile().nodes)
-        limit = reachable(lab)
-        budget = lab.budget(limit, progress=False)
-    finally:
-        lab.unwrap()
+    lab.step(step, progress=False)
+    yield lab
+    lab.unwrap()
+
+
+def ticked(lab):
+    """Go through what a person ticks in the plan table: one row more each time, the largest predicted saving first."""
+    plan = lab.plan(costs=True, progress=False)
+    saving = [row for row in plan.rows if (row.peak_saving_bytes or 0) > 0]
+    chosen: tuple[str, ...] = ()
+    for row in sorted(saving, key=lambda one: -one.peak_saving_bytes):
+        chosen = PlanChoice(plan, chosen).adding(row.config)
+        yield chosen
+
+
+def test_no_plans_ticked_by_hand_come_closer_than_the_closest(llama_lab):
+    """Point 10 of the review: seven plans as the closest needed 24.9 MiB, three ticks by hand 18.5."""
+    lab = llama_lab
+    before = lab._configuration
+    budget = lab.budget("1 MiB", timed=False, curve=False, progress=False)
+    assert budget.outcome == "too small"
+    assert lab._configuration == before
+    by_hand = [lab.memory(memory_plan=plans).rise_bytes for plans in ticked(lab)]
+    levels = [lab.memory(memory_level=level).rise_bytes for level in (1, 2)]
+    assert budget.best.step_memory_bytes <= min(by_hand + levels) + SAME_BYTES
+    assert budget.floor_bytes == pytest.approx(budget.best.step_memory_bytes, abs=SAME_BYTES)
+    # The floor is one that can be asked for: a little above it is met, and a little below is not.
+    again = lab.budget(int(1.03 * budget.floor_bytes), apply=False, timed=False, curve=False, progress=False)
+    assert again.outcome == "met"
+
+
+def test_an_amount_below_what_was_read_is_honoured_or_refused_with_the_floor(llama_lab):
+    """Point 10 of the review: 20 MiB after reading 30 MiB was refused, since the process has 600 MiB of libraries."""
+    needed = llama_lab.memory().rise_bytes
+    for share in (0.7,):
+        asked = f"{share * needed / MIB:.2f} MiB"
+        budget = llama_lab.budget(asked, apply=False, timed=False, curve=False, progress=False)
+        assert budget.outcome == "met"
+        assert budget.best.step_memory_bytes <= share * needed
+        measured = llama_lab.memory(**budget.switches).rise_bytes
+        assert measured == pytest.approx(budget.best.step_memory_bytes, abs=SAME_BYTES)
+
+
+def test_a_step_with_unnamed_nodes_is_budgeted(llama_lab):
+    """The gradient of Llama's rotary embedding and norm has nodes to which ORT gives no name."""
+    assert not all(node.name for node in llama_lab.profile().nodes)
+    limit = reachable(llama_lab)
+    budget = llama_lab.budget(limit, apply=False, timed=False, progress=False)
     assert budget.outcome == "met"
-    assert budget.best.peak_bytes <= limit
+    assert budget.best.step_memory_bytes <= limit
 
 
 def test_a_budget_is_met_as_measured(unchanged):
     limit = reachable(unchanged)
-    budget = unchanged.budget(limit, progress=False)
+    budget = unchanged.budget(limit, apply=False, progress=False)
     assert budget.outcome == "met"
     assert budget.limit_bytes == limit
-    assert budget.best.peak_bytes <= limit < budget.without.peak_bytes
+    assert budget.best.step_memory_bytes <= limit < budget.without.step_memory_bytes
     assert 0 < len(budget.trials) <= 3
     assert budget.plans
     assert not budget.applied
-    assert abs(budget.best.error) < 0.02
+    assert abs(budget.best.error) < 0.06
+    assert budget.without.step_ms > 0
+    assert len(budget.timing.with_ms) == len(budget.timing.without_ms) == 8
     assert budget.obstacle is None
     assert unchanged.budgets[-1] is budget
     # The curve goes from no plans to the floor, and what is smaller costs more.
-    peaks = [one.peak_bytes for one in budget.curve]
+    peaks = [one.step_memory_bytes for one in budget.curve]
     costs = [one.cost_ms for one in budget.curve]
-    assert (budget.curve[0].plans, peaks[-1]) == ((), budget.floor.peak_bytes)
+    assert (budget.curve[0].plans, peaks[-1]) == ((), budget.floor.step_memory_bytes)
     assert peaks == sorted(peaks, reverse=True)
     assert costs[0] == 0 < costs[-1]
-    assert ortlab.Budget.from_dict(budget.to_dict()) == budget
+    assert Budget.from_dict(budget.to_dict()) == budget
     assert len(ortlab.plot(budget).axes[0].lines) > 2
 
 
 def test_what_cannot_be_reached_shows_the_closest_and_why(unchanged):
-    budget = unchanged.budget("100 MiB", curve=False, progress=False)
+    budget = unchanged.budget("2 MiB", timed=False, curve=False, progress=False)
     assert budget.outcome == "too small"
-    assert budget.best.peak_bytes < budget.without.peak_bytes
+    assert budget.best.step_memory_bytes < budget.without.step_memory_bytes
     assert budget.obstacle.where.startswith("the ")
-    assert budget.obstacle.bytes == pytest.approx(budget.floor.peak_bytes)
+    assert budget.obstacle.bytes == pytest.approx(budget.floor.step_memory_bytes)
     sizes = [size for _, size in budget.obstacle.live]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > 0
 
 
 def test_no_plans_are_chosen_where_none_are_needed(unchanged):
-    for limit in ("100 GiB", int(1.05 * predicted(unchanged).without.peak_bytes)):
-        budget = unchanged.budget(limit, curve=False, progress=False)
+    for limit in ("100 GiB", int(1.05 * predicted(unchanged).without.step_memory_bytes), "100%"):
+        budget = unchanged.budget(limit, timed=False, curve=False, progress=False)
         assert (budget.outcome, budget.plans, budget.trials) == ("no plans needed", (), ())
+        assert "No plans are needed" in text.render(budget)
+
+
+def test_a_budget_of_the_whole_device_leaves_what_is_held_aside(unchanged):
+    needed = predicted(unchanged).without.step_memory_bytes
+    held = unchanged.memory().start_bytes
+    budget = unchanged.budget(device=held + needed // 2, verify=False, curve=False, progress=False)
+    device = budget.whole_device
+    assert budget.limit_bytes == device.asked_bytes - device.held_bytes
+    assert device.held_bytes == pytest.approx(held, rel=0.1)
+    assert "are held at the start of a step (measured)" in " ".join(text.render(budget).split())
+    with pytest.raises(OptionError, match="leaves a step nothing"):
+        unchanged.budget(device="1 MiB", progress=False)
 
 
 def test_less_budget_never_needs_more_memory(unchanged):
     found = predicted(unchanged)
-    top, floor = found.without.peak_bytes, found.floor.peak_bytes
+    top, floor = found.without.step_memory_bytes, found.floor.step_memory_bytes
     limits = [int(top - share * (top - floor)) for share in (0.25, 0.6, 0.9)]
     budgets = [unchanged.budget(limit, verify=False, curve=False, progress=False) for limit in limits]
     assert all(budget.outcome == "predicted to fit" for budget in budgets)
-    peaks = [budget.prediction.peak_bytes for budget in budgets]
+    peaks = [budget.prediction.step_memory_bytes for budget in budgets]
     costs = [budget.prediction.cost_ms for budget in budgets]
     assert peaks == sorted(peaks, reverse=True)
     assert costs == sorted(costs)
 
 
-def test_plans_stay_on_where_that_is_asked_for(training):
+@pytest.mark.parametrize(
+    "before",
+    [
+        {},
+        {"engine": "eager"},
+        {"memory_level": 1},
+        {"memory_plan": ["FastGelu+Reshape+:1:-1"]},
+    ],
+    ids=str,
+)
+def test_plans_are_left_on_from_any_state_of_the_lab(training, before):
+    """Eager, with plans or a level on, with nothing built since a change, after a measurement, and twice in a row."""
     lab = training.lab
-    before, runs = training.state(), len(lab.runs)
-    budget = lab.budget(reachable(lab), apply=True, curve=False, progress=False)
-    assert budget.applied
-    assert lab.options.memory_plan == budget.plans != ()
-    assert (training.state(), len(lab.runs)) == (before, runs)
-    lab.set(memory_plan=[])
+    kept = lab._configuration
+    state, runs = training.state(), len(lab.runs)
+    try:
+        lab.set(**before)
+        lab.set(opset=15)  # nothing is built for it
+        for share in ("75%",) if before else ("75%", "-25%"):
+            budget = lab.budget(share, timed=False, curve=False, progress=False)
+            assert (budget.outcome, budget.applied) == ("met", True)
+            assert lab.engine == "ort"
+            assert list(lab.options.memory_plan) == budget.switches.get("memory_plan", [])
+            assert lab.options.memory_level == budget.switches.get("memory_level", 0)
+            if share == "75%":
+                assert budget.before == before
+        assert (training.state(), len(lab.runs)) == (state, runs)
+    finally:
+        lab._configure(kept)
 
 
-def test_plans_that_miss_are_not_left_on(unchanged):
-    assert not unchanged.budget("100 MiB", apply=True, verify=False, progress=False).applied
+def test_nothing_is_applied_that_was_not_measured(unchanged):
+    assert not unchanged.budget("75%", verify=False, curve=False, progress=False).applied
+    assert not unchanged.budget("75%", apply=False, timed=False, curve=False, progress=False).applied
+
+
+def test_an_engine_that_keeps_its_turn_is_told(training):
+    lab = training.lab.set(engine="eager")
+    try:
+        budget = lab.budget("75%", apply=False, timed=False, curve=False, progress=False)
+        assert lab.engine == "eager"
+        assert budget.before == {"engine": "eager"}
+        assert 'lab.set(engine="ort"' in " ".join(text.render(budget).split())
+    finally:
+        lab.set(engine="ort")
+
+
+def test_a_budget_is_of_one_model(small_parts):
+    with pytest.raises(OptionError, match="Several parts are wrapped"):
+        small_parts.budget("70%", progress=False)
 
 
 @pytest.mark.parametrize("failure", [RuntimeError("the data ran out"), KeyboardInterrupt()])
 def test_a_failure_leaves_everything_as_it_was(training, unchanged, failure):
     limit, count = reachable(unchanged), len(unchanged.budgets)
     training.calls, training.failing = 10, failure
-    with pytest.raises(type(failure)):
+    with pytest.raises(type(failure)) as caught:
         unchanged.budget(limit, progress=False)
+    if isinstance(failure, KeyboardInterrupt):
+        assert str(caught.value).startswith(
+            "Stopped the budget; no plans are chosen, and the lab is as it was"
+        )
     assert len(unchanged.budgets) == count
 
 
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({}, "neither"),
-        ({"limit": "6 GX"}, "GX"),
+        ({}, "needs a limit"),
+        ({"limit": "6 GX"}, "'gx'"),
+        ({"limit": "400"}, "has no unit"),
         ({"limit": 0}, "budget is 0"),
-        ({"limit": "6 GiB", "saving": 0.2}, "both"),
-        ({"saving": 1.5}, "below 1"),
+        ({"limit": "130%"}, "without any plan"),
+        ({"limit": "6 GiB", "device": "6 GiB"}, "not of both"),
     ],
 )
 def test_a_budget_that_makes_no_sense_runs_nothing(training, unchanged, asked, said):
@@ -206,27 +323,17 @@ def test_a_budget_that_makes_no_sense_runs_nothing(training, unchanged, asked, s
     assert training.calls == calls
 
 
-def test_plans_are_for_onnx_runtime(training):
-    lab = training.lab.set(engine="eager")
-    try:
-        with pytest.raises(OptionError, match="no recompute plans for engine 'eager'"):
-            lab.budget("6 GiB")
-        assert lab.engine == "eager"
-    finally:
-        lab.set(engine="ort")
-
-
 def test_there_has_to_be_a_step(lab):
     with pytest.raises(StepError, match="no step to go back to"):
-        lab.budget("6 GiB")
+        lab.budget("70%")
 
 
 def test_a_model_without_plans_says_so():
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    model = torch.nn.Sequential(torch.nn.Linear(256, 512))
     lab = ortlab.wrap(model)
-    x = torch.randn(3, 4)
+    x = torch.randn(1024, 256)
     lab.step(lambda: model(x).sum().backward(), progress=False)
-    budget = lab.budget(saving=0.5, progress=False)
+    budget = lab.budget("50%", progress=False)
     assert (budget.outcome, budget.plans, budget.solver.plans) == ("too small", (), 0)
-    assert "There is no recompute plan for this model" in text.render(budget)
+    assert "There is no recompute plan for this model" in " ".join(text.render(budget).split())
     lab.unwrap()

@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from ortlab.budgets.problem import Choice, Problem
-from ortlab.budgets.search import choose
+from ortlab.studies.budget_problem import Choice, Problem
+from ortlab.studies.budget_search import by_hand, choose
 
 
 class Interacting:
@@ -26,6 +26,7 @@ class Interacting:
         )
         self.problem = Problem(generator.integers(50, 200, 10) * 1e5, choices)
         self.spoilt = generator.uniform(-0.1, 0.2)
+        self.levels: dict[int, tuple[float, float]] = {}
 
     def peak(self, counts) -> float:
         saved = self.problem.live - self.problem.live_with(counts)
@@ -59,3 +60,31 @@ def test_the_closest_is_chosen_where_nothing_fits():
     found = choose(step, 0)
     assert not found.fits
     assert found.peak_bytes < step.problem.live.max()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_closest_is_as_low_as_any_and_as_what_a_person_would_tick(seed):
+    """The lowest peak where savings add up need not be the lowest one: what is chosen there was not held against it."""
+    step = Interacting(seed)
+    found = choose(step, 0)
+    lowest = min(step.peak(each) for each in itertools.product(range(4), repeat=4))
+    assert found.peak_bytes <= 1.02 * lowest
+    assert found.peak_bytes <= min(map(step.peak, by_hand(step)), default=found.peak_bytes)
+
+
+def test_a_person_ticks_the_largest_saving_first():
+    step = Interacting(2)
+    nothing = step.problem.nothing
+    ticked = list(by_hand(step))
+    assert all(sum(count > 0 for count in counts) == number for number, counts in enumerate(ticked, start=1))
+    alone = [step.peak((*nothing[:i], 3, *nothing[i + 1 :])) for i in range(4)]
+    assert ticked[0].index(3) == alone.index(min(alone))
+
+
+def test_a_memory_level_is_chosen_where_it_costs_less_or_comes_closer():
+    step = Interacting(3)
+    closest = choose(step, 0)
+    step.levels = {1: (0.5 * closest.peak_bytes, 0.25)}
+    for limit in (0.0, 0.9 * step.problem.live.max()):
+        found = choose(step, limit)
+        assert (found.level, found.peak_bytes, found.cost_ms) == (1, 0.5 * closest.peak_bytes, 0.25)

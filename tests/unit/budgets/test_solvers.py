@@ -7,8 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
-from ortlab.budgets import exact, greedy
-from ortlab.budgets.problem import Choice, Problem
+from ortlab.studies import budget_exact as exact
+from ortlab.studies import budget_greedy as greedy
+from ortlab.studies.budget_problem import Choice, Problem
 
 INSTANTS = 12
 SHARES = (0.6, 0.8, 0.9, 0.95, 1.1)

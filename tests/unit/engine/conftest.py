@@ -85,7 +85,7 @@ def nets():
 
 @pytest.fixture(autouse=True)
 def no_callback_error_left():
-    """Fail a test that leaves an exception behind which the next one would be blamed for."""
+    """Fail a test that leaves an exception behind which the next one would be named for."""
     yield
     from ortlab.engine.callback_error import take_error
 

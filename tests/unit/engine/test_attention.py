@@ -14,7 +14,7 @@ import ortlab
 from ortlab.engine import load
 from ortlab.engine.build_options import building_with
 from ortlab.engine.operators import attention
-from ortlab.options import Options
+from ortlab.options.options import Options
 
 pytestmark = pytest.mark.filterwarnings("ignore:sdpa_fallback leaves an attention in pieces:UserWarning")
 

@@ -9,8 +9,8 @@ from torch._functorch import config
 from torch._inductor import config as inductor
 
 import ortlab
-from ortlab.engine_names import check_engine
 from ortlab.errors import BuildError, OptionError
+from ortlab.options.engine_names import check_engine
 
 
 class Tower(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import ortlab
-from ortlab.options import Options
+from ortlab.options.options import Options
 
 
 class Counting(nn.Module):

@@ -22,7 +22,7 @@ from ortlab.engine.disk_cache import code_origin
 from ortlab.engine.disk_cache import key as export_key
 from ortlab.engine.disk_cache.key import export_key as key_of
 from ortlab.engine.disk_cache.uncovered import Uncovered
-from ortlab.options import Options
+from ortlab.options.options import Options
 
 pytestmark = pytest.mark.row("C6", "T11")
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import ortlab
 from ortlab.errors import ExecutionError, OptionError
-from ortlab.options import Options
+from ortlab.options.options import Options
 
 TOLERANCE = 1e-6
 

@@ -12,7 +12,7 @@ from torch import nn
 import ortlab
 from ortlab.engine.build_options import building_with
 from ortlab.errors import BuildError, OptionError
-from ortlab.options import Options
+from ortlab.options.options import Options
 
 
 class WrittenOut(nn.Module):

@@ -11,7 +11,7 @@ import pytest
 
 from ortlab.engine import installation
 from ortlab.errors import InstallError
-from ortlab.switches import Need
+from ortlab.options.switches import Need
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -75,8 +75,14 @@ def test_only_so_many_exports_and_graphs_are_kept(scaled):
     x = torch.randn(3, 4)
     for scale in range(KEPT_EXPORTS + 3):
         torch.testing.assert_close(scaled(x, float(scale)), scaled.linear(x) * scale)
-    for level in range(-1, KEPT_GRAPHS + 3):
-        lab.set(cast_level=level)
+    settings = [
+        {"cast_level": level, "memory_efficient_gradient": efficient}
+        for efficient in (False, True)
+        for level in (-1, 0, 1, 2)
+    ]
+    assert len(settings) > KEPT_GRAPHS + 1
+    for changes in settings:
+        lab.set(**changes)
         scaled(x, float(scale))
     assert len(kept_exports(scaled)) == KEPT_EXPORTS
     assert len(kept_exports(scaled)[0].export.graphs) == KEPT_GRAPHS

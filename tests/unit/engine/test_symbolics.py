@@ -223,3 +223,35 @@ def test_installing_twice_changes_nothing():
     before = dict(CustomOpSymbolicRegistry._SYMBOLICS)
     symbolics.install()
     assert before == CustomOpSymbolicRegistry._SYMBOLICS
+
+
+class Indexed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 6)
+
+    def forward(self, x, rows, columns):
+        made = self.layer(x)
+        chosen = made[rows, columns] * torch.arange(1.0, 1.0 + rows.shape[0])
+        return chosen.sum() + (made.reshape(5, 6, 1)[rows, :, 0 * columns - 1] ** 2).sum()
+
+
+@pytest.mark.parametrize(("rows", "columns"), [([0, 1, 2], [1, 2, 3]), ([-1, -2, 0], [-1, 3, -6])])
+def test_several_indices_may_count_from_the_end(rows, columns):
+    torch.manual_seed(4)
+    model, x = Indexed(), torch.randn(5, 4)
+    first, places = (
+        (torch.tensor([0, 1, 2]), torch.tensor([1, 2, 3])),
+        (torch.tensor(rows), torch.tensor(columns)),
+    )
+    expected = model(x, *places)
+    expected.backward()
+    gradient, model.layer.weight.grad = model.layer.weight.grad, None
+    lab = ortlab.wrap(model)
+    model(x, *first)  # the graph is made of indices that count from the start
+    found = model(x, *places)
+    found.backward()
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    torch.testing.assert_close(model.layer.weight.grad, gradient)
+    assert not lab.messages.of(level="WARNING")
+    lab.unwrap(forget=True)

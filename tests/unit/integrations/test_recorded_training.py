@@ -8,6 +8,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import ortlab
 from ortlab.errors import StepError
+from ortlab.records.runs import Run
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def test_a_trainer_is_recorded_step_by_step(lab, bert, trainer):
         assert min(parts) > 0
         assert sum(parts) <= step.total_ms
     assert run.initialization.stage == "export"
-    assert ortlab.Run.from_dict(run.to_dict()) == run
+    assert Run.from_dict(run.to_dict()) == run
 
 
 def test_engines_are_compared_from_one_start(lab, bert, trainer):
@@ -80,7 +81,9 @@ def test_an_interrupted_training_keeps_its_steps(lab, trainer):
     used = trainer(lab.module)
     used.add_callback(Interrupt)
     before = [value.detach().clone() for value in lab.module.parameters()]
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(
+        KeyboardInterrupt, match="its 2 steps so far are run 1, and what it has changed stays"
+    ):
         lab.record(used.train)
     assert [len(run.steps) for run in lab.runs] == [2]
     assert any(

@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ortlab
-from ortlab.doctor import examine_wrappers
+from ortlab.checks.doctor import examine_wrappers
 from ortlab.errors import WrapError
-from ortlab.wrapper_order import wrapper_order
+from ortlab.runs.wrapper_order import wrapper_order
 
 pytestmark = [pytest.mark.row("A5"), pytest.mark.row("A6")]
 
@@ -130,7 +130,7 @@ def test_torch_compile_around_it_leaves_it_to_ort(net):
     with warnings.catch_warnings():  # torch 2.4 adds a filter at its first compilation
         torch.testing.assert_close(compiled(x), net.inner(x))
         compiled(x).sum().backward()
-    assert ortlab.wrapped.latest().status.executed_by == "ort"
+    assert ortlab.lab.wrapped.latest().status.executed_by == "ort"
 
 
 # --- the linter ----------------------------------------------------------------------------------------------------

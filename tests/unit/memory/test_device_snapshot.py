@@ -18,12 +18,12 @@ import ortlab
 from ortlab.engine.allocation_order import earliest_places
 from ortlab.engine.gpu_allocator import bridge
 from ortlab.errors import StepError
-from ortlab.memory import snapshot_lab
+from ortlab.lab import snapshot_lab
 from ortlab.memory.device_snapshot import MemorySnapshot, with_names
 from ortlab.memory.lifetimes import lifetimes
 from ortlab.memory.named_blocks import KeptBuffer, maker_of, name_blocks
-from ortlab.memory.snapshotting import CudaHistory, held_inputs
 from ortlab.render import html, text
+from ortlab.runs.snapshotting import CudaHistory, held_inputs
 
 
 class Watched(torch.autograd.Function):
@@ -98,7 +98,7 @@ def bert():
 @pytest.fixture(scope="module")
 def kept(bert):
     """Return what the BERT keeps, with the places where its memory can come from."""
-    return bert._kept_buffers(bert.stash())
+    return bert._kept_buffers(bert.activations())
 
 
 def forward(trace, stack, seed):
@@ -133,7 +133,7 @@ def test_no_block_of_a_real_forward_gets_a_wrong_name(bert, kept, stacks, seed):
     trace = bert.profile()
     device, where = forward(trace, stacks["forward"], seed)
     blocks = name_blocks(device.snapshot(), 0, kept, {})
-    at = {f"{row.value} ({row.operator})": where.get(row.value) for row in bert.stash().rows}
+    at = {f"{row.value} ({row.operator})": where.get(row.value) for row in bert.activations().rows}
     exact = {one for one in blocks if len(one.names) == 1}
     assert all(one.address == at[one.names[0]] for one in exact)
     held = {address: name for name, address in at.items()}
@@ -148,13 +148,13 @@ def test_no_block_of_a_real_forward_gets_a_wrong_name(bert, kept, stacks, seed):
 
 
 def test_places_go_back_over_what_may_be_written_in_place_only(bert):
-    stash = bert.stash()
+    activations = bert.activations()
     execution = bert._engines(None)[""].execution
-    earliest = earliest_places(execution, [row.value for row in stash.rows])
-    assert set(earliest) == {row.value for row in stash.rows}
-    for row in stash.rows:
+    earliest = earliest_places(execution, [row.value for row in activations.rows])
+    assert set(earliest) == {row.value for row in activations.rows}
+    for row in activations.rows:
         assert earliest[row.value] <= row.position
-    own = {row.operator for row in stash.rows if earliest[row.value] == row.position}
+    own = {row.operator for row in activations.rows if earliest[row.value] == row.position}
     assert {"FusedMatMul", "MatMul", "Transpose"} & own
     assert not earliest_places(execution, ["nothing"])
 

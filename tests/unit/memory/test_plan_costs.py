@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import ortlab
-from ortlab.errors import OptionError
 from ortlab.memory.plan_costs import PlanCost, best_costs
 from ortlab.render import text
 
@@ -45,9 +44,9 @@ def wide():
 
 @pytest.mark.row("F7", "F8")
 def test_plans_are_priced_and_the_lab_is_as_it_was(wide):
-    runs, configuration = len(wide.runs), wide.configuration
-    plan = wide.plan_costs(progress=False)
-    assert (len(wide.runs), wide.configuration) == (runs, configuration)
+    runs, configuration = len(wide.runs), wide._configuration
+    plan = wide.plan(costs=True, progress=False)
+    assert (len(wide.runs), wide._configuration) == (runs, configuration)
     gelu = next(row for row in plan.rows if row.config == "Gelu+:1:-1")
     assert gelu.peak_saving_bytes > 16384 * 64 * 4  # two or three results of 4 MiB
     assert gelu.cost_ms > 0
@@ -58,7 +57,7 @@ def test_plans_are_priced_and_the_lab_is_as_it_was(wide):
 
 
 def test_the_lab_shows_the_costs_for_this_step_only(wide):
-    priced = wide.plan_costs(progress=False)
+    priced = wide.plan(costs=True, progress=False)
     assert wide.plan() == priced
     wide.step(wide._experiment.step, progress=False)
     assert all(row.cost_ms == known.cost_ms for row, known in zip(wide.plan().rows, priced.rows, strict=True))
@@ -78,7 +77,7 @@ def test_plans_are_measured_where_asked_for(wide):
 
     wide.step(step, progress=False)
     before = [tensor.clone() for tensor in wide.module.state_dict().values()]
-    plan = wide.plan_costs(measure=1, rounds=1, progress=False)
+    plan = wide.plan(costs=True, measure=1, rounds=1, progress=False)
     measured = [row for row in plan.rows if row.measured_saving_bytes is not None]
     assert len(measured) == 1
     assert measured[0].measured_saving_bytes == pytest.approx(measured[0].peak_saving_bytes, abs=2 * 2**20)
@@ -89,14 +88,15 @@ def test_plans_are_measured_where_asked_for(wide):
     )
 
 
-def test_only_ort_has_plans(wide):
-    configuration = wide.configuration
+def test_plans_are_priced_while_another_engine_runs_the_model(wide):
+    configuration = wide._configuration
     try:
         wide.set(engine="eager")
-        with pytest.raises(OptionError, match="'eager' has no recompute plans"):
-            wide.plan_costs()
+        plan = wide.plan(costs=True)
+        assert wide.engine == "eager"
+        assert any(row.cost_ms for row in plan.rows)
     finally:
-        wide.configure(configuration)
+        wide._configure(configuration)
 
 
 def test_the_order_of_nodes_is_no_merit_of_a_plan():

@@ -7,7 +7,7 @@ import torch
 from broken_models import BROKEN
 
 import ortlab
-from ortlab.preflights.findings import Kind
+from ortlab.records.findings import Kind
 
 LEAST = 0.95
 """Of twenty, nineteen."""

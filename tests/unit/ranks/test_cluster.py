@@ -13,10 +13,10 @@ import warnings
 import psutil
 import pytest
 
-from ortlab.cluster import Cluster, latest
-from ortlab.cluster.resources import RANK_BYTES
-from ortlab.cluster.waiting import RankDiedError
 from ortlab.errors import ExecutionError, OptionError
+from ortlab.ranks import Cluster, latest
+from ortlab.ranks.resources import RANK_BYTES
+from ortlab.ranks.waiting import RankDiedError
 from ortlab.render import html, text
 
 pytestmark = [
@@ -155,6 +155,32 @@ def test_a_rank_that_waits_for_one_that_raised_comes_back(cluster):
     check_together(cluster)
 
 
+SLOW = """
+import time
+import torch.distributed as dist
+from ortlab.ranks import connections
+broken = connections._break
+def late(*request):
+    time.sleep(3)
+    broken(*request)
+if dist.get_rank():
+    connections._break = late
+"""
+
+
+def test_a_rank_that_hears_late_leaves_the_next_group_alone(cluster):
+    cluster.push(kept="kept")
+    cluster.run_cell(SLOW)
+    try:
+        with pytest.raises(ExecutionError, match="Rank 1 failed; all ranks"):
+            cluster.run_cell(WAITING.format(there="raise ValueError('one gives up')"))
+        check_together(cluster)
+        time.sleep(4)
+        check_together(cluster)
+    finally:
+        cluster.run_cell("connections._break = broken")
+
+
 STOPPED = """
 import time
 import torch.distributed as dist
@@ -192,6 +218,33 @@ def test_ranks_that_are_interrupted_come_back(cluster, interruptible, there):
         cluster.run_cell(cell, seen=press)
     assert running.is_set()
     assert cluster.processes == before
+    check_together(cluster)
+
+
+DEAF = """
+import signal, time
+import torch.distributed as dist
+if dist.get_rank():
+    hearing = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    print('waits', flush=True)
+    time.sleep(2)
+    signal.signal(signal.SIGINT, hearing)
+    time.sleep(3600)
+"""
+
+
+def test_a_rank_that_was_interrupted_before_it_began_is_interrupted_again(cluster, interruptible):
+    """Between two cells a rank ignores SIGINT, and on a busy machine one may begin long after the others."""
+    cluster.push(kept="kept")
+    pressed = threading.Event()
+
+    def press(outputs):
+        if not pressed.is_set() and any("waits" in one.stdout for one in outputs):
+            pressed.set()
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        cluster.run_cell(DEAF, seen=press)
     check_together(cluster)
 
 

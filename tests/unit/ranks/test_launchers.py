@@ -39,7 +39,7 @@ def test_the_script_of_the_manual_trains_on_two_ranks(launcher, tmp_path):
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=800, check=False
     )
     assert finished.returncode == 0, finished.stderr[-4000:]
-    ranks = ortlab.Ranks.load(tmp_path / "ledgers")
+    ranks = ortlab.load(tmp_path / "ledgers")
     assert (ranks.ranks, ranks.missing, ranks.cautions()) == (2, (), ())
     first, second = ranks.rows()
     assert first.run.executed_by == second.run.executed_by == "ort"

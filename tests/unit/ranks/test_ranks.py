@@ -8,13 +8,14 @@ import json
 import pytest
 
 import ortlab
-from ortlab.data.density import EMBED, LABEL, Density, DensityRow
 from ortlab.errors import LedgerError
-from ortlab.options import Options
-from ortlab.ranks.rank_ledger import RankLedger
+from ortlab.lab.following import observe, show_ranks, shown_ranks
+from ortlab.options.options import Options
+from ortlab.ranks.rank_ledger import RankLedger, save_rank
 from ortlab.ranks.ranks import Ranks
+from ortlab.records.density import EMBED, LABEL, Density, DensityRow
+from ortlab.records.runs import PeakMemory, Run, Step
 from ortlab.render import html, text
-from ortlab.runs import PeakMemory, Run, Step
 
 MIB = 1 << 20
 
@@ -81,7 +82,7 @@ def test_files_come_together_and_a_missing_one_is_said(ranks, tmp_path):
     folder = ranks.save(tmp_path / "ledgers")
     names = ["rank-00000-of-00002.json", "rank-00001-of-00002.json"]
     assert sorted(one.name for one in folder.iterdir()) == names
-    assert ortlab.Ranks.load(folder) == ranks
+    assert ortlab.load(folder) == ranks
     assert Ranks.load([folder / name for name in reversed(names)]) == ranks
     (folder / names[0]).unlink()
     alone = Ranks.load(folder)
@@ -189,7 +190,7 @@ def test_ledgers_that_do_not_belong_together_are_refused(tmp_path):
 
 def test_a_lab_by_itself_writes_the_ledger_of_the_only_rank(lab, experiment, tmp_path):
     lab.step(experiment.step, n=2)
-    path = lab.save_rank(tmp_path / "new" / "folder")
+    path = save_rank(lab.runs, tmp_path / "new" / "folder")
     assert path.name == "rank-00000-of-00001.json"
     alone = Ranks.load(path.parent)
     assert (alone.ranks, alone.missing, alone.spread()) == (1, (), None)
@@ -197,9 +198,9 @@ def test_a_lab_by_itself_writes_the_ledger_of_the_only_rank(lab, experiment, tmp
     assert only.run == lab.runs[-1]
     assert only.exchange_ms is None
     told = []
-    lab.observe(told.append)
-    lab.show_ranks(alone)
-    assert lab.ranks is alone
+    observe(lab, told.append)
+    show_ranks(lab, alone)
+    assert shown_ranks(lab) is alone
     assert told == ["runs"]
 
 

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from ortlab.cluster import Cluster
+from ortlab.ranks import Cluster
 
 STEPS = 4
 

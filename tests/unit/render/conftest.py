@@ -6,21 +6,23 @@ from collections.abc import Callable
 
 import pytest
 
-from ortlab.comparison import Comparison, compare
-from ortlab.options import Options
-from ortlab.runs import Initialization, PeakMemory, Run, Step
+from ortlab.options.options import Options
+from ortlab.records.comparison import Comparison, compare
+from ortlab.records.runs import Initialization, PeakMemory, Run, Step
 
 MIB = 1 << 20
 
 
 def make_run(number: int, engine: str = "ort", *, executed_by: str = "", step_ms: float = 10, **rest) -> Run:
-    """Make a run of five steps whose parts are 40, 45 and 10 percent of `step_ms`."""
+    """Make a run of five steps whose passes are 40 and 45 percent of `step_ms`; the optimizer takes 1 ms."""
     steps = tuple(
         Step(
             total_ms=step_ms + 0.1 * (position % 3),
             forward_ms=0.4 * step_ms,
             backward_ms=0.45 * step_ms,
-            optimizer_ms=0.1 * step_ms,
+            optimizer_ms=1.0 + 0.001 * position,
+            page_faults=3 * position,
+            swapped_pages=0,
             initialization_ms=800.0 if position == 0 and engine == "ort" else 0.0,
             loss=7.0 - 0.5 * position,
             executed_by=executed_by or engine,
@@ -43,6 +45,8 @@ def make_run(number: int, engine: str = "ort", *, executed_by: str = "", step_ms
         "started_at": "2025-01-01T10:00:00+00:00",
         "graph_digests": {"exported": "c" * 64} if engine == "ort" else {},
         "versions": {"torch": "2.13.0"},
+        "step_memory_bytes": (100 + 10 * number) * MIB,
+        "others_cores": 0.04,
     }
     return Run(**{**values, **rest})
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import ortlab
-from ortlab.doctor import Check, Report
+from ortlab.records.checks import Check, Report
+from ortlab.records.status import Status
 from ortlab.render import html, text
 from ortlab.render.graph_page import VALUES_SHOWN
 from ortlab.render.lab_pages import lab_page
 from ortlab.render.plan_page import PLANS_SHOWN
-from ortlab.status import Status
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def test_a_lab_shows_status_changes_and_runs_and_escapes_its_name(lab):
     finally:
         lab.set(memory_level=0)
     assert re.search(r"memory_level +0 +1 +new session", written)
-    assert "rebuild pending; the next step redoes the session." in written
+    assert "rebuild pending; the next step rebuilds the session." in written
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,10 @@ def test_a_lab_shows_status_changes_and_runs_and_escapes_its_name(lab):
         (Status("ort", "ready", "ort", "", ""), "ONNX Runtime: ready."),
         (Status("eager", "ready", "eager", "", ""), "PyTorch eager: ready."),
         (Status("compile", "not built", "", "", ""), "torch.compile: not built yet."),
-        (Status("ort", "rebuild pending", "ort", "", "graph"), "redoes the gradient graph and the session."),
+        (
+            Status("ort", "rebuild pending", "ort", "", "graph"),
+            "rebuilds the gradient graph and the session.",
+        ),
         (
             Status("ort", "fallback", "fallback", "no gradient for Foo", ""),
             "! PYTORCH (fallback): no gradient for Foo",

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from xml.etree import ElementTree as ET
 
 import matplotlib as mpl
 import pytest
 
+from ortlab.options.options import Options
 from ortlab.render import plots
+from ortlab.render.run_pages import step_parts
 
 
 @pytest.fixture
@@ -29,21 +32,9 @@ def test_error_bars_are_the_quartiles(new_run):
     assert segment[:, 0] == pytest.approx([10.075, 10.125])
 
 
-def test_memory_bars_end_at_the_peak(runs):
-    start, rise = plots.memory(runs).axes[0].containers[:2]
-    peaks = [a.get_width() + b.get_width() for a, b in zip(start, rise, strict=True)]
-    assert peaks == pytest.approx([901, 902, 904])  # MiB
-
-
-def test_whiskers_span_the_peaks_of_runs_that_were_switched_alike(new_run):
-    alone = new_run(3, "eager", step_ms=12.0)
-    axes = plots.memory([new_run(1), new_run(2), alone]).axes[0]
-    segments = axes.collections[0].get_segments()
-    assert [list(one[:, 0]) for one in segments] == [
-        pytest.approx(span) for span in ([901, 902], [901, 902], [903, 903])
-    ]
-    assert "runs switched alike" in axes.get_title(loc="left")
-    assert not plots.memory([new_run(1), alone]).axes[0].collections
+def test_a_memory_bar_is_what_a_step_needs_above_its_start(runs):
+    bars = plots.memory(runs).axes[0].containers[0]
+    assert [bar.get_width() for bar in bars] == pytest.approx([110, 120, 140])  # MiB
 
 
 def test_a_saved_figure_keeps_only_the_names_that_others_use(runs):
@@ -69,8 +60,8 @@ def test_no_runs_draw_a_sentence_and_not_an_error(draw):
 
 
 def test_a_run_without_memory_or_loss_is_drawn(new_run):
-    run = new_run(1, "eager", memory=None)
-    assert "No run measured its memory." in plots.svg(plots.overview([run]), "one run")
+    run = new_run(1, "eager", memory=None, step_memory_bytes=None)
+    assert "No run measured its step memory." in plots.svg(plots.overview([run]), "one run")
 
 
 def test_only_the_latest_runs_are_drawn(new_run):
@@ -80,11 +71,12 @@ def test_only_the_latest_runs_are_drawn(new_run):
 
 
 def test_inline_svg_follows_the_theme_and_leaves_the_page_alone(runs):
-    source = plots.svg(plots.overview(runs), 'Loss & time "<of> three runs')
+    source = plots.inline(plots.overview(runs), 'Loss & time "<of> three runs')
     root = ET.fromstring(source)  # noqa: S314 - our own text; it has to be well-formed
     assert root.attrib["aria-label"] == 'Loss & time "<of> three runs'
     assert root.attrib["role"] == "img"
     assert "currentColor" in source
+    assert plots.INK not in source
     assert plots.INK not in source
     assert "<style" not in source
 
@@ -100,7 +92,31 @@ def test_drawing_leaves_matplotlib_as_it_was(runs):
 
 
 def test_names_with_dollar_signs_are_not_formulas(new_run):
-    from ortlab.options import Options
+    from ortlab.options.options import Options
 
     run = new_run(1, options=Options(save_onnx_path="$\\frac$<b>"))
     assert "$\\frac$&lt;b&gt;" in plots.svg(plots.step_times([run]), "one run")
+
+
+def test_an_axis_of_one_step_names_that_step_only(new_run):
+    run = new_run(1)
+    (axes,) = plots.losses([replace(run, steps=run.steps[:1])]).axes
+    assert [tick for tick in axes.get_xticks() if axes.get_xlim()[0] <= tick <= axes.get_xlim()[1]] == [1]
+
+
+def test_the_parts_of_a_step_add_up_to_it(new_run):
+    run = new_run(1)
+    slow = [replace(step, total_ms=30.0, forward_ms=24.0) for step in run.steps[1:3]]
+    odd = replace(run, steps=(run.steps[0], *slow, *run.steps[3:]))
+    medians = [step.forward_ms for step in odd.warm_steps]
+    assert max(medians) > 2 * min(medians)  # a slow forward in some steps
+    parts = step_parts(odd)
+    assert sum(parts.values()) == pytest.approx(odd.step_ms)
+    assert min(parts.values()) > 0
+
+
+def test_a_plan_is_not_broken_at_its_minus(new_run):
+    plan = "BiasGelu+FusedMatMul+:1:-1"
+    run = new_run(1, options=Options(memory_plan=(plan, f"Cast+{plan}")))
+    lines = plots._label(run).split("\n")
+    assert not any(line.endswith(":-") for line in lines)

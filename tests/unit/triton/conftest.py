@@ -36,5 +36,5 @@ def fused(bert, tmp_path, monkeypatch):
     """Let ORT write the files of three sub-graphs of the BERT, and return their keys."""
     monkeypatch.chdir(tmp_path)
     graph = bert.graph("gradient").model
-    symbols = bert.stash().symbols
+    symbols = bert.activations().symbols
     return [triton_files.write(triton_files.cut(graph, names), symbols, monkeypatch) for names in FUSED]

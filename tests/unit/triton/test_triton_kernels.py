@@ -11,8 +11,8 @@ import pytest
 from onnx import helper
 
 from ortlab.errors import BuildError, OptionError
+from ortlab.graphs.triton_kernels import fused_nodes, read_triton_kernels
 from ortlab.render import html, text
-from ortlab.triton_kernels import fused_nodes, read_triton_kernels
 
 
 @pytest.mark.row("H7")

@@ -1,0 +1,1 @@
+"""Before and beside a training: doctor, pre-flight, self-test, demo, recipes."""

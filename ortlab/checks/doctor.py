@@ -1,0 +1,298 @@
+"""The doctor: what is installed, whether it can train, and which command mends what cannot."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import psutil
+
+from ortlab.checks.gpu_checks import gpu_checks, gpu_step, provider_check
+from ortlab.engine import installation
+from ortlab.engine.functions import library as function_library
+from ortlab.errors import InstallError, OptionError
+from ortlab.options.options import Need, Options, declaration, switches
+from ortlab.options.switches import REASONS
+from ortlab.records.checks import Check, Report
+
+if TYPE_CHECKING:
+    import torch
+
+# Loss and gradients in float32 differ by rounding only; with so few units that stays far below this.
+_TOLERANCE: Final = 1e-5
+# Importing takes seconds, and longer from a cold disk; compiling the Function runner comes once on top.
+_SELFTEST_SECONDS: Final = 300
+_Judge: TypeAlias = tuple[str, Callable[[Mapping[str, Any]], list[Check]]]
+"""Name of the check that a stage stands for, and what makes its checks of the findings."""
+
+# ortlab's folder goes to the end of the path: if it is site-packages, it would hide the standard library at the
+# front.
+_SELFTEST: Final = """
+import runpy, sys
+sys.path.append(sys.argv[1])
+runpy.run_module("ortlab.engine.selftest", run_name="__main__")
+"""
+_MIB: Final = 2**20
+
+
+def doctor(environ: Mapping[str, str] | None = None, *, module: torch.nn.Module | None = None) -> Report:
+    """Look at everything that training with ONNX Runtime needs; it takes some seconds.
+
+    A few units are trained in a fresh process, so that an installation that ends the process is reported too.
+
+    Parameters
+    ----------
+    environ
+        Environment variables to examine and to run that process with; those of this process if None.
+    module
+        What the training loop calls: a model with whatever is put around it. If given, the order of the wrappers is
+        looked at, too (row A5).
+
+    Returns
+    -------
+    Report
+        One check for each thing; nothing raises.
+    """
+    environ = os.environ if environ is None else environ
+    checks = [_python(), _packages(), _onnxruntime()]
+    if all(check.status == "ok" for check in checks):
+        trained = _trained(*_selftest(environ), environ)
+        checks += trained
+        if all(
+            check.status != "fail" for check in trained
+        ):  # what follows imports torch and ONNX Runtime here
+            checks += _switches(installation.have())
+    if module is not None:
+        checks.append(examine_wrappers(module))
+    checks += [
+        _cache(),
+        *_notebook(),
+        _transformers(),
+        _compiler(environ),
+        _machine(),
+        _variables(environ),
+    ]
+    return Report(tuple(checks))
+
+
+def examine_wrappers(module: torch.nn.Module) -> Check:
+    """Look at the order of the wrappers around a model, which takes no time.
+
+    Parameters
+    ----------
+    module
+        The outermost module: what the training loop calls.
+
+    Returns
+    -------
+    Check
+        "ok" where ORT is inside what belongs around it, "fail" where the order cannot work, and "warn" where nothing
+        runs on ORT; with the nest in one line, and what mends it.
+    """
+    from ortlab.runs.wrapper_order import wrapper_order
+
+    name, order = "Wrappers", wrapper_order(module)
+    if order.fault is not None:
+        return Check(name, "fail", f"{order.fault.what} {order.fault.why}", order.fault.fix)
+    if not order.has_ort:
+        return Check(
+            name, "warn", f"{order.written}: nothing of it runs on ORT", "Wrap it: ortlab.wrap(model)."
+        )
+    return Check(name, "ok", order.written)
+
+
+def _python() -> Check:
+    found = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
+    return _installed("Python", installation.check_python, lambda _: found)
+
+
+def _packages() -> Check:
+    def shown(versions: dict[str, str]) -> str:
+        return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+    return _installed("Packages", installation.check_packages, shown)
+
+
+def _onnxruntime() -> Check:
+    return _installed("ONNX Runtime", installation.check_onnxruntime, lambda one: f"{one.name} {one.version}")
+
+
+def _installed(name: str, check: Callable[[], Any], shown: Callable[[Any], str]) -> Check:
+    try:
+        return Check(name, "ok", shown(check()))
+    except InstallError as error:
+        return Check(name, "fail", " ".join(filter(None, (error.what, error.why))), error.fix)
+
+
+def _selftest(environ: Mapping[str, str]) -> tuple[dict[str, dict[str, Any]], str]:
+    """Train in a fresh process; return the findings of each stage that ended, and how the process ended."""
+    # The user's options are left out: they are examined on their own, and could hide that training works.
+    kept = {name: value for name, value in environ.items() if not name.startswith("ORTMODULE_")}
+    chosen = Options(log_level="ERROR").environment()
+    command = [sys.executable, "-c", _SELFTEST, str(Path(__file__).parents[2])]
+    try:
+        done = subprocess.run(
+            command,
+            env=kept | chosen,
+            capture_output=True,
+            text=True,
+            timeout=_SELFTEST_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return {}, f"The process that trains did not end within {_SELFTEST_SECONDS} seconds."
+    stages = {}
+    for line in done.stdout.splitlines():
+        if line.startswith('{"stage"'):
+            findings = json.loads(line)
+            stages[findings.pop("stage")] = findings
+    last = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
+    return stages, f"The process that trains ended with code {done.returncode}: {last}"
+
+
+def _trained(stages: Mapping[str, dict[str, Any]], end: str, environ: Mapping[str, str]) -> list[Check]:
+    def one(judge: Callable[[str, Mapping[str, Any]], Check], name: str) -> _Judge:
+        return name, lambda findings: [judge(name, findings)]
+
+    judges: dict[str, _Judge] = {
+        "load": one(_load, "ORTModule"),
+        "devices": ("GPU", lambda findings: gpu_checks(findings, environ)),
+        "train": one(_step, "Training step"),
+        "functions": one(_step, "Autograd Functions"),
+        "provider": ("CUDA provider", provider_check),
+        "on_gpu": ("GPU step", lambda findings: gpu_step(findings, lambda name: _step(name, findings))),
+    }
+    checks = []
+    for stage, (name, judge) in judges.items():
+        findings = stages.get(stage)
+        if findings is None:
+            checks.append(
+                Check(name, "fail", end, f"Run `{sys.executable} -m ortlab.engine.selftest` to see it all.")
+            )
+            break
+        if "error" in findings:
+            checks.append(Check(name, "fail", findings["error"], findings["fix"]))
+            if stage == "load":
+                break
+        else:
+            checks += judge(findings)
+    return checks
+
+
+def _load(name: str, findings: Mapping[str, Any]) -> Check:
+    found = (
+        f"onnxruntime {findings['onnxruntime']} beside torch {findings['torch']}; "
+        f"operators by {findings['aten']}, Functions by {findings['functions']}"
+    )
+    if findings["functions"].startswith("unavailable"):
+        fix = "Install a C++ compiler, then run `ortlab build`; only models with autograd Functions need it."
+        return Check(name, "warn", found, fix)
+    return Check(name, "ok", found)
+
+
+def _step(name: str, findings: Mapping[str, Any]) -> Check:
+    difference = findings["difference"]
+    found = f"executed by ORT; loss and gradients differ from PyTorch's by {difference:.1e} (relative)"
+    # Written so that nan fails.
+    if not difference <= _TOLERANCE:
+        return Check(
+            name, "fail", found, "Install the versions of requirements/constraints.txt, then report it."
+        )
+    return Check(name, "ok", found)
+
+
+def _switches(have: Collection[Need]) -> list[Check]:
+    """Name the switches that cannot act here, by what they need; a machine without a GPU is no fault."""
+    lacking: dict[Need, list[str]] = {}
+    for one in switches():
+        needs = one.needs + (declaration(one.part_of).needs if one.part_of else ())
+        for need in dict.fromkeys(needs):
+            if need not in have:
+                lacking.setdefault(need, []).append(one.name)
+    checks = []
+    for need, names in lacking.items():
+        title = f"Switches ({need.value.replace('_', ' ')})"
+        checks.append(Check(title, "ok", f"{', '.join(names)}: cannot act here; each {REASONS[need]}"))
+    broken = [
+        Check(f"Switch {one.name}", "ok", f"{one.name} {one.broken}") for one in switches() if one.broken
+    ]
+    return checks + broken
+
+
+def _cache() -> Check:
+    folder = function_library.cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        fix = f"Set {function_library.CACHE_VARIABLE} to a folder that can be written."
+        return Check("Cache folder", "warn", f"{folder} cannot be written: {error.strerror}", fix)
+    return Check("Cache folder", "ok", str(folder))
+
+
+def _notebook() -> list[Check]:
+    checks = []
+    # The first major versions with the protocol that the panel speaks.
+    for name, first in {"ipywidgets": 8, "jupyterlab": 4, "anywidget": 0}.items():
+        version = _version(name)
+        if version is None:
+            checks.append(
+                Check(name, "warn", "not installed: no panel", f"Run `{installation.pip('install', name)}`.")
+            )
+        elif int(version.split(".")[0]) < first:
+            fix = f"Run `{installation.pip('install', f'{name}>={first}')}`."
+            checks.append(Check(name, "warn", f"{version} is too old for the panel", fix))
+        else:
+            checks.append(Check(name, "ok", version))
+    return checks
+
+
+def _transformers() -> Check:
+    version = _version("transformers")
+    return Check(
+        "transformers", "ok", version or "not installed; only `ortlab demo` and the tutorials need it"
+    )
+
+
+def _compiler(environ: Mapping[str, str]) -> Check:
+    """Look for the compiler that Inductor will ask for: that of CXX, or its default (`torch._inductor.config.cpp`)."""
+    wanted = environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    found = shutil.which(wanted, path=environ.get("PATH"))
+    lacking = f'{wanted} is not installed; on a CPU, engine="compile" needs it'
+    return Check("C++ compiler", "ok", found or lacking)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _machine() -> Check:
+    memory = psutil.virtual_memory()
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    found = f"{usable} cores; {memory.available // _MIB} of {memory.total // _MIB} MiB of memory are free"
+    return Check("Machine", "ok", found)
+
+
+def _variables(environ: Mapping[str, str]) -> Check:
+    name = "Variables"
+    try:
+        _, notes = Options.from_environment(environ)
+    except OptionError as error:
+        return Check(name, "fail", " ".join(filter(None, (error.what, error.why))), error.fix)
+    odd = [note for note in notes if " sets " not in note]
+    if odd:
+        return Check(name, "warn", " ".join(notes), "Unset those that are old or unknown.")
+    return Check(name, "ok", " ".join(notes) or "no ORTMODULE_* variable changes an option")

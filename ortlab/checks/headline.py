@@ -1,0 +1,277 @@
+"""The headline experiment (row F6): the largest batch of a DeBERTa-v2 under a limit, with and without GELU recomputed.
+
+`bench/recompute_batch.py` runs it in full, `ortlab selftest` in small; both need each engine in a process of its own,
+because what an engine has loaded counts in the resident set.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from ortlab.errors import StepError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from ortlab.lab.lab import Lab
+    from ortlab.studies.batch_size_search import BatchSizeSearch
+
+FREE_SHARE: Final = 0.9
+"""Of a GPU's free memory, what the batches may take; the rest is for what no allocator counts."""
+
+GELU: Final = ", GELU recomputed"
+"""What stands behind the engine's name at a point with plans."""
+
+F6: Final = 562.041593991271 / 479.2543353561354
+"""Samples per second with GELU recomputed over those without, as row F6 states them of 16 A100."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large the experiment is.
+
+    Attributes
+    ----------
+    layers, hidden, heads, vocabulary
+        Of the DeBERTa-v2; its feed-forward layers are four times as wide.
+    length
+        Tokens in a sequence.
+    batches
+        Batch sizes to try, upwards.
+    steps
+        Timed steps of each run.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    length: int
+    batches: tuple[int, ...]
+    steps: int = 3
+
+
+TINY: Final = Size(2, 64, 4, 128, 64, (64, 128, 256), steps=1)
+ON_CPU: Final = Size(3, 384, 6, 8192, 256, (2, 4, 8), steps=2)
+SMALL_ON_GPU: Final = Size(6, 768, 12, 8192, 256, tuple(2**power for power in range(3, 13)))
+ON_GPU: Final = Size(24, 1024, 16, 128_100, 256, tuple(2**power for power in range(13)))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One point: a batch size on an engine, perhaps with plans.
+
+    Attributes
+    ----------
+    engine
+        As `Lab.set` takes it, and `GELU` behind it where it was recomputed.
+    batch
+        Samples.
+    outcome
+        "fits", "over the limit", "ran out of memory", "not run", "fell back" or "failed".
+    rise_bytes
+        How far the peak was above the start, in bytes; None if it was not measured.
+    samples_per_s
+        Measured median; None if it was not timed.
+    plans
+        The recompute plans.
+    """
+
+    engine: str
+    batch: int
+    outcome: str
+    rise_bytes: int | None
+    samples_per_s: float | None
+    plans: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Headline:
+    """What one engine reached.
+
+    Attributes
+    ----------
+    device
+        "cpu" or "cuda".
+    room_bytes
+        What a point may take above the start.
+    rows
+        The points, in the order in which they ran.
+    """
+
+    device: str
+    room_bytes: int
+    rows: tuple[Row, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types, readable by `from_dict`."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, record: dict[str, Any]) -> Headline:
+        """Rebuild the record from `to_dict`; a missing field raises KeyError or TypeError."""
+        rows = tuple(Row(**{**row, "plans": tuple(row["plans"])}) for row in record["rows"])
+        return cls(record["device"], record["room_bytes"], rows)
+
+
+def largest(rows: tuple[Row, ...], engine: str) -> Row | None:
+    """Return the point of an engine with the largest batch that fits and was timed; None if none was."""
+    fitting = [row for row in rows if row.engine == engine and row.samples_per_s]
+    return max(fitting, key=lambda row: row.batch, default=None)
+
+
+def run_headline(engine: str, size: Size, device: str, *, room_bytes: int = 0) -> Headline:
+    """Search for the largest batch with one engine, in this process.
+
+    The optimizer is AdamW, and its state, made in a first step, is part of the start.
+
+    Parameters
+    ----------
+    engine
+        As `Lab.set` takes it. "ort" tries each batch that does not fit with GELU recomputed as well.
+    size
+        The model and the batches.
+    device
+        "cpu" or "cuda".
+    room_bytes
+        What a point may take above the start, in bytes; 0 chooses: on a GPU `FREE_SHARE` of what is free, on a CPU a
+        quarter of what recomputing GELU saves less than the largest batch takes without, which needs engine "ort".
+
+    Returns
+    -------
+    Headline
+        What was reached.
+
+    Raises
+    ------
+    OrtlabError
+        If a batch of the first size cannot be trained.
+    """
+    import torch
+
+    import ortlab
+    from ortlab.runs.measure import memory_probe
+
+    model = deberta(size).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    lab = ortlab.wrap(model, name="DeBERTa-v2", log_level="ERROR", engine=engine)
+
+    def make_batch(count: int) -> dict[str, torch.Tensor]:
+        draw = torch.Generator().manual_seed(count)
+        ids = torch.randint(5, size.vocabulary, (count, size.length), generator=draw).to(device)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+
+    def train(batch: dict[str, torch.Tensor]) -> Any:
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    try:
+        train(make_batch(size.batches[0]))
+        plan, saving = gelu_plan(lab) if engine == "ort" else ((), 0.0)
+        # Measuring takes away the session that has run, and with it what ORT's arena keeps for reuse on a CPU. It would
+        # count as taken before a step, and the search measures without it.
+        lab.memory(lambda: train(make_batch(size.batches[0])), n=1)
+        probe = memory_probe(torch.device(device))
+        probe.start()
+        found = probe.read()
+        start = found.start_bytes if found else 0
+        if not room_bytes:
+            most = saving * size.batches[-1] / size.batches[0]
+            room_bytes = _room(lab, make_batch, train, size, most, start, device)
+            probe.start()  # gives back what the heap has kept of the batches that were tried for it
+        search = lab.find_batch_size(
+            make_batch,
+            device=start + room_bytes,
+            train=train,
+            sizes=size.batches,
+            plans=[plan] if plan else None,
+            n=size.steps,
+            progress=False,
+        )
+    finally:
+        lab.unwrap()
+    return Headline(device, room_bytes, _rows(search, engine, start))
+
+
+def deberta(size: Size) -> Any:
+    """Return a DeBERTa-v2 for masked-language modelling with seeded weights, in training mode."""
+    import torch
+    import transformers
+
+    torch.manual_seed(2024)
+    # The configuration takes these, and declares none of them.
+    relative: dict[str, Any] = {"position_buckets": min(256, size.length), "share_att_key": True}
+    relative["norm_rel_ebd"] = "layer_norm"
+    config = transformers.DebertaV2Config(
+        num_hidden_layers=size.layers,
+        hidden_size=size.hidden,
+        num_attention_heads=size.heads,
+        intermediate_size=4 * size.hidden,
+        vocab_size=size.vocabulary,
+        relative_attention=True,
+        pos_att_type=["p2c", "c2p"],
+        **relative,
+    )
+    return transformers.DebertaV2ForMaskedLM(config).train()
+
+
+def gelu_plan(lab: Lab) -> tuple[tuple[str, ...], float]:
+    """Return the plan that recomputes every GELU, and what it saves in the last batch that ran.
+
+    Returns
+    -------
+    plan : tuple of str
+        The shortest of those with a GELU; empty where ORT offers none.
+    saving_bytes : float
+        As worked out from shapes; it goes with the batch.
+    """
+    rows = [row for row in lab.plan().rows if "Gelu" in row.cluster and row.strategy == 1]
+    rows.sort(key=lambda row: (row.cluster.count("+"), row.cluster))
+    return ((rows[0].config,), rows[0].saving_bytes or 0.0) if rows else ((), 0.0)
+
+
+def _room(
+    lab: Lab,
+    make_batch: Callable[[int], Any],
+    train: Callable[[Any], object],
+    size: Size,
+    saving: float,
+    start: int,
+    device: str,
+) -> int:
+    import torch
+
+    if device == "cuda":
+        return int(FREE_SHARE * torch.cuda.mem_get_info()[0])
+    last = size.batches[-1]
+    loose = lab.find_batch_size(
+        make_batch, device="1 TiB", train=train, sizes=size.batches[-3:-1], plans=(), n=1, progress=False
+    )
+    without = loose.predicted(last, ())
+    if without is None:
+        raise StepError(
+            f"What a batch of {last} takes cannot be told from smaller ones.",
+            why="; ".join(f"{one.size}: {one.outcome}" for one in loose.points),
+            fix="Give the room in bytes.",
+        )
+    return int(without - saving / 4) - start
+
+
+def _rows(search: BatchSizeSearch, engine: str, start: int) -> tuple[Row, ...]:
+    return tuple(
+        Row(
+            engine + GELU if one.plans else engine,
+            one.size,
+            one.outcome,
+            one.peak_bytes - start if one.peak_bytes else None,
+            one.samples_per_s if one.timed else None,
+            one.plans,
+        )
+        for one in search.points
+    )

@@ -1,0 +1,167 @@
+"""The page of one graph: an HTML document for the `srcdoc` of a sandboxed frame, which carries all that it needs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from ortlab.errors import OptionError
+from ortlab.graphs.scopes import operator_of
+from ortlab.graphs.viewer.bundle import STATIC, bundle, content_hash, pack
+from ortlab.graphs.viewer.lean import lean
+from ortlab.graphs.viewer.operators import operators_json
+from ortlab.graphs.viewer.preflight import PLACED_GROUPED, cost
+from ortlab.graphs.viewer.reduction import GROUPINGS, reduced
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ortlab.graphs.stages import Graph
+    from ortlab.graphs.viewer.grouping import Group
+
+SANDBOX: Final = "allow-scripts allow-downloads"
+"""The `sandbox` of the frame: scripts in an origin of their own, without access to the notebook."""
+
+PATIENCE_MS: Final = 17_500
+"""How long the browser places nodes after netron's question at 2.5 s, before it gives up: 20 s in all."""
+
+_FIRST_STYLE: Final = (
+    "body { font-family: system-ui, sans-serif; } "
+    "#ortlab-wait { position: absolute; top: 40%; width: 100%; text-align: center; color: #777; }"
+)
+
+
+@dataclass(frozen=True)
+class Document:
+    """A graph as a page, or the reason why it is not drawn.
+
+    Attributes
+    ----------
+    html
+        The document, for the `srcdoc` of a frame with `SANDBOX`; empty if the graph is refused.
+    nodes
+        Number of nodes of the graph.
+    drawn
+        Number of nodes that the page draws at first: groups count once.
+    reduced
+        What was left out or put together, in words; empty if everything is drawn.
+    refused
+        Why there is no page, in words; empty if there is one.
+    """
+
+    html: str = field(repr=False)
+    nodes: int
+    drawn: int
+    reduced: str = ""
+    refused: str = ""
+
+
+def document(
+    graph: Graph,
+    *,
+    around: str = "",
+    hops: int = 2,
+    group: str = "auto",
+    colours: Mapping[str, str] | None = None,
+    netron: Path | None = None,
+) -> Document:
+    """Make the page of a graph.
+
+    Parameters
+    ----------
+    graph
+        The graph; its weights stay where they are.
+    around
+        Name of a node: only its neighbourhood is drawn.
+    hops
+        How many edges away from `around` the neighbourhood reaches, in both directions.
+    group
+        "auto" groups by module where the whole would be too large to be placed, "module" always, "none" never.
+    colours
+        For names of nodes "added", "removed", "moved", "changed" or "fused", or a colour as "#1a7f37".
+    netron
+        The folder of a netron package; by default the installed one.
+
+    Raises
+    ------
+    OptionError
+        If there is no node `around`, or `group` is another word.
+    BuildError
+        If the nodes wait for each other in a circle.
+    InstallError
+        If netron is missing, or is a version from which no page can be assembled.
+    """
+    if group not in GROUPINGS:
+        raise OptionError(
+            f"A graph is not grouped by {group!r}.", fix=f"Choose one of: {', '.join(GROUPINGS)}."
+        )
+    whole = lean(graph.model)
+    reduction = reduced(graph, whole, around=around, hops=hops, group=group)
+    if reduction.refused:
+        return Document("", graph.node_count, 0, reduction.words, reduction.refused)
+    model = reduction.model
+    drawn = {node.name for node in model.graph.node} | {
+        name for each in reduction.groups for name in each.nodes
+    }
+    nodes = [node for node in whole.graph.node if node.name in drawn]
+    operators = sorted({operator_of(node) for node in nodes})
+    facts = {
+        "file": f"{graph.stage}.onnx",
+        "operators": operators_json(model, netron),
+        "names": [node.name for node in nodes],
+        "operatorNames": operators,
+        "operatorOf": [operators.index(operator_of(node)) for node in nodes],
+        **_groups(reduction.groups, {node.name: at for at, node in enumerate(nodes)}),
+        "colours": dict(colours or {}),
+        "reduced": reduction.words,
+        "around": around,
+        "patience": PATIENCE_MS,
+        "heavy": not cost(model.graph.node).within(PLACED_GROUPED),  # not without a worker that can be ended
+    }
+    count = len(model.graph.node)
+    html = _page(model.SerializeToString(deterministic=True), facts, count, netron)
+    return Document(html, nodes=graph.node_count, drawn=count, reduced=reduction.words)
+
+
+def _groups(groups: Sequence[Group], numbers: Mapping[str, int]) -> dict[str, object]:
+    """Return what the page has to know of groups: under which names the nodes of a shared function are drawn."""
+    functions: dict[str, Group] = {}
+    listed = {}
+    for group in groups:
+        first = functions.setdefault(group.function, group)
+        listed[group.name] = {
+            "title": group.title,
+            "backward": group.backward,
+            "function": group.function,
+            "nodes": [numbers[name] for name in group.nodes],
+            "values": [] if first is group else group.values,
+        }
+    shared = {name: {"nodes": group.nodes, "values": group.values} for name, group in functions.items()}
+    return {"groups": listed, "functions": shared}
+
+
+def _page(model: bytes, facts: Mapping[str, object], drawn: int, netron: Path | None) -> str:
+    page = bundle(netron)
+    loader = (STATIC / "loader.js").read_text(encoding="utf-8")
+    # Only our two scripts run: a policy that names them by hash also stops what a name or a comment in the graph
+    # might bring in as an attribute such as onerror.
+    scripts = f"'sha256-{content_hash(loader)}' 'sha256-{page.script_hash}'"
+    policy = (
+        f"default-src 'none'; script-src {scripts} blob:; worker-src blob:; style-src 'unsafe-inline'; "
+        "img-src data: blob:; connect-src 'none'; form-action 'none'; base-uri 'none'"
+    )
+    packed = {"page": page.packed, "facts": pack(json.dumps(facts).encode()), "model": pack(model)}
+    data = "".join(
+        f'<script type="text/plain" id="ortlab-{name}">{text}</script>\n' for name, text in packed.items()
+    )
+    return f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<title>Graph</title>
+<!-- Drawn by Netron {page.version}, (c) Lutz Roeder, MIT License; the notice stands in the script. -->
+<style>{_FIRST_STYLE}</style></head>
+<body><p id="ortlab-wait" role="status">Drawing {drawn:,} nodes …</p>
+{data}<script>{loader}</script></body></html>
+"""

@@ -1,1 +1,0 @@
-"""The batch hunter: samples per second over batch size and recompute plans, under a limit of memory."""

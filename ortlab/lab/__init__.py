@@ -1,0 +1,1 @@
+"""`Lab`: one model under experiment, and what can be asked of it."""

@@ -1,0 +1,62 @@
+"""What the panel and the views need of a lab, and its users do not: news, readings, and where plans act."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ortlab.records.memory_phases import MemoryPhases
+
+if TYPE_CHECKING:
+    from ortlab.lab.lab import Lab
+    from ortlab.memory.recompute_places import RecomputePlaces
+    from ortlab.ranks.ranks import Ranks
+
+Observer = Callable[[str], None]
+"""Called with "options", "status", "runs" or "progress:<text>:<fraction>" after each change."""
+
+
+def observe(lab: Lab, callback: Observer) -> Callable[[], None]:
+    """Call back after each change of a lab; returns a function that ends that."""
+    lab._observers.append(callback)
+
+    def stop() -> None:
+        if callback in lab._observers:
+            lab._observers.remove(callback)
+
+    return stop
+
+
+def memory_phases(lab: Lab) -> MemoryPhases:
+    """Return what `print_memory_stats` has read: in the run that goes on, or else in the last one."""
+    from ortlab.runs.recording import Recording  # brings torch along
+
+    if isinstance(lab._recording, Recording):
+        return lab._recording.memory_phases
+    return lab.runs[-1].memory_phases if len(lab.runs) else MemoryPhases(())
+
+
+def show_ranks(lab: Lab, ranks: Ranks | None) -> None:
+    """Keep what ranks have measured beside a lab's own runs, and show it in the lab's panel."""
+    lab._ranks = ranks
+    lab._notify("runs")
+
+
+def shown_ranks(lab: Lab) -> Ranks | None:
+    """Return what `show_ranks` took over last."""
+    return lab._ranks
+
+
+def recompute_places(lab: Lab, part: str | None = None) -> RecomputePlaces:
+    """Return every place where a plan recomputes, as ORT tells it for the present graph of a lab, or of a part.
+
+    Raises
+    ------
+    OptionError
+        If there is no such part, or there are several.
+    BuildError
+        If no step has run in this lab yet, or ONNX Runtime cannot build the graph.
+    """
+    lab._engine_of(part, "plans")
+    with lab._graphs(part) as found:
+        return found.only[1].recompute_places()

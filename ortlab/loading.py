@@ -1,0 +1,78 @@
+"""Reading a saved record whatever it is: a ledger, a budget, a sweep, the ledgers of ranks."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from ortlab.errors import LedgerError
+from ortlab.records import record_files
+
+if TYPE_CHECKING:
+    from ortlab.records.record_files import JsonRecord
+
+HOMES: Final = {
+    "bisection": ("ortlab.studies.bisection", "Bisection"),
+    "budget": ("ortlab.studies.budget", "Budget"),
+    "comparison of tensors": ("ortlab.parity.record", "Parity"),
+    "difference of graphs": ("ortlab.graphs.diff", "GraphDiff"),
+    "search": ("ortlab.studies.batch_size_search", "BatchSizeSearch"),
+    "record of FLOPs": ("ortlab.graphs.flops", "Flops"),
+    "record of a load balance": ("ortlab.ranks.balance", "Balance"),
+    "record of densities": ("ortlab.records.density_report", "DensityReport"),
+    "record of candidates": ("ortlab.studies.engine_comparison", "EngineComparison"),
+    "record of saved FLOPs": ("ortlab.graphs.flop_savings", "FlopSavings"),
+    "self-test": ("ortlab.records.selftest", "SelfTest"),
+    "sweep": ("ortlab.studies.sweep", "Sweep"),
+}
+"""Module and class by what the file says it holds."""
+
+
+def load(path: str | Path) -> Any:
+    """Read a record that its `save` wrote.
+
+    Parameters
+    ----------
+    path
+        The file; or the folder of the ledgers of ranks.
+
+    Returns
+    -------
+    object
+        The record: a `Ledger` of `lab.runs.save`, `Ranks` of a folder, or whatever else was saved.
+
+    Raises
+    ------
+    LedgerError
+        If the file cannot be read, holds no record, or one of another layout.
+
+    Examples
+    --------
+    >>> lab.sweep(resume=ortlab.load("sweep.json"))
+    """
+    from ortlab.ranks.ranks import Ranks
+    from ortlab.records.runs import Ledger
+
+    source = Path(path)
+    if source.is_dir():
+        return Ranks.load(source)
+    content: Any = record_files.read(
+        source, (dict, list), file=f"The file {source}", other=f"The file {source} holds no record.", fix=_FIX
+    )
+    if isinstance(content, list):
+        return Ledger.load(source)
+    if "rank" in content:
+        return Ranks.load(source)
+    if content.get("record") not in HOMES:
+        raise LedgerError(
+            f"The file {source} holds no record of ortlab.",
+            why=f'Its field "record" is {content.get("record")!r}.',
+            fix=_FIX,
+        )
+    module, name = HOMES[content["record"]]
+    kind: type[JsonRecord] = getattr(importlib.import_module(module), name)
+    return kind.load(source)
+
+
+_FIX: Final = 'Give a file that the save() of a record wrote, as lab.runs.save("runs.json") does.'

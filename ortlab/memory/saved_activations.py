@@ -1,0 +1,357 @@
+"""The saved activations: what the forward of a training graph keeps for its backward, one row for each buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final, Literal
+from weakref import ref
+
+from ortlab.errors import OptionError
+from ortlab.memory.activations import (
+    ActivationGroup,
+    KeptInput,
+    PlanEffect,
+    SavedActivation,
+    largest_first,
+    place_of,
+)
+from ortlab.memory.other_sizes import other_symbols
+from ortlab.memory.shapes import bytes_at
+from ortlab.shown import Shown
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from ortlab.lab.lab import Lab
+
+__all__ = [
+    "KINDS",
+    "OUTSIDE",
+    "ActivationGroup",
+    "ActivationsSource",
+    "KeptInput",
+    "Kind",
+    "PlanEffect",
+    "SavedActivation",
+    "SavedActivations",
+    "merged",
+]
+
+Kind = Literal["layer", "operator", "module"]
+"""What activations are put together by."""
+
+KINDS: Final[tuple[Kind, ...]] = ("layer", "operator", "module")
+
+OUTSIDE: Final = "outside the layers"
+"""Name of the group of what belongs to no layer: embeddings, head, loss."""
+
+
+class ActivationsSource:
+    """The lab that saved activations were read from, which this does not keep alive, and the path of a part.
+
+    Parameters
+    ----------
+    lab
+        The lab; None if it is not known.
+    part
+        As `Lab.activations` was told.
+    """
+
+    def __init__(self, lab: Lab | None = None, part: str | None = None) -> None:
+        self._lab = None if lab is None else ref(lab)
+        self.part = part
+
+    @property
+    def lab(self) -> Lab | None:
+        """The lab; None if it is gone."""
+        return None if self._lab is None else self._lab()
+
+    def __reduce__(self) -> tuple[type[ActivationsSource], tuple[()]]:
+        """Let saved activations go to another process, or to a file: its lab stays here."""
+        return ActivationsSource, ()
+
+
+@dataclass(frozen=True, repr=False)
+class SavedActivations(Shown):
+    """What is kept for backward, the largest first.
+
+    The rows are buffers, so their bytes add up: two results that share one are one row. Parameters, buffers of the
+    model and constants are not in it; nor are the inputs, which the caller holds.
+
+    Attributes
+    ----------
+    rows
+        The activations.
+    symbols
+        Sizes of the input's dimensions that the bytes are for.
+    inputs
+        Inputs that the backward reads.
+    applied
+        Recompute plans that are applied in the graph that it was read from.
+    missing
+        Wrapped parts of the model that have no graph yet, because they were not called.
+    effects
+        What each recompute plan does to it, applied alone to the graph without plans; empty where nobody has looked.
+    shown_by
+        What its page shows: the groups of one kind; everything where it is empty.
+    source
+        The lab that it was read from, as long as that lives; not written to JSON.
+    note
+        How its graph came about, where it was built for this; empty where it was there.
+    """
+
+    rows: tuple[SavedActivation, ...]
+    symbols: Mapping[str, int] = field(default_factory=dict)
+    inputs: tuple[KeptInput, ...] = ()
+    applied: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    effects: tuple[PlanEffect, ...] = ()
+    shown_by: Kind | Literal[""] = ""
+    source: ActivationsSource = field(default_factory=ActivationsSource, compare=False)
+    note: str = field(default="", compare=False)
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of the rows, in bytes; rows of unknown size are left out, see `unknown`."""
+        return sum(row.bytes or 0 for row in self.rows)
+
+    @property
+    def unknown(self) -> tuple[SavedActivation, ...]:
+        """Activations whose size is not known; the total is a lower bound if there are any."""
+        return tuple(row for row in self.rows if row.bytes is None)
+
+    @property
+    def returned_bytes(self) -> int:
+        """Of the total, what is there only because the model returns it: no backward node reads it. In bytes."""
+        return sum(row.bytes or 0 for row in self.rows if row.returned and not row.kept_by)
+
+    @property
+    def plans_known(self) -> bool:
+        """Whether the rows say which plans remove them."""
+        return all(row.plans is not None for row in self.rows)
+
+    def share(self, row: SavedActivation | ActivationGroup) -> float | None:
+        """Return what part of the total a row or group is, from 0 to 1; None where its size is not known."""
+        if row.bytes is None:
+            return None
+        return row.bytes / self.total_bytes if self.total_bytes else 0.0
+
+    def by(self, kind: Kind) -> tuple[ActivationGroup, ...]:
+        """Put the rows together; the bytes of the groups add up to the total.
+
+        Parameters
+        ----------
+        kind
+            "layer" (in the model's order, what is outside them last), "operator" or "module" (the largest first).
+
+        Raises
+        ------
+        OptionError
+            If it is something else.
+        """
+        _check(kind)
+        groups: dict[str, list[SavedActivation]] = {}
+        for row in self.rows:
+            groups.setdefault(self.group_of(row, kind), []).append(row)
+        made = [
+            ActivationGroup(
+                name, len(rows), sum(row.bytes or 0 for row in rows), sum(row.bytes is None for row in rows)
+            )
+            for name, rows in groups.items()
+        ]
+        if kind == "layer":
+            # Some small nodes of a layer run early; where its largest activation stands is where it belongs.
+            place = {name: (name == OUTSIDE, max(rows, key=_bytes).position) for name, rows in groups.items()}
+            return tuple(sorted(made, key=lambda group: place[group.name]))
+        return tuple(sorted(made, key=lambda group: (-group.bytes, group.name)))
+
+    def group_of(self, row: SavedActivation, kind: Kind) -> str:
+        """Return the name of the group that a row is in; see `by`."""
+        _check(kind)
+        if kind == "operator":
+            return row.operator
+        if kind == "layer":
+            return row.layer or OUTSIDE
+        return row.module or "the model itself"
+
+    def alike(self) -> tuple[tuple[SavedActivation, ...], ...]:
+        """Put together what is the same in all layers: operator, place in the layer, shape and plans.
+
+        Returns
+        -------
+        tuple
+            Activations that are alike, in the model's order; those that take most together first, and before them
+            those of unknown size.
+        """
+        found: dict[object, list[SavedActivation]] = {}
+        for row in sorted(self.rows, key=lambda row: row.position):
+            key = (
+                place_of(row),
+                row.operator,
+                row.output,
+                row.shape,
+                row.dtype,
+                row.returned,
+                row.plans,
+                row.bytes,
+            )
+            found.setdefault(key, []).append(row)
+        return tuple(
+            tuple(rows)
+            for rows in sorted(
+                found.values(), key=lambda rows: (rows[0].bytes is not None, -sum(map(_bytes, rows)))
+            )
+        )
+
+    def shown(self, kind: Kind | Literal[""]) -> SavedActivations:
+        """Return the same with a page that shows the groups of one kind only, or everything.
+
+        Raises
+        ------
+        OptionError
+            If there is no such kind.
+        """
+        if kind:
+            _check(kind)
+        return replace(self, shown_by=kind)
+
+    def at(self, *, batch: int | None = None, sequence: int | None = None, **sizes: int) -> SavedActivations:
+        """Evaluate for another batch; nothing is built.
+
+        Parameters
+        ----------
+        batch
+            First dimension of every input.
+        sequence
+            Second dimension of every input.
+        **sizes
+            Symbols by name, as in `activations.at(input_ids_dim1=512)`.
+
+        Returns
+        -------
+        SavedActivations
+            The rows at the new sizes. One whose bytes are those of a run, or depend on how many labels of a batch
+            count, is of unknown size then.
+
+        Raises
+        ------
+        OptionError
+            If there is no such symbol, a size is no whole number from 1, or `batch` could mean several.
+        """
+        symbols, _ = other_symbols(
+            self.symbols, self.symbols, {}, batch=batch, sequence=sequence, label_density=None, sizes=sizes
+        )
+        if symbols == dict(self.symbols):
+            return self
+        values: dict[str, dict[str, int]] = {}
+
+        def bytes_of(one: SavedActivation | KeptInput) -> int | None:
+            if one.part not in values:
+                values[one.part] = _of_part(one.part, symbols)
+            return None if one.shape is None else bytes_at(one.shape, one.element_bytes, values[one.part])
+
+        def evaluated(rows: Iterable[SavedActivation]) -> tuple[SavedActivation, ...]:
+            return tuple(replace(row, bytes=bytes_of(row), measured=False) for row in rows)
+
+        return replace(
+            self,
+            rows=largest_first(evaluated(self.rows)),
+            symbols=symbols,
+            inputs=tuple(replace(one, bytes=bytes_of(one)) for one in self.inputs),
+            effects=tuple(
+                replace(one, removed=evaluated(one.removed), added=evaluated(one.added))
+                for one in self.effects
+            ),
+        )
+
+    def table(self) -> pd.DataFrame:
+        """One row per activation, the largest first; sizes in bytes."""
+        import pandas as pd
+
+        return pd.DataFrame(
+            [
+                {
+                    "activation": row.value,
+                    "operator": row.operator,
+                    "layer": row.layer,
+                    "module": row.module,
+                    "source": row.source,
+                    "shape": None if row.shape is None else list(row.shape),
+                    "dtype": row.dtype,
+                    "bytes": row.bytes,
+                    "share": self.share(row),
+                    "formula": row.bytes_symbolic,
+                    "read by": list(row.kept_by),
+                    "returned": row.returned,
+                    **({} if row.plans is None else {"plans": list(row.plans)}),
+                    **({"part": row.part} if row.part else {}),
+                }
+                for row in self.rows
+            ]
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types, with the total and the groups that the rows add up to."""
+        rows = [{**asdict(row), "bytes_symbolic": row.bytes_symbolic} for row in self.rows]
+        groups = {kind: [asdict(group) for group in self.by(kind)] for kind in KINDS}
+        fields = asdict(self)
+        fields.pop("source")
+        return {**fields, "rows": rows, "total_bytes": self.total_bytes, "groups": groups}
+
+
+def _check(kind: str) -> None:
+    if kind not in KINDS:
+        raise OptionError(
+            f"Activations cannot be put together by {kind!r}.", fix=f"Choose one of {', '.join(KINDS)}."
+        )
+
+
+def merged(by_part: Mapping[str, SavedActivations], missing: tuple[str, ...] = ()) -> SavedActivations:
+    """Put the saved activations of several parts of a model together.
+
+    Parameters
+    ----------
+    by_part
+        By path of the part; their rows name it.
+    missing
+        Parts that have no graph yet.
+    """
+    symbols: dict[str, int] = {}
+    for path, activations in by_part.items():
+        for name, size in activations.symbols.items():
+            alike = all(other.symbols.get(name, size) == size for other in by_part.values())
+            symbols[name if alike else f"{path}{_OF_PART}{name}"] = size
+    return SavedActivations(
+        largest_first(row for activations in by_part.values() for row in activations.rows),
+        symbols,
+        tuple(one for activations in by_part.values() for one in activations.inputs),
+        tuple(dict.fromkeys(config for activations in by_part.values() for config in activations.applied)),
+        missing,
+        _together(effect for activations in by_part.values() for effect in activations.effects),
+    )
+
+
+def _together(effects: Iterable[PlanEffect]) -> tuple[PlanEffect, ...]:
+    """Put the effects of a plan on several parts together."""
+    found: dict[str, PlanEffect] = {}
+    for one in effects:
+        before = found.get(one.config, PlanEffect(one.config, (), ()))
+        found[one.config] = PlanEffect(
+            one.config, before.removed + one.removed, before.added + one.added, before.parts + one.parts
+        )
+    return tuple(found.values())
+
+
+def _bytes(row: SavedActivation) -> int:
+    return row.bytes or 0
+
+
+_OF_PART: Final = ": "
+"""Between the path of a part and a symbol that has another value in another part."""
+
+
+def _of_part(part: str, symbols: Mapping[str, int]) -> dict[str, int]:
+    begin = f"{part}{_OF_PART}"
+    own = {name.removeprefix(begin): size for name, size in symbols.items() if name.startswith(begin)}
+    return {**symbols, **own}

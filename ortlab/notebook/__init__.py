@@ -1,0 +1,1 @@
+"""The kit in a notebook: magics and widgets."""

@@ -1,0 +1,463 @@
+"""What stands behind a magic: words, `option=value` pairs, names of variables, a comment; nothing is evaluated."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+from ortlab.errors import ArgumentError
+from ortlab.options.options import declaration, switches
+
+_QUOTED = re.compile(r""""((?:\\.|[^"\\])*)"|'((?:\\.|[^'\\])*)'""")
+_AMOUNT = re.compile(r"^-(?=\.?[0-9])")
+_PAIR = re.compile(r"(?P<name>[^\W\d]\w*)=(?P<value>.*)", re.DOTALL)
+
+
+class Parser(argparse.ArgumentParser):
+    """Reads the line of one magic; what it cannot read raises, where argparse would end the kernel.
+
+    Parameters
+    ----------
+    magic
+        Name of the magic with its percent signs.
+    minus
+        Whether words such as "-30%" are amounts, and not options that nobody knows.
+
+    Attributes
+    ----------
+    magic
+        The same.
+    """
+
+    def __init__(self, magic: str, *, minus: bool = False) -> None:
+        # Python 3.14 colours usage lines, which a notebook's UsageError would show as escape codes.
+        colour: dict[str, Any] = {"color": False} if sys.version_info >= (3, 14) else {}
+        super().__init__(prog=magic.lstrip("%"), add_help=False, allow_abbrev=False, **colour)
+        self.magic = magic
+        self._minus = minus
+        self.add_argument("-h", "--help", action="store_true", dest="help")
+
+    def add_lab(self) -> None:
+        """Accept `--lab NAME`, for a magic that acts on a lab."""
+        self.add_argument("--lab", metavar="NAME")
+
+    def add_changes(self) -> None:
+        """Accept `option=value` pairs."""
+        self.add_argument("changes", nargs="*", metavar="option=value")
+
+    def read(self, line: str) -> argparse.Namespace:
+        """Parse the line of a magic.
+
+        Raises
+        ------
+        ArgumentError
+            If the line cannot be split into words, an argument is unknown, or one is missing.
+        """
+        found = words(line)
+        if found and found[-1].endswith("\\"):
+            raise ArgumentError(
+                "The line ends with a backslash.",
+                why=f"The arguments of {self.magic} stand in its own line, and no line follows that could be one of"
+                " them.",
+                fix="Write the arguments in one line; a long value fits into a variable: $name.",
+            )
+        if {"-h", "--help"} & set(found):  # before argparse complains that something is missing
+            return argparse.Namespace(help=True)
+        if (
+            self._minus
+        ):  # argparse takes any word with a hyphen in front for an option, but not one with a minus sign
+            found = [_AMOUNT.sub("\u2212", word) for word in found]
+        return self.parse_intermixed_args(found)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of exiting."""
+        usage = " ".join(self.format_usage().split()).removeprefix(f"usage: {self.prog}")
+        raise ArgumentError(
+            f"{self.magic}: {message}.",
+            why=f"Its form is {self.magic}{usage}.",
+            fix=f"{self.magic}? shows what each argument means.",
+        )
+
+
+def words(line: str) -> list[str]:
+    """Split a line at spaces outside quotes and brackets; a word that begins with `#` begins a comment, as in a shell.
+
+    `path="my runs"/a`, `plan=['a', 'b']` and `a#b` are one word each. Quotes that enclose a whole word are stripped;
+    those inside `option="..."` are left for `changes`.
+
+    Raises
+    ------
+    ArgumentError
+        If a quotation does not end, or a bracket is not closed.
+    """
+    found = [""]
+    for character, outside in _scanned(line):
+        if outside and character == "#" and not found[-1]:
+            break
+        if outside and character.isspace():
+            found.append("")
+        else:
+            found[-1] += character
+    return [word if _PAIR.fullmatch(word) else unquoted(word) for word in found if word]
+
+
+def _scanned(text: str) -> Iterator[tuple[str, bool]]:
+    """Yield each character, and whether it stands outside quotes and brackets.
+
+    Raises
+    ------
+    ArgumentError
+        At the end, if a quotation does not end, or a bracket is not closed.
+    """
+    quote, escaped, depth = "", False, 0
+    for character in text:
+        outside = not quote and depth == 0
+        if quote:
+            closes = character == quote and not escaped
+            escaped = character == "\\" and not escaped
+            quote = "" if closes else quote
+        elif character in "\"'":
+            quote, outside = character, False
+        elif character in "[(":
+            depth, outside = depth + 1, False
+        elif character in "])" and depth:
+            depth -= 1
+        yield character, outside
+    if quote:
+        raise ArgumentError(
+            f"A quotation does not end: {text.strip()}", fix=f"Close it with the same quote: {quote}"
+        )
+    if depth:
+        raise ArgumentError(
+            f"A bracket is not closed: {text.strip()}",
+            fix="Close it; where it is a part of a text, quote the text.",
+        )
+
+
+def unquoted(word: str) -> str:
+    """Strip quotes and the backslashes that protect quotes: `"a b"/c` becomes `a b/c`."""
+    return _QUOTED.sub(lambda m: re.sub(r"""\\(["'\\])""", r"\1", m[1] if m[1] is not None else m[2]), word)
+
+
+def changes(pairs: Iterable[str], variables: Mapping[str, object]) -> dict[str, Any]:
+    """Read `option=value` pairs; the options themselves turn text into their types.
+
+    A value is plain text (`1`, `True`, `INFO`, `Gelu+:1:-1`), a quoted text, a bracketed list of literals, or
+    `$name` for the value of one variable. A bare word is never looked up: a variable `INFO` changes nothing.
+
+    Parameters
+    ----------
+    pairs
+        Words of the form `option=value`.
+    variables
+        The user's namespace.
+
+    Returns
+    -------
+    dict
+        Values by option name; `engine` may be among them.
+
+    Raises
+    ------
+    ArgumentError
+        If a word is not a pair, an option is given twice, or a variable does not exist.
+    OptionError
+        If there is no such option.
+    """
+    known = {one.name for one in switches()} | {"engine"}
+    read: dict[str, Any] = {}
+    for pair in pairs:
+        parts = _PAIR.fullmatch(pair)
+        if not parts:
+            raise ArgumentError(f"{pair!r} is not option=value.", fix="%ort_options lists the options.")
+        name = parts["name"]
+        if name in read:
+            raise ArgumentError(f"{name} is given twice.", fix="Leave one of the two out.")
+        if name not in known:
+            declaration(name)  # raises, and suggests the near name
+        read[name] = value(parts["value"], variables)
+    return read
+
+
+def parts(
+    words_: Sequence[str] | None, variables: Mapping[str, object]
+) -> tuple[list[Any] | None, list[str]]:
+    """Read what follows `--only`: paths with spaces or commas between them, or `$name` for what a variable holds.
+
+    Parameters
+    ----------
+    words_
+        Words of the line; None if there is no `--only`.
+    variables
+        The user's namespace.
+
+    Returns
+    -------
+    only : list or None
+        What `ortlab.wrap` takes.
+    changes : list of str
+        The `option=value` pairs that came after the paths.
+
+    Raises
+    ------
+    ArgumentError
+        If a variable does not exist.
+    """
+    if words_ is None:
+        return None, []
+    pairs = [word for word in words_ if _PAIR.fullmatch(word)]
+    only: list[Any] = []
+    for word in words_:
+        for path in word.split(",") if word not in pairs else ():
+            if path.startswith("$"):
+                held = variable(path[1:], variables)
+                only += held if isinstance(held, (list, tuple)) else [held]
+            elif path:
+                only.append(path)
+    return only, pairs
+
+
+def grid(words_: Sequence[str], variables: Mapping[str, object]) -> object:
+    """Read the grid of a sweep: `option=value,value` pairs, or one `$name` that holds a grid or a list of points.
+
+    Parameters
+    ----------
+    words_
+        Words of the line.
+    variables
+        The user's namespace.
+
+    Returns
+    -------
+    object
+        What `Lab.sweep` takes: lists of values by option, or what the variable holds.
+
+    Raises
+    ------
+    ArgumentError
+        If a word is not a pair, an option is given twice, or a variable does not exist.
+    """
+    if len(words_) == 1 and words_[0].startswith("$"):
+        return variable(words_[0][1:], variables)
+    read: dict[str, object] = {}
+    for word in words_:
+        parts = _PAIR.fullmatch(word)
+        if not parts:
+            raise ArgumentError(
+                f"{word!r} is not option=value,value.",
+                why="A line holds pairs, or one $name of a grid or a list of points.",
+                fix="%ort_options lists the options.",
+            )
+        name = parts["name"]
+        if name in read:
+            raise ArgumentError(f"{name} is given twice.", fix="Write all its values after one equals sign.")
+        read[name] = values(parts["value"], variables)
+    return read
+
+
+def configurations(groups: Sequence[Sequence[str]], variables: Mapping[str, object]) -> list[Any]:
+    """Read configurations: each group is `option=value` pairs, or one `$name` of a dict or a list of dicts.
+
+    Raises
+    ------
+    ArgumentError
+        If a word is not a pair, an option is given twice, or a variable does not exist.
+    OptionError
+        If there is no such option.
+    """
+    found: list[Any] = []
+    for group in groups:
+        if len(group) == 1 and group[0].startswith("$"):
+            held = variable(group[0][1:], variables)
+            found += held if isinstance(held, (list, tuple)) else [held]
+        else:
+            found.append(changes(group, variables))
+    return found
+
+
+def values(text: str, variables: Mapping[str, object]) -> list[object]:
+    """Read values with commas between them; commas inside quotes and brackets part none.
+
+    A `$name` that holds a list stands for all its values, and so does one bracketed list of things that are not all
+    texts: `[0, 1, 2]`, `[['Gelu+:1:-1'], []]`. A bracketed list of texts is one value of an option that holds several:
+    `memory_plan=[],['Gelu+:1:-1']`.
+
+    Raises
+    ------
+    ArgumentError
+        If a value is missing between commas, a variable does not exist, or a list holds something other than literals.
+    """
+    parts = _split(text)
+    if not all(parts):
+        raise ArgumentError(f"A value is missing in {text!r}.", fix="Write for example memory_level=0,1,2.")
+    found = [value(part, variables) for part in parts]
+    if len(found) == 1 and isinstance(found[0], (list, tuple, range)):
+        only = list(found[0])
+        if parts[0].startswith("$") or (only and not all(isinstance(item, str) for item in only)):
+            return only
+    return found
+
+
+def _split(text: str) -> list[str]:
+    """Split at commas outside quotes and brackets."""
+    parts = [""]
+    for character, outside in _scanned(text):
+        if outside and character == ",":
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts]
+
+
+def value(text: str, variables: Mapping[str, object]) -> object:
+    """Read one value: `$name`, a bracketed list of literals, a quoted text, or plain text.
+
+    Raises
+    ------
+    ArgumentError
+        If the variable does not exist, or the list holds something other than literals.
+    """
+    if text.startswith("$"):
+        return variable(text[1:], variables)
+    if text[:1] in {"[", "("}:
+        try:
+            return ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            raise ArgumentError(
+                f"{text} is not a list of literals.",
+                why="A magic evaluates no expressions.",
+                fix="Quote its texts, as in ['a', 'b'], or put it into a variable and write $name.",
+            ) from None
+    return unquoted(text)
+
+
+def plan_sets(words_: Iterable[str], variables: Mapping[str, object]) -> list[object]:
+    """Read sets of plans: `Gelu+:1:-1`, several with commas between them, or `$name` of a set or a list of sets.
+
+    A list of sets is a list; a tuple, as in `lab.options.memory_plan`, is one set.
+
+    Raises
+    ------
+    ArgumentError
+        If a variable does not exist.
+    """
+    found: list[object] = []
+    for word in words_:
+        if not word.startswith("$"):
+            found.append(tuple(word.split(",")))
+            continue
+        held = variable(word[1:], variables)
+        found += held if isinstance(held, list) else [held]
+    return found
+
+
+def path(text: str, variables: Mapping[str, object]) -> str:
+    """Read the path of a file, written out or as `$name`.
+
+    Raises
+    ------
+    ArgumentError
+        If the variable does not exist or holds something else.
+    """
+    found = variable(text[1:], variables) if text.startswith("$") else text
+    if not isinstance(found, (str, os.PathLike)):
+        raise ArgumentError(f"{text} holds a {type(found).__name__}, not the path of a file.")
+    return os.fspath(found)
+
+
+def sizes(pairs: Iterable[str], variables: Mapping[str, object]) -> dict[str, Any]:
+    """Read `name=number` pairs, such as `batch=16` or `label_density=0.15`; a number may be `$name`.
+
+    Raises
+    ------
+    ArgumentError
+        If a word is no pair, a name is given twice, or a variable does not exist.
+    """
+    read: dict[str, Any] = {}
+    for pair in pairs:
+        parts = _PAIR.fullmatch(pair)
+        if not parts or parts["name"] in read:
+            raise ArgumentError(
+                f"{pair!r} is no size, or given twice.", fix="Write for example batch=16 sequence=512."
+            )
+        found = value(parts["value"], variables)
+        if isinstance(found, str) and re.fullmatch(r"[+-]?\d+(\.\d+)?", found):
+            found = float(found) if "." in found else int(found)
+        read[parts["name"]] = found
+    return read
+
+
+def number(text: str, variables: Mapping[str, object], what: str) -> int:
+    """Read a whole number, written out or as `$name`.
+
+    Raises
+    ------
+    ArgumentError
+        If it is not one; `what` names the argument.
+    """
+    found = value(text, variables)
+    if isinstance(found, int) and not isinstance(found, bool):
+        return found
+    if isinstance(found, str) and re.fullmatch(r"[+-]?\d+", found):
+        return int(found)
+    raise ArgumentError(f"{what} takes a whole number, not {found!r}; for example {what} 20.")
+
+
+def numbers(text: str, variables: Mapping[str, object], what: str) -> list[int]:
+    """Read whole numbers with commas between them, or `$name` of a list of them.
+
+    Raises
+    ------
+    ArgumentError
+        If one of them is none; `what` names the argument.
+    """
+    found = values(text, variables)
+    return [one if isinstance(one, int) else number(str(one), variables, what) for one in found]
+
+
+def variable(path: str, variables: Mapping[str, object], fitting: Iterable[str] | None = None) -> Any:
+    """Look up a variable, or an attribute of one (`trainer.model`); expressions are refused.
+
+    Parameters
+    ----------
+    path
+        A name, or names joined by dots.
+    variables
+        The user's namespace.
+    fitting
+        Names of the variables that would fit; any may if not given.
+
+    Raises
+    ------
+    ArgumentError
+        If it is not a name, or there is no such variable or attribute.
+    """
+    names = path.split(".")
+    if not all(name.isidentifier() for name in names):
+        raise ArgumentError(
+            f"{path!r} is not the name of a variable.",
+            why="A magic evaluates no expressions.",
+            fix="Assign it to a variable first, or make the plain Python call that the magic's help shows.",
+        )
+    if names[0] not in variables:
+        close = _suggestion(names[0], variables, fitting)
+        raise ArgumentError(f"There is no variable {names[0]!r}.", fix=close)
+    found = variables[names[0]]
+    for done, name in enumerate(names[1:], start=1):
+        if not hasattr(found, name):
+            raise ArgumentError(f"{'.'.join(names[:done])} has no attribute {name!r}.")
+        found = getattr(found, name)
+    return found
+
+
+def _suggestion(name: str, variables: Mapping[str, object], fitting: Iterable[str] | None) -> str:
+    offered = [key for key in (variables if fitting is None else fitting) if not key.startswith("_")]
+    # Of the few that fit, any may be meant; of all variables, only those with a like name.
+    close = difflib.get_close_matches(name, offered, cutoff=0.5) or ([] if fitting is None else offered[:3])
+    return f"Did you mean {' or '.join(close)}?" if close else ""

@@ -1,0 +1,219 @@
+"""Rows and columns of the saved activations's tables: activations, their groups, and what plans do to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ortlab.memory.activations import ActivationGroup, PlanEffect, SavedActivation
+from ortlab.memory.shapes import shape_at
+from ortlab.notebook.widgets.record_table import Column, Content, Look
+from ortlab.render import units
+
+if TYPE_CHECKING:
+    from ortlab.memory.saved_activations import Kind, SavedActivations
+
+Row = SavedActivation | ActivationGroup
+
+
+def group_rows(activations: SavedActivations, kind: Kind) -> Content[Row]:
+    """Make the table of the totals by layer, operator or module."""
+    return Content(
+        records=activations.by(kind),
+        columns=[
+            Column(kind, lambda row: _group(row).name, lambda row: units.fold(_group(row).name)),
+            _numeric(
+                "activations", lambda row: _group(row).count, lambda row: units.count(_group(row).count)
+            ),
+            *_bytes_columns(activations),
+        ],
+        key=lambda row: _group(row).name,
+        look=lambda row: Look(_group(row).name, chosen=False),
+        noun=(kind, f"{kind}s"),
+        totals=lambda rows: {
+            kind: "together",
+            "activations": units.count(sum(_group(row).count for row in rows)),
+            **_total_bytes(activations, rows),
+        },
+    )
+
+
+def activation_rows(
+    activations: SavedActivations, within: tuple[Kind, str] | None = None, plan: str = "", chosen: str = ""
+) -> Content[Row]:
+    """Make the table of the activations.
+
+    Parameters
+    ----------
+    activations
+        The record.
+    within
+        Kind and name of the group that they are of; all if None.
+    plan
+        Plan of which the activations are marked that it removes; they come first.
+    chosen
+        Key of the activation whose details are shown.
+    """
+    rows = list(activations.rows)
+    if within is not None:
+        rows = [row for row in rows if activations.group_of(row, within[0]) == within[1]]
+    if plan:
+        rows.sort(key=lambda row: plan not in (row.plans or ()))  # stable: the largest of each stay first
+
+    def look(row: Row) -> Look:
+        one = _one(row)
+        return Look(
+            name=f"{one.operator} {one.value}",
+            chosen=key_of(one) == chosen,
+            mark="removed" if plan and plan in (one.plans or ()) else "",
+            code=units.fold(one.value.removeprefix("/_original_module/"), 100),  # ORTModule's own level
+        )
+
+    return Content(
+        records=rows,
+        columns=[
+            Column("activation", lambda row: name_of(_one(row)), lambda row: name_of(_one(row))),
+            Column("module", lambda row: _one(row).module, lambda row: units.fold(_one(row).module or "-")),
+            *_line_columns(activations),
+            Column(
+                "shape",
+                lambda row: _shape(activations, _one(row)),
+                lambda row: units.fold(_shape(activations, _one(row))),
+                meaning="for the sizes above; the details have the formula",
+            ),
+            *_bytes_columns(activations),
+        ],
+        key=lambda row: key_of(_one(row)),
+        look=look,
+        noun=("activation", "activations"),
+        search=lambda row: _search(_one(row)),
+        totals=lambda rows: {
+            "activation": f"together: {units.count(len(rows))}",
+            **_total_bytes(activations, rows),
+        },
+    )
+
+
+def effect_rows(
+    activations: SavedActivations, plan: str = "", removing: Sequence[str] = ()
+) -> Content[PlanEffect]:
+    """Make the table of what each plan does to the saved activations.
+
+    Parameters
+    ----------
+    activations
+        The record.
+    plan
+        The plan that is chosen.
+    removing
+        Plans that are marked, since they remove the activation that is chosen; they come first.
+    """
+    return Content(
+        records=sorted(
+            activations.effects, key=lambda one: (one.config not in removing, -(one.net_bytes or 0))
+        ),
+        columns=[
+            Column("plan", lambda one: one.config, lambda one: units.fold(one.config)),
+            _numeric("activations", lambda one: len(one.removed), lambda one: units.count(len(one.removed))),
+            _numeric("removes", lambda one: one.removed_bytes, lambda one: units.size(one.removed_bytes)),
+            _numeric(
+                "keeps instead",
+                lambda one: one.added_bytes,
+                lambda one: units.size(one.added_bytes),
+                "what the nodes that it repeats read, and was not kept before",
+            ),
+            _numeric(
+                "less kept",
+                lambda one: one.net_bytes,
+                lambda one: units.size(one.net_bytes),
+                "the difference of the two, worked out from shapes; the peak need not fall by as much",
+            ),
+        ],
+        key=lambda one: one.config,
+        look=lambda one: Look(
+            one.config, chosen=one.config == plan, mark="removes it" if one.config in removing else ""
+        ),
+        noun=("plan", "plans"),
+    )
+
+
+def key_of(row: SavedActivation) -> str:
+    """Return what tells an activation from all others."""
+    return f"{row.part}\n{row.value}"
+
+
+def name_of(row: SavedActivation) -> str:
+    """Name an activation by its operator, and which of several results it is."""
+    return f"{row.operator} -> {row.output}" if row.output else row.operator
+
+
+def _one(row: Row) -> SavedActivation:
+    if isinstance(row, ActivationGroup):
+        raise TypeError("a group is no activation")
+    return row
+
+
+def _group(row: Row) -> ActivationGroup:
+    if isinstance(row, SavedActivation):
+        raise TypeError("an activation is no group")
+    return row
+
+
+def _line_columns(activations: SavedActivations) -> list[Column[Row]]:
+    if not any(row.source for row in activations.rows):
+        return []
+    meaning = "where the forward of the module begins; none for torch's own modules"
+    return [
+        Column("line", lambda row: _one(row).source or None, lambda row: _line(_one(row)), meaning=meaning)
+    ]
+
+
+def _line(row: SavedActivation) -> str:
+    return row.source.replace("\\", "/").rpartition("/")[2] or "-"
+
+
+def _shape(activations: SavedActivations, row: SavedActivation) -> str:
+    if row.shape is None:
+        return "not known"
+    sizes = (
+        shape_at(row.shape, activations.symbols) or row.shape
+    )  # in parts that differ, a size has no value of its own
+    return " x ".join(str(size) for size in sizes) or "scalar"
+
+
+def _search(row: SavedActivation) -> str:
+    return " ".join([row.value, row.node, row.module, row.source, row.layer, row.part, *(row.plans or ())])
+
+
+def _numeric(
+    name: str, value: Callable[[Any], float | None], words: Callable[[Any], str], meaning: str = ""
+) -> Column[Any]:
+    return Column(name, value, words, numeric=True, meaning=meaning)
+
+
+def _bytes_columns(activations: SavedActivations) -> list[Column[Row]]:
+    return [
+        _numeric(
+            "bytes",
+            lambda row: row.bytes,
+            lambda row: _known(row.bytes, getattr(row, "unknown", 0)),
+            "worked out from shapes, not measured; the rows add up",
+        ),
+        _numeric(
+            "share",
+            activations.share,
+            lambda row: units.percent(activations.share(row)),
+            "part of all that is kept",
+        ),
+    ]
+
+
+def _known(size: float | None, unknown: int) -> str:
+    return units.size(size) + (f" and {units.count(unknown)} not known" if unknown else "")
+
+
+def _total_bytes(activations: SavedActivations, rows: Sequence[Row]) -> dict[str, str]:
+    size = sum(row.bytes or 0 for row in rows)
+    unknown = sum(row.unknown if isinstance(row, ActivationGroup) else row.bytes is None for row in rows)
+    share = size / activations.total_bytes if activations.total_bytes else 0.0
+    return {"bytes": _known(size, unknown), "share": units.percent(share)}

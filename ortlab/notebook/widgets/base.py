@@ -1,0 +1,169 @@
+"""What all parts of the panel share: the error box, the end of a widget tree, and text that stays text."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from html import escape
+from typing import TYPE_CHECKING
+
+import ipywidgets as widgets
+from ipywidgets.widgets.widget_string import HTMLStyle
+
+from ortlab.errors import OrtlabError
+from ortlab.notebook.widgets import lean
+from ortlab.notebook.widgets.part import Script
+
+if TYPE_CHECKING:
+    from ipywidgets.widgets.widget_style import Style
+
+_CODE = re.compile(r"`([^`]+)`")
+
+
+class Looks:
+    """One layout, one style of each kind and one copy of each script, for all parts of a panel.
+
+    Each further one is a message to the browser, and hundreds of bytes in a notebook that is saved with its widgets.
+    """
+
+    @cached_property
+    def layout(self) -> widgets.Layout:
+        """The layout without any setting. Nobody sets anything in it."""
+        return lean.Layout()
+
+    def script(self, name: str, css: str = "") -> Script:
+        """Return a file of `static/` that parts of the panel run."""
+        if name not in self._scripts:
+            self._scripts[name] = Script(name, css)
+        return self._scripts[name]
+
+    @property
+    def shared(self) -> list[widgets.Widget]:
+        """What parts share."""
+        return [self.layout, *self._styles.values(), *self._scripts.values()]
+
+    def close(self) -> None:
+        """Close what is shared, once the parts are."""
+        for one in self.shared:
+            one.close()
+
+    @cached_property
+    def _scripts(self) -> dict[str, Script]:
+        return {}
+
+    def style(self, kind: type[Style]) -> Style:
+        """Return the style of a kind of control."""
+        if kind not in self._styles:
+            self._styles[kind] = lean.without_defaults(kind)()
+        return self._styles[kind]
+
+    @cached_property
+    def _styles(self) -> dict[type[Style], Style]:
+        return {}
+
+    def html(self, value: str = "") -> lean.Html:
+        """Make a part that shows HTML."""
+        return lean.Html(value, layout=self.layout, style=self.style(HTMLStyle))
+
+    def button(self, label: str, tooltip: str) -> lean.Button:
+        """Make a button."""
+        style = self.style(widgets.ButtonStyle)
+        return lean.Button(description=label, tooltip=tooltip, layout=self.layout, style=style)
+
+    def row(self, *parts: widgets.Widget) -> lean.Box:
+        """Put parts beside each other; they wrap in a narrow cell."""
+        box = lean.Box(parts, layout=self.layout)
+        box.add_class("ortlab-row")
+        return box
+
+
+class ErrorBox(lean.Row):
+    """A message under the panel that stays until it is dismissed or the next attempt succeeds."""
+
+    def __init__(self, looks: Looks) -> None:
+        self._message = looks.html()
+        self._dismiss = looks.button("Dismiss", "Remove this message")
+        self._dismiss.on_click(lambda _: self.clear())
+        super().__init__([self._message, self._dismiss], layout=lean.hidden())
+        self.add_class("ortlab-error")
+        self.clear()
+
+    @property
+    def text(self) -> str:
+        """The message as HTML; empty if there is none."""
+        return str(self._message.value)
+
+    @property
+    def reason(self) -> str:
+        """What went wrong, in one sentence of plain text; empty if nothing did."""
+        return self._reason
+
+    def clear(self) -> None:
+        """Remove the message."""
+        self._reason = ""
+        self._message.value = ""
+        lean.show(self, on=False)
+
+    def show(self, error: BaseException) -> None:
+        """Show an error: what, why and next of ours; type, message and folded traceback of any other."""
+        self._reason = error.what if isinstance(error, OrtlabError) else type(error).__name__
+        self._message.value = f'<div class="ortlab" role="alert">{_lines(error)}</div>'
+        lean.show(self)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Show what goes wrong inside, and clear the box if nothing does.
+
+        A widget's callback has nobody above it who would show an exception, so every error ends here. Interrupts
+        too: the kernel's message loop would only log them.
+        """
+        try:
+            yield
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - shown, whatever it is
+            self.show(error)
+        else:
+            self.clear()
+
+
+def close_tree(widget: widgets.Widget, looks: Looks | None = None) -> None:
+    """Close a widget with its children, layouts, styles and scripts, which ipywidgets leaves open.
+
+    What `looks` holds stays, since other parts that live on share it.
+    """
+    for child in getattr(widget, "children", ()):
+        close_tree(child, looks)
+    for name in ("layout", "style", "script"):
+        part = getattr(widget, name, None)
+        if isinstance(part, widgets.Widget) and (looks is None or part not in looks.shared):
+            part.close()
+    # The class's own close, because a subclass may call this function from its.
+    widgets.Widget.close(widget)
+
+
+def prose(text: str) -> str:
+    """Escape a text for HTML and set what stands between backticks as code."""
+    return _CODE.sub(r"<code>\1</code>", escape(text))
+
+
+def _lines(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "<p><strong>Interrupted.</strong></p><p>The lab is as it was before the call.</p>"
+    if isinstance(error, OrtlabError):
+        parts = [f'<p class="ortlab-bad">{prose(error.what)}</p>']
+        if error.why:
+            parts.append(f"<p><strong>Why:</strong> {_broken(error.why)}</p>")
+        if error.fix:
+            parts.append(f"<p><strong>Next:</strong> {_broken(error.fix)}</p>")
+        return "".join(parts)
+    folded = escape("".join(traceback.format_exception(error)))
+    return (
+        f'<p class="ortlab-bad">{escape(type(error).__name__)}: {_broken(str(error))}</p>'
+        f"<details><summary>Traceback</summary><pre>{folded}</pre></details>"
+    )
+
+
+def _broken(text: str) -> str:
+    return prose(text).replace("\n", "<br>")

@@ -1,0 +1,249 @@
+"""The open views of graphs: one for each lab and stage that was asked for, and what a table highlights in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
+
+from ortlab.errors import BuildError, OptionError, OrtlabError
+from ortlab.graphs.diff import GraphDiff
+from ortlab.graphs.stages import STAGES, Graph
+from ortlab.graphs.triton_kernels import TritonKernel
+from ortlab.lab.following import observe, recompute_places
+from ortlab.memory.recompute import COPY
+from ortlab.memory.recompute_places import EVERYWHERE
+from ortlab.notebook.widgets.graph_source import HOPS, GraphSource
+from ortlab.notebook.widgets.graph_view import HEIGHT, GraphView
+from ortlab.render.triton_page import code_title
+
+if TYPE_CHECKING:
+    from ortlab.lab.graph_lab import Mode
+    from ortlab.lab.lab import Lab
+    from ortlab.memory.recompute_places import RecomputePlace, RecomputePlaces
+
+_of_labs: WeakKeyDictionary[Lab, dict[tuple[str, str | None, str | None], ref[GraphView]]] = (
+    WeakKeyDictionary()
+)
+_known_places: WeakKeyDictionary[Lab, RecomputePlaces] = WeakKeyDictionary()
+_of_graphs: WeakValueDictionary[tuple[str, ...], GraphView] = WeakValueDictionary()
+
+_BUILDS: Final = {"export", "graph", "session"}
+
+
+def show_graph(
+    source: Lab | Graph | GraphDiff | TritonKernel,
+    stage: str = "",
+    part: str | None = None,
+    *,
+    mode: Mode | None = None,
+    around: str = "",
+    hops: int = HOPS,
+    group: str = "auto",
+    height: int = HEIGHT,
+) -> GraphView:
+    """Show a graph in the cell, drawn by netron: click a node, and Python knows; select in Python, and the cell shows.
+
+    Everything that is drawn comes through the kernel's own connection: no port, no server, no network. A saved
+    notebook keeps the summary and a still picture; `ortlab.embed_graph` makes a view that lives on in it.
+
+    Parameters
+    ----------
+    source
+        A lab; or one graph, of `lab.graph(...)` or `ortlab.open_graph(...)`; or a difference, of `lab.graph_diff(...)`,
+        whose two graphs are shown with what was added, removed, moved, changed and fused marked in them; or a sub-graph
+        that Triton runs, of `lab.triton_kernels()`, with the code that was generated for it beside it.
+    stage
+        As for `lab.graph`, "execution" if it is left out; the view lets choose among them. Of a difference "before" or
+        "after", which is shown first: by default what came after, if it has marks. Of a sub-graph that Triton runs
+        "original" or "processed". Of no meaning for one graph.
+    part, mode
+        As for `lab.graph`.
+    around
+        Name of a node: only its neighbourhood is drawn.
+    hops
+        How many edges the neighbourhood reaches, in both directions.
+    group
+        "auto" groups by module where the whole would be too large to be placed, "module" always, "none" never.
+    height
+        Of the frame, in pixels.
+
+    Returns
+    -------
+    GraphView
+        Running a cell again returns the same view of the same lab, refreshed.
+
+    Raises
+    ------
+    OptionError
+        If there is no such stage, part or node.
+    BuildError
+        If nothing has been built yet for the present options, a difference has no graphs since it was read from a
+        file, or a file of a sub-graph is gone.
+
+    Examples
+    --------
+    >>> view = ortlab.show_graph(lab, "execution")
+    >>> view.select(["/encoder/layer.0/attention/MatMul"])
+    >>> view.selected
+    ['/encoder/layer.0/attention/MatMul']
+    >>> ortlab.show_graph(lab.graph_diff(memory_level=1))
+    >>> ortlab.show_graph(lab.triton_kernels().kernel(1))
+    """
+    if isinstance(source, Graph):
+        return _of_graph(source, around=around, hops=hops, group=group, height=height)
+    if isinstance(source, GraphDiff):
+        return _of_diff(source, stage, around=around, hops=hops, group=group, height=height)
+    if isinstance(source, TritonKernel):
+        return _of_kernel(source, stage, around=around, hops=hops, group=group, height=height)
+    stage = stage or "execution"
+    lab_ref = ref(source)
+
+    def read(wanted: str) -> Graph:
+        living = lab_ref()
+        if living is None:
+            raise BuildError("The lab of this view is gone.", fix="Wrap the model again.")
+        return living.graph(wanted, part, mode=mode)
+
+    key = stage, part, mode
+    views = _of_labs.setdefault(source, {})
+    known = views[key]() if key in views else None
+    if known is not None and not known.closed:
+        known.show(stage, around=around, hops=hops, group=group)
+        return known
+    view = GraphView(GraphSource(STAGES, read), stage, around=around, hops=hops, group=group, height=height)
+    view.ends_with(observe(source, _follower(lab_ref, ref(view))))
+    views[key] = ref(view)
+    return view
+
+
+def highlight(lab: Lab, nodes: Iterable[str]) -> None:
+    """Mark nodes, and the copies that recompute them, in the open views of a lab; the marks on others go.
+
+    Views that do not have a node leave it out: a stage before has other nodes than the execution graph.
+
+    Parameters
+    ----------
+    lab
+        The lab.
+    nodes
+        Their names; none to take all marks off.
+    """
+    wanted = list(nodes)
+    for view in open_views(lab):
+        present = set(view.names)
+        shown = [one for name in wanted for one in (name, name + COPY) if one in present]
+        view.highlight(shown)
+        view.select(shown)
+
+
+def highlight_plans(lab: Lab, plans: Iterable[str]) -> None:
+    """Mark the nodes that recompute plans would run again, in the open views of a lab.
+
+    Where there is no view nothing is asked of ORT; where nothing is built there is nothing to mark.
+
+    Parameters
+    ----------
+    lab
+        The lab.
+    plans
+        Entries of `Options.memory_plan`.
+    """
+    if not open_views(lab):
+        return
+    places = _places(lab)
+    if places is None:  # the view itself says that there is no such graph any more
+        highlight(lab, ())
+        return
+    chosen = [part for config in plans for part in config.split(",")]
+    highlight(
+        lab, dict.fromkeys(name for plan in chosen for place in _acting(places, plan) for name in place.nodes)
+    )
+
+
+def _places(lab: Lab) -> RecomputePlaces | None:
+    """Return where plans act; while a rebuild is due that is not known, and the views still show the build before."""
+    if not lab.status.pending_stage:  # a tick shall not wait for a graph to be built
+        with suppress(OrtlabError):
+            _known_places[lab] = recompute_places(lab)
+    return _known_places.get(lab)
+
+
+def _acting(places: RecomputePlaces, plan: str) -> Sequence[RecomputePlace]:
+    count = int(plan.split(":")[2])
+    found = places.of(plan)
+    return found if count == EVERYWHERE else found[:count]
+
+
+def open_views(lab: Lab) -> list[GraphView]:
+    """Return the views of a lab that are open, the oldest first."""
+    found = [view() for view in _of_labs.get(lab, {}).values()]
+    return [view for view in found if view is not None and not view.closed]
+
+
+def _of_graph(graph: Graph, *, around: str, hops: int, group: str, height: int) -> GraphView:
+    key = graph.stage, graph.digest
+    known = _of_graphs.get(key)
+    if known is not None and not known.closed:
+        known.show(graph.stage, around=around, hops=hops, group=group)
+        return known
+    alone = GraphSource({graph.stage: STAGES.get(graph.stage, "")}, lambda _: graph)
+    view = GraphView(alone, graph.stage, around=around, hops=hops, group=group, height=height)
+    _of_graphs[key] = view
+    return view
+
+
+def _of_diff(diff: GraphDiff, side: str, *, around: str, hops: int, group: str, height: int) -> GraphView:
+    if not diff.graphs:
+        raise BuildError(
+            "This difference has no graphs to show.",
+            why="It was read from a file, which holds the differences only.",
+            fix="Compare again: lab.graph_diff(...).",
+        )
+    titles = {"before": diff.before.name, "after": diff.after.name}
+    before, after = diff.colours()
+    side = side or ("before" if before and not after else "after")
+    if side not in titles:
+        raise OptionError(f"A difference has no side {side!r}.", fix='Choose "before" or "after".')
+    key = "difference", *(part for one in (diff.before, diff.after) for part in (one.name, one.digest))
+    known = _of_graphs.get(key)
+    if known is not None and not known.closed:
+        known.show(side, around=around, hops=hops, group=group)
+        return known
+    graphs = dict(zip(titles, diff.graphs, strict=True))
+    colours = {"before": before, "after": after}
+    source = GraphSource(titles, graphs.__getitem__, colours.__getitem__)
+    view = GraphView(source, side, around=around, hops=hops, group=group, height=height)
+    _of_graphs[key] = view
+    return view
+
+
+def _of_kernel(
+    kernel: TritonKernel, form: str, *, around: str, hops: int, group: str, height: int
+) -> GraphView:
+    form = form or next(iter(kernel.forms), "original")
+    kernel.graph(form)  # says what is wrong before anything is shown
+    key = (
+        "triton",
+        form,
+        *(f"{one}{one.stat().st_mtime_ns}" for one in (*kernel.graphs.values(), *kernel.sources)),
+    )
+    known = _of_graphs.get(key)
+    if known is not None and not known.closed:
+        known.show(form, around=around, hops=hops, group=group)
+        return known
+    source = GraphSource(kernel.forms, kernel.graph, code=kernel.source, about_code=code_title(kernel))
+    view = GraphView(source, form, around=around, hops=hops, group=group, height=height)
+    _of_graphs[key] = view
+    return view
+
+
+def _follower(lab: ref[Lab], view: ref[GraphView]) -> Callable[[str], None]:
+    def follow(event: str) -> None:
+        kind = event.partition(":")[0]
+        living, shown = lab(), view()
+        if kind in {"options", "runs"} and living is not None and shown is not None and not shown.closed:
+            shown.follow(rebuild_is_due=living.engine == "ort" and living.rebuild().stage in _BUILDS)
+
+    return follow

@@ -1,0 +1,361 @@
+"""The panel: a lab's status, buttons, runs and switches in one column."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, Final
+
+from ortlab.lab.following import observe, shown_ranks
+from ortlab.notebook.widgets import lean
+from ortlab.notebook.widgets.actions import Actions
+from ortlab.notebook.widgets.activations_explorer import ActivationsExplorer
+from ortlab.notebook.widgets.attendant import Attendant
+from ortlab.notebook.widgets.base import Looks, close_tree
+from ortlab.notebook.widgets.graph_display import highlight, highlight_plans
+from ortlab.notebook.widgets.graph_part import GraphPart
+from ortlab.notebook.widgets.header import Header
+from ortlab.notebook.widgets.lab_display import note_shown
+from ortlab.notebook.widgets.memory_part import MemoryPart
+from ortlab.notebook.widgets.message_list import MessageList
+from ortlab.notebook.widgets.plan_table import PlanTable
+from ortlab.notebook.widgets.ranks_part import RanksPart
+from ortlab.notebook.widgets.runs_part import RunsPart
+from ortlab.notebook.widgets.saved_form import SavedForm
+from ortlab.notebook.widgets.style import PANEL
+from ortlab.notebook.widgets.switches import SwitchList
+from ortlab.options.options import Options
+from ortlab.render import html, text
+from ortlab.render.lab_pages import lab_page
+from ortlab.render.rebuild_words import switch_words
+from ortlab.render.run_pages import ENGINE_NAMES, engine_words
+
+if TYPE_CHECKING:
+    from ortlab.lab.lab import Lab
+    from ortlab.options.switches import Value
+    from ortlab.render.page import Page
+
+_RUN_A_STEP: Final = "Run a step first: %%ort_step -n 20, or lab.step(fn, n=20)."
+
+_panels: weakref.WeakKeyDictionary[Lab, weakref.ref[Panel]] = weakref.WeakKeyDictionary()
+
+
+class Panel(lean.Column):
+    """A lab in one column; the widget computes nothing, and every button is a method of the lab.
+
+    Parameters
+    ----------
+    lab
+        The lab. Several panels of one lab stay in step.
+
+    Attributes
+    ----------
+    lab
+        The lab.
+    header
+        Badge, state, and what the next call redoes.
+    engine
+        Who executes the model: `lab.set(engine=...)`.
+    actions
+        The buttons, the progress bar, and what went wrong last.
+    rerun, compare, plan, activations, measure
+        The buttons: `lab.rerun()`, `lab.compare()`, `lab.plan()`, `lab.activations()`, `lab.memory()`.
+    runs
+        Table, chart and comparison of the runs.
+    switches
+        One control per switch: `lab.set(...)`.
+    graph
+        The graph that runs, once its fold is opened: `ortlab.show_graph(lab)`.
+    messages
+        What was said while the model was built and run: `lab.messages`.
+    closed
+        Whether `close` has been called.
+    """
+
+    def __init__(self, lab: Lab) -> None:
+        self.lab = lab
+        self.closed = False
+        self._showing = False
+        self._built_for = ""
+        self._looks = looks = Looks()
+        self.header = Header(lab, looks)
+        self.engine = lean.ToggleButtons(
+            options=_engines(lab.engine), value=lab.engine, description="Engine", layout=looks.layout
+        )
+        self.actions = Actions(looks)
+        self.errors = self.actions.errors
+        self.runs = RunsPart(lab, looks)
+        self._add_buttons()
+        self._memory = MemoryPart(lab, looks)
+        self._measured = looks.html()
+        self._plans: PlanTable | None = None
+        self._explorer: ActivationsExplorer | None = None
+        self._ranks: RanksPart | None = None
+        self._asked_for = lean.Column(layout=looks.layout)
+        self.switches = SwitchList(lab.have, self._switch_chosen, self._cost_of, lab.from_environment, looks)
+        self.graph = GraphPart(lab, self.errors, looks)
+        self.messages = MessageList(lambda: self.lab.messages, looks)
+        super().__init__(
+            [
+                Attendant(lab.name, looks),
+                self.header,
+                self.engine,
+                self.actions,
+                self.runs,
+                self._memory,
+                self._measured,
+                self._asked_for,
+                self.switches,
+                self.graph,
+                self.messages,
+            ],
+            layout=looks.layout,
+        )
+        self.add_class(PANEL)
+        self._saved = SavedForm(self, self.page)
+        self.engine.observe(self._engine_chosen, "value")
+        self.switches.reset.on_click(lambda _: self._reset())
+        self._unsubscribe = observe(lab, self._on_event)
+        self._show_options()
+        self._show_status()
+        self._show_runs()
+
+    @property
+    def plans(self) -> PlanTable:
+        """Table of the recompute plans, empty until `plan` is pressed; made when it is first asked for."""
+        if self._plans is None:
+            self._plans = PlanTable(self._plans_chosen, self._looks)
+            self._plans.show(self.lab.options)
+            self._asked_for.children = (self._plans, *self._asked_for.children)
+        return self._plans
+
+    @property
+    def explorer(self) -> ActivationsExplorer:
+        """What is kept for the backward pass, empty until `activations` is pressed; made when it is first asked for."""
+        if self._explorer is None:
+            self._explorer = ActivationsExplorer(self._looks)
+            self._explorer.pointed = lambda nodes: highlight(self.lab, nodes)
+            self._asked_for.children = (*self._asked_for.children, self._explorer)
+        return self._explorer
+
+    @property
+    def ranks(self) -> RanksPart:
+        """What other ranks have measured, empty until the lab is told; made when it is first asked for."""
+        if self._ranks is None:
+            self._ranks = RanksPart(self._looks)
+            self._asked_for.children = (self._ranks, *self._asked_for.children)
+        return self._ranks
+
+    def _add_buttons(self) -> None:
+        add = self.actions.add
+        self.rerun = add(
+            "Rerun",
+            "Go back to the start of the last step call and do it again, as switched now",
+            self._rerun,
+            self._no_step,
+        )
+        self.rerun.button_style = "primary"
+        self.compare = add(
+            "Compare",
+            "Hold the ticked runs, or all, against the first: time, memory, loss",
+            self.runs.compare,
+            lambda: "" if self.runs.can_compare else "There have to be two runs: press Rerun, or run a step.",
+        )
+        self.plan = add(
+            "Memory plan",
+            "List what could be recomputed instead of kept for the backward pass",
+            lambda: self.plans.show_plan(self.lab.plan()),
+            self._no_graph,
+        )
+        self.activations = add(
+            "Saved activations",
+            "List what the forward keeps for the backward pass",
+            self._show_activations,
+            self._no_graph,
+        )
+        self.measure = add(
+            "Measure memory",
+            "Run the last step again and measure what each phase needs; a minute or less",
+            self._show_measurement,
+            self._no_step,
+        )
+
+    def _no_step(self) -> str:
+        return "" if self.lab.status.can_repeat else _RUN_A_STEP
+
+    def _no_graph(self) -> str:
+        return "" if self.lab.status.executed_by else self._no_step()
+
+    # ---- from the lab -----------------------------------------------------------------------------------------
+
+    def _on_event(self, event: str) -> None:
+        """Follow the lab; an error in here must not reach the step that the lab is running."""
+        kind, _, rest = event.partition(":")
+        try:
+            if kind == "progress":
+                self._show_progress(*rest.rpartition(":")[::2])
+                return
+            if kind != "status":  # something has succeeded since
+                self.errors.clear()
+            {"options": self._show_options, "status": self._show_status, "runs": self._show_runs}[kind]()
+            if (
+                kind == "options"
+            ):  # what `lab.set(...)` returns at the end of a cell is no reason for another panel
+                note_shown(self.lab)
+            if kind != "status":
+                self._saved.renew()
+        except Exception as error:  # noqa: BLE001 - shown under the buttons
+            self.errors.show(error)
+
+    def _show_options(self) -> None:
+        self.header.show_status()  # first, since it is what a click is answered with
+        self._showing = True
+        try:
+            if tuple(self.engine.options) != (options := tuple(_engines(self.lab.engine))):
+                self.engine.options = options
+            self.engine.value = self.lab.engine
+        finally:
+            self._showing = False
+        self._show_costs()
+        if self._plans is not None:
+            self._plans.show(self.lab.options)
+
+    def _show_costs(self) -> None:
+        """Show what a change of each switch takes now; that changes with what is built and what was measured."""
+        self._built_for = self.lab.rebuild().stage
+        self.header.show_pending()
+        self.switches.show(self.lab.options)
+
+    def _cost_of(self, name: str) -> str:
+        return switch_words(self.lab.rebuild(name), self.lab.rebuild())
+
+    def _show_status(self) -> None:
+        self.header.show_status()
+        self.actions.show()
+        if self._built_for != self.lab.rebuild().stage:
+            self._show_costs()
+            self.messages.show()
+
+    def _show_runs(self) -> None:
+        self.runs.show()
+        ranks = shown_ranks(self.lab)
+        if ranks is not None and (self._ranks is None or self._ranks.ranks is not ranks):
+            self.ranks.show(ranks)
+        self._memory.show()
+        self.actions.show()
+        self._show_costs()
+        self.messages.show()
+
+    def _show_progress(self, words: str, fraction: str) -> None:
+        if self.actions.show_progress(words, float(fraction)) and words:
+            self._memory.follow()
+
+    # ---- to the lab -------------------------------------------------------------------------------------------
+
+    def _engine_chosen(self, change: Any) -> None:
+        if not self._showing:
+            self._set(engine=change["new"])
+
+    def _switch_chosen(self, name: str, value: Value) -> None:
+        """Set a switch; a level and plans of one's own exclude each other, so the later choice takes the other out."""
+        held = self.lab.options
+        changes: dict[str, Any] = {name: value}
+        said = ""
+        if name == "memory_level" and value and held.memory_plan:
+            changes["memory_plan"] = ()
+            plans = "plan is" if len(held.memory_plan) == 1 else "plans are"
+            said = f"The level chooses its own plans: your {len(held.memory_plan)} ticked {plans} off now."
+        elif name == "memory_plan" and value and held.memory_level:
+            changes["memory_level"] = 0
+            said = f"Your plans are on, so memory_level is 0; it was {held.memory_level}."
+        if self._set(**changes):
+            self.switches.say(name, said)
+        elif self.errors.reason:
+            self.switches.say(name, f"Not set. {self.errors.reason}")
+
+    def _reset(self) -> None:
+        defaults = Options()
+        self._set(**{name: getattr(defaults, name) for name in self.lab.options.changed(defaults)})
+
+    def _plans_chosen(self, plans: tuple[str, ...]) -> None:
+        highlight_plans(
+            self.lab, plans
+        )  # first, since the places of the plans are those of the present build
+        self._set(memory_plan=plans)
+
+    def _set(self, **changes: Any) -> bool:
+        """Set switches, and return whether that changed anything."""
+        before = (self.lab.engine, self.lab.options)
+        with self.errors.watching():
+            self.lab.set(**changes)
+        if (self.lab.engine, self.lab.options) != before:
+            return True
+        # Refused: the control still has what the user chose; the lab has what holds.
+        self._show_options()
+        return False
+
+    def _show_measurement(self) -> None:
+        self._measured.value = html.fragment(self.lab.memory())
+
+    def _rerun(self) -> None:
+        self.lab.rerun()
+        if self.lab.engine != "ort" or self.lab.status.state != "ready":
+            return
+        if self._plans is not None and self._plans.plan is not None:  # what ORT applies of them is known now
+            self._plans.show_plan(self.lab.plan())
+        if self._explorer is not None and self._explorer.activations is not None:
+            self._show_activations()
+
+    def _show_activations(self) -> None:
+        self.explorer.show(self.lab.activations(), lambda: self.lab.activations(plans=True))
+
+    # ---- other forms and the end ------------------------------------------------------------------------------
+
+    def page(self) -> Page:
+        """Say what the panel shows, for front ends without widgets."""
+        return lab_page(self.lab)
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
+        bundle: dict[str, Any] = super()._repr_mimebundle_(**kwargs) or {}
+        page = self.page()
+        return {**bundle, "text/plain": text.render(page), "text/html": html.render(page)}
+
+    def _ipython_display_(self) -> None:
+        view = super()._repr_mimebundle_() or {}
+        self._saved.display({name: form for name, form in view.items() if name.endswith("+json")})
+
+    def __repr__(self) -> str:
+        """Name the lab, without an address that would change from run to run."""
+        return f"Panel({self.lab!r})"
+
+    def close(self) -> None:
+        """End the panel: it follows the lab no more, and all its widgets go from kernel and browser."""
+        self.closed = True
+        self._unsubscribe()
+        self.graph.let_go()
+        close_tree(self)
+        self._looks.close()
+
+
+def panel(lab: Lab) -> Panel:
+    """Return the panel of a lab, and make it at the first call.
+
+    Running a cell again shows the same panel, and leaves no second one behind that follows the lab. `Panel(lab)`
+    makes another.
+
+    Parameters
+    ----------
+    lab
+        The lab.
+    """
+    shown = _panels.get(lab)
+    known = shown() if shown is not None else None
+    if known is None or known.closed:
+        known = Panel(lab)
+        _panels[lab] = weakref.ref(known)
+    return known
+
+
+def _engines(present: str) -> list[tuple[str, str]]:
+    """Return words and name of each engine that can be chosen; the present one with what it is told, too."""
+    known = [(words, name) for name, words in ENGINE_NAMES.items()]
+    return known if present in ENGINE_NAMES else [*known, (engine_words(present), present)]

@@ -1,0 +1,326 @@
+"""A table of records in the browser: sorted, filtered and paged here, drawn there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+
+import traitlets
+
+from ortlab.notebook.widgets.lean import Layout
+from ortlab.notebook.widgets.part import Part, Script, packed
+from ortlab.notebook.widgets.static_files import compact, compacted_style
+from ortlab.render import html
+
+if TYPE_CHECKING:
+    from ortlab.notebook.widgets.base import Looks
+
+PAGE: Final = 50
+"""Rows on one page: ten thousand at once would stop the browser."""
+
+RULES: Final = compact("record_table.css")
+"""Its own rules of style, beside those of every page."""
+
+Record = TypeVar("Record")
+
+
+@dataclass(frozen=True)
+class Column(Generic[Record]):
+    """One column.
+
+    Attributes
+    ----------
+    name
+        The heading.
+    value
+        What the rows are sorted by; None goes last in both directions.
+    words
+        What a cell says.
+    numeric
+        Whether the cells are numbers, which are set flush right and sorted from the largest at first.
+    meaning
+        What the number is and where it comes from, one sentence.
+    """
+
+    name: str
+    value: Callable[[Record], float | str | None]
+    words: Callable[[Record], str]
+    numeric: bool = False
+    meaning: str = ""
+
+
+@dataclass(frozen=True)
+class Look:
+    """How one row stands.
+
+    Attributes
+    ----------
+    name
+        What a screen reader calls the row's tick box and button.
+    ticked
+        Whether its box is ticked; None for a row without a box.
+    locked
+        Why the box cannot be ticked; empty if it can.
+    count
+        How many of how many are chosen, where a part can be; the number box stands in the column of that name.
+    chosen
+        Whether it is the row whose details are shown; None for a row that cannot be chosen.
+    mark
+        A word that stands before the name and sets the row off.
+    code
+        A second line under the name, as users type it.
+    """
+
+    name: str
+    ticked: bool | None = None
+    locked: str = ""
+    count: tuple[int, int] | None = None
+    chosen: bool | None = None
+    mark: str = ""
+    code: str = ""
+
+
+@dataclass(frozen=True)
+class Slider:
+    """A number that the table is evaluated for: its key, its label, the value and the ends."""
+
+    key: str
+    label: str
+    value: int
+    low: int
+    high: int
+
+
+@dataclass(frozen=True)
+class Picker:
+    """A choice above the table: its label, the keys and words to choose from, and the key that is chosen."""
+
+    label: str
+    options: tuple[tuple[str, str], ...]
+    value: str
+
+
+@dataclass
+class Intents:
+    """What is called when the user wants something; the table itself changes nothing but its order.
+
+    Attributes
+    ----------
+    tick
+        With the key of a row and whether its box shall be ticked.
+    count
+        With the key of a row and how many of it are wanted.
+    choose
+        With the key of a row whose details are wanted.
+    slide
+        With the key of a slider and its value.
+    pick
+        With the key that was picked.
+    """
+
+    tick: Callable[[str, bool], None] | None = None
+    count: Callable[[str, int], None] | None = None
+    choose: Callable[[str], None] | None = None
+    slide: Callable[[str, int], None] | None = None
+    pick: Callable[[str], None] | None = None
+
+
+@dataclass
+class Content(Generic[Record]):
+    """What the table shows.
+
+    Attributes
+    ----------
+    records
+        One row each, in the order that the table has at first.
+    columns
+        The columns; the first names the row.
+    key
+        Tells the rows apart.
+    look
+        How a row stands now.
+    noun
+        What the rows are: ("plan", "plans").
+    search
+        Text that the filter looks into, beside the name of the row.
+    totals
+        Makes the cells of the last line, by name of the column, from the rows that pass the filter; no line if empty.
+    sliders, picker
+        Controls above the table.
+    count_column
+        Name of the column in which counts are chosen.
+    """
+
+    records: Sequence[Record]
+    columns: Sequence[Column[Record]]
+    key: Callable[[Record], str]
+    look: Callable[[Record], Look]
+    noun: tuple[str, str]
+    search: Callable[[Record], str] = lambda _: ""
+    totals: Callable[[Sequence[Record]], Mapping[str, str]] = lambda _: {}
+    sliders: Sequence[Slider] = ()
+    picker: Picker | None = None
+    count_column: str = ""
+
+
+class RecordTable(Part, Generic[Record]):
+    """Rows of a record, a page at a time. All texts are made here; the browser draws them and sends intents back.
+
+    Parameters
+    ----------
+    caption
+        What the rows are, for screen readers.
+    intents
+        What is called when the user wants something.
+    looks
+        Layout and styles that the parts of a panel share; the panel's style sheet holds the table's. None for a table
+        that stands alone.
+
+    Attributes
+    ----------
+    table
+        What the browser draws now: plain JSON types.
+    """
+
+    table = traitlets.Dict().tag(sync=True, to_json=packed)
+
+    def __init__(self, caption: str, intents: Intents, looks: Looks | None = None) -> None:
+        self._caption = caption
+        self._intents = intents
+        self._content: Content[Record] | None = None
+        self._sorted_by = ""
+        self._descending = False
+        self._filter = ""
+        self._first = 0
+        self._drawn = 0
+        if looks is None:
+            super().__init__(Script("record_table.js", compacted_style(html.STYLE + RULES)))
+        else:
+            super().__init__(looks.script("record_table.js"), layout=Layout())
+        self.on_msg(self._told)
+
+    def show(self, content: Content[Record]) -> None:
+        """Show other content; order, filter and page stay, as far as they still make sense."""
+        self._content = content
+        if self._sorted_by not in [column.name for column in content.columns]:
+            self._sorted_by = ""
+        self.draw()
+
+    # ---- what the user wants ----------------------------------------------------------------------------------
+
+    def sort(self, name: str) -> None:
+        """Sort by a column, the other way round if it is sorted by that already."""
+        column = self._column(name)
+        if column is None:
+            return
+        self._descending = not self._descending if self._sorted_by == name else column.numeric
+        self._sorted_by = name
+        self._first = 0
+        self.draw()
+
+    def filter(self, words: str) -> None:
+        """Show the rows that have all these words, in any case."""
+        self._filter = words
+        self._first = 0
+        self.draw()
+
+    def turn(self, by: int) -> None:
+        """Turn pages forward, or back."""
+        self._first = max(0, self._first + by * PAGE)
+        self.draw()
+
+    def _told(self, _widget: object, message: Any, _buffers: object) -> None:
+        """Do what the browser asks for, and draw again: a refused tick has to be taken back there, too."""
+        acts: dict[str, Callable[..., None] | None] = {
+            "sort": self.sort,
+            "filter": self.filter,
+            "turn": self.turn,
+            "tick": self._intents.tick,
+            "count": self._intents.count,
+            "choose": self._intents.choose,
+            "slide": self._intents.slide,
+            "pick": self._intents.pick,
+        }
+        act = acts[message["do"]]
+        try:
+            if act is not None:
+                act(*message["with"])
+        finally:
+            self.draw()
+
+    # ---- what is drawn ----------------------------------------------------------------------------------------
+
+    def found(self) -> list[Record]:
+        """Rows that pass the filter, in the order of the table."""
+        if self._content is None:
+            return []
+        words = self._filter.casefold().split()
+        kept = [one for one in self._content.records if self._has(one, words)]
+        column = self._column(self._sorted_by)
+        if column is None:
+            return kept
+        value = column.value
+        known = [one for one in kept if value(one) is not None]
+        known.sort(key=lambda one: _order(value(one)), reverse=self._descending)
+        return known + [one for one in kept if value(one) is None]
+
+    def draw(self) -> None:
+        """Send the page to the browser, also if nothing has changed."""
+        content = self._content
+        if content is None:
+            return
+        found = self.found()
+        self._first = min(self._first, max(0, (len(found) - 1) // PAGE * PAGE))
+        page = found[self._first : self._first + PAGE]
+        self._drawn += 1
+        totals = content.totals(found)
+        self.table = {
+            "drawn": self._drawn,
+            "caption": self._caption,
+            "columns": [
+                {"name": one.name, "meaning": one.meaning, "numeric": one.numeric} for one in content.columns
+            ],
+            "rows": [self._row(content, one) for one in page],
+            "totals": [totals.get(one.name, "") for one in content.columns] if totals else [],
+            "sorted": {"name": self._sorted_by, "descending": self._descending},
+            "filter": self._filter,
+            "noun": content.noun[1],
+            "found": self._counted(content, len(found)),
+            "pages": {"earlier": self._first > 0, "later": self._first + PAGE < len(found)},
+            "sliders": [asdict(one) for one in content.sliders],
+            "picker": None if content.picker is None else asdict(content.picker),
+            "count_column": content.count_column,
+        }
+
+    def _row(self, content: Content[Record], record: Record) -> dict[str, Any]:
+        cells = [column.words(record) for column in content.columns]
+        return {"key": content.key(record), "cells": cells, **asdict(content.look(record))}
+
+    def _counted(self, content: Content[Record], found: int) -> str:
+        one, many = content.noun
+        every = len(content.records)
+        noun = one if every == 1 else many
+        if found > PAGE:
+            last = min(self._first + PAGE, found)
+            shown = f"{self._first + 1:,} to {last:,} of {found:,} {many}"
+            return shown if found == every else f"{shown} that fit; {every:,} in all"
+        return f"{every:,} {noun}" if found == every else f"{found:,} of {every:,} {noun}"
+
+    def _has(self, record: Record, words: Sequence[str]) -> bool:
+        if not words or self._content is None:
+            return True
+        text = f"{self._content.columns[0].words(record)} {self._content.search(record)}".casefold()
+        return all(word in text for word in words)
+
+    def _column(self, name: str) -> Column[Record] | None:
+        columns = self._content.columns if self._content is not None else ()
+        return next((column for column in columns if column.name == name), None)
+
+    def __repr__(self) -> str:
+        """Say what it is, without an address that would change from run to run."""
+        return f"RecordTable({self._caption!r})"
+
+
+def _order(value: float | str | None) -> Any:
+    return value.casefold() if isinstance(value, str) else value

@@ -1,0 +1,140 @@
+"""The panel's part about runs: a table to tick and open, a chart, and the comparison."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from ortlab.notebook.widgets import lean
+from ortlab.notebook.widgets.fold import Fold
+from ortlab.notebook.widgets.picture import Picture
+from ortlab.notebook.widgets.record_table import Intents, RecordTable
+from ortlab.notebook.widgets.run_rows import run_rows
+from ortlab.render import html, plots
+from ortlab.render.page import Mark, Note, Page
+from ortlab.render.pages import compose
+from ortlab.render.run_pages import ledger_page, run_page
+
+if TYPE_CHECKING:
+    from ortlab.lab.lab import Lab
+    from ortlab.notebook.widgets.base import Looks
+    from ortlab.records.runs import Run
+
+NOTES_SHOWN: Final = 50
+"""Runs whose cautions stand under the table: the latest."""
+
+
+COMPARED: Final = 12
+"""Runs that are compared unless some are ticked: an interval takes some hundredths of a second."""
+
+
+class RunsPart(lean.Column):
+    """What was measured; empty words until there is a run.
+
+    Parameters
+    ----------
+    lab
+        The lab whose runs are shown.
+    looks
+        Layout and styles that the parts of the panel share.
+
+    Attributes
+    ----------
+    table
+        The runs, newest first. A tick takes a run into comparison and chart; its name opens it.
+    chart
+        Loss, step time and step memory of the ticked runs, or of the latest; drawn while it is open.
+    picture
+        The figure in the chart.
+    ticked
+        Numbers of the ticked runs, in the order of the ticks: the first is what the others are compared with.
+    """
+
+    def __init__(self, lab: Lab, looks: Looks) -> None:
+        self._lab = lab
+        self.ticked: list[int] = []
+        self._opened: int | None = None
+        self._notes = looks.html()
+        self._details = looks.html()
+        self._comparison = looks.html()
+        self._stale = looks.html()
+        self._compared = 0
+        self.table: RecordTable[Run] = RecordTable(
+            "Runs", Intents(tick=self.tick, choose=self.open_run), looks
+        )
+        self.picture = Picture("runs", looks)
+        self.chart = Fold("Chart", self.picture, self._draw_chart, looks, layout=lean.hidden())
+        parts = [
+            looks.html("<h5>Runs</h5>"),
+            self.table,
+            self._notes,
+            self._details,
+            self._stale,
+            self._comparison,
+            self.chart,
+        ]
+        super().__init__(parts, layout=looks.layout)
+        self.add_class("ortlab-runs")
+        self.show()
+
+    def show(self) -> None:
+        """Show the runs as they are now."""
+        runs = self._lab.runs
+        for part in (self.table, self.chart):
+            lean.show(part, on=bool(len(runs)))
+        self.table.show(run_rows(runs, self.ticked, self._opened))
+        notes = [block for block in ledger_page(runs, NOTES_SHOWN).blocks if isinstance(block, Note)]
+        self._notes.value = html.fragment(Page("", tuple(notes)))
+        self._say_stale()
+        if self.chart.is_open:
+            self._draw_chart()
+
+    @property
+    def can_compare(self) -> bool:
+        """Whether there are two runs that stand by themselves."""
+        return sum(not run.sweep for run in self._lab.runs) > 1
+
+    def _say_stale(self) -> None:
+        since = [run.number for run in self._lab.runs if run.number > self._compared and not run.sweep]
+        if not self._compared or not since:
+            self._stale.value = ""
+            return
+        which = f"run {since[0]} was" if len(since) == 1 else f"runs {since[0]} to {since[-1]} were"
+        words = f"This comparison is older than the runs: {which} added since. Press Compare again."
+        self._stale.value = html.fragment(Page("", (Note(words, Mark.WARN),)))
+
+    def tick(self, number: str, on: bool) -> None:  # noqa: FBT001 - what a box says
+        """Take a run into the comparison and the chart, or out of them."""
+        self.ticked = [one for one in self.ticked if one != int(number)] + ([int(number)] if on else [])
+        self.show()
+
+    def open_run(self, number: str) -> None:
+        """Show all that is known of a run; the same again takes that back."""
+        self._opened = None if self._opened == int(number) else int(number)
+        run = None if self._opened is None else self._lab.runs.run(self._opened)
+        self._details.value = "" if run is None else html.fragment(run_page(run))
+        self.show()
+
+    def compare(self) -> None:
+        """Hold the ticked runs against the first one ticked, or the latest against the first, and open the chart.
+
+        Raises
+        ------
+        LedgerError
+            If there are fewer than two.
+        """
+        numbers = self.ticked or [run.number for run in self._lab.runs if not run.sweep]
+        shown = numbers if self.ticked else [*numbers[:1], *numbers[1:][-COMPARED + 1 :]]
+        page = compose(self._lab.compare(*shown, baseline=shown[0] if shown else None))
+        if len(shown) < len(numbers):
+            hidden = f"The first run and the latest {len(shown) - 1}. Tick runs to compare others."
+            page = Page(page.title, (*page.blocks, Note(hidden)))
+        self._comparison.value = html.fragment(page)
+        self._compared = self._lab.runs.next_number - 1
+        self._say_stale()
+        self.chart.unfold()
+
+    def _draw_chart(self) -> None:
+        runs = [self._lab.runs.run(number) for number in self.ticked]
+        shown = runs or list(self._lab.runs)[-plots.RUNS_SHOWN :]
+        words = "Loss, step time and step memory of the ticked runs, or of the latest"
+        self.picture.show(plots.overview(shown), words)

@@ -1,0 +1,140 @@
+"""Every switch by name: what there is, what it needs, and the tables that are generated from it."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
+
+from ortlab.errors import OptionError
+from ortlab.options.declarations import Compute, Experimental, Export, Logging, Memory
+from ortlab.options.switches import REASONS, Group, Need, Switch, declared
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_GROUPS = {
+    Group.COMPUTE: Compute,
+    Group.MEMORY: Memory,
+    Group.EXPORT: Export,
+    Group.LOGGING: Logging,
+    Group.EXPERIMENTAL: Experimental,
+}
+
+
+@functools.cache
+def switches() -> tuple[Switch, ...]:
+    """Every switch, in the order of declaration."""
+    return tuple(one for group, record in _GROUPS.items() for one in declared(record, group))
+
+
+@functools.cache
+def _by_name() -> Mapping[str, Switch]:
+    return {one.name: one for one in switches()}
+
+
+def declaration(name: str) -> Switch:
+    """Find the switch of this name.
+
+    Raises
+    ------
+    OptionError
+        There is none; the message suggests the near name.
+    """
+    try:
+        return _by_name()[name]
+    except KeyError:
+        near = difflib.get_close_matches(name, _by_name(), n=1, cutoff=0.5)
+        raise OptionError(
+            f"There is no option {name!r}.",
+            fix=f"Did you mean {near[0]!r}?"
+            if near
+            else "`ortlab.options.options.table()` lists all options.",
+        ) from None
+
+
+def variable_names() -> frozenset[str]:
+    """Every environment variable that an option stands for and 1.19.2 reads."""
+    return frozenset(one.env for one in switches() if one.env)
+
+
+def unmet(name: str, have: Collection[Need]) -> str:
+    """Say why a switch cannot act here.
+
+    Parameters
+    ----------
+    name
+        Name of an option.
+    have
+        What is present: `ortlab.engine.installation.have()`.
+
+    Returns
+    -------
+    str
+        What is missing first and how to mend it, or what is broken in 1.19.2, in one sentence; "" if it can act.
+
+    Raises
+    ------
+    OptionError
+        There is no such option.
+    """
+    one = declaration(name)
+    if one.broken:
+        return f"{name} {one.broken}."
+    needs = one.needs + (declaration(one.part_of).needs if one.part_of else ())
+    return next((f"{name} {REASONS[need]}." for need in needs if need not in have), "")
+
+
+def table() -> pd.DataFrame:
+    """Every switch as a row.
+
+    Returns
+    -------
+    pandas.DataFrame
+        Indexed by name, with the columns type, default, ort_default, choices, effect, group, needs, env,
+        older_env and help.
+    """
+    import pandas as pd
+
+    rows = [
+        {
+            "name": one.name,
+            "type": one.type.__name__,
+            "default": one.default,
+            "ort_default": one.ort_default,
+            "choices": one.choices,
+            "effect": one.effect.name.lower(),
+            "group": one.group.value,
+            "needs": tuple(need.value for need in one.needs),
+            "env": one.env,
+            "older_env": one.older_env,
+            "help": one.help,
+        }
+        for one in switches()
+    ]
+    return pd.DataFrame(rows).set_index("name")
+
+
+def markdown() -> str:
+    """Every switch in one Markdown table for each group, for the documentation."""
+    parts = []
+    for group in Group:
+        rows = [_row(one) for one in switches() if one.group is group]
+        title = f"### {group.value.capitalize()}\n"
+        head = "| Option | Default | Acts from | Variable | What it does |\n|---|---|---|---|---|"
+        parts.append("\n".join([title, head, *rows]) + "\n")
+    return "\n".join(parts)
+
+
+def _row(one: Switch) -> str:
+    default = f"`{one.default!r}`"
+    if one.ort_default != one.default:
+        default += f" (ORTModule: `{one.ort_default!r}`)"
+    variables = ", ".join(
+        f"`{name}`" for name in (one.env, *(f"{old} (old)" for old in one.older_env)) if name
+    )
+    # Markdown takes <cluster> for an HTML tag, and shows nothing.
+    about = " ".join([one.help, *(f"It {REASONS[need]}." for need in one.needs)]).replace("<", "\\<")
+    cells = (f"`{one.name}`", default, one.effect.name.lower(), variables, about)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

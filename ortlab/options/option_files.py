@@ -1,0 +1,152 @@
+"""The files and folders that options name, looked at when an option is set and not when a build trips over them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import TYPE_CHECKING
+
+from ortlab.errors import OptionError
+from ortlab.options.triton_config import TritonConfig, read_triton_config
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from ortlab.options.options import Options
+
+
+def with_files(options: Options, changed: Collection[str]) -> Options:
+    """Read what changed options name, and refuse what cannot be used.
+
+    Parameters
+    ----------
+    options
+        The record.
+    changed
+        Names of the options that somebody has given a value. A file that was read before is not read again.
+
+    Returns
+    -------
+    Options
+        The record, with the content of the Triton configuration.
+
+    Raises
+    ------
+    OptionError
+        A file is absent, unreadable or wrong, or a folder cannot be written.
+    """
+    if options.triton_config_file and not isinstance(options.triton_config_file, TritonConfig):
+        options = options.replace(triton_config_file=read_triton_config(options.triton_config_file))
+    if options.tuning_results_path and {"tuning_results_path", "tuning"} & set(changed):
+        _check_tuning_results(Path(options.tuning_results_path), write=options.tuning)
+    if {"save_onnx", "save_onnx_path"} & set(changed):
+        check_onnx_folder(options)
+    if options.export_cache_dir and "export_cache_dir" in changed:
+        check_export_folder(options)
+    return options
+
+
+def check_export_folder(options: Options) -> None:
+    """Refuse a folder for exports that no file can be made in; it is made if it is absent.
+
+    Raises
+    ------
+    OptionError
+        It cannot be made, or refuses a file.
+    """
+    folder = Path(options.export_cache_dir).absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            return
+    except OSError as error:
+        raise OptionError(
+            f"Exports cannot be kept in {str(folder)!r}.",
+            why=f"A file cannot be made there: {error.strerror}.",
+            fix="Set export_cache_dir to a folder that can be written, or leave it empty.",
+        ) from None
+
+
+def with_usable_export_folder(options: Options) -> tuple[Options, str]:
+    """Return options whose ORTMODULE_CACHE_DIR can be used, and a note about it.
+
+    The variable may be set for other programs, so a folder that cannot be written is no reason not to train in this
+    one.
+    """
+    try:
+        check_export_folder(options)
+    except OptionError as error:
+        return options.replace(
+            export_cache_dir=""
+        ), f"ORTMODULE_CACHE_DIR is ignored: {error.what} {error.why}"
+    return options, (
+        f"Exports are kept in {options.export_cache_dir}, in files of ortlab's own; those that ORTModule may have put "
+        "there are not used."
+    )
+
+
+def check_onnx_folder(options: Options) -> None:
+    """Refuse a folder for saved graphs that no file can be made in, if graphs are to be saved.
+
+    Raises
+    ------
+    OptionError
+        It is absent, no folder, or refuses a file.
+    """
+    if not options.save_onnx:
+        return
+    folder = Path(options.save_onnx_path).absolute()
+    try:
+        # The permission bits do not tell: they say nothing to root, and nothing about /proc or a full disk.
+        with TemporaryFile(dir=folder):
+            return
+    except OSError as error:
+        raise OptionError(
+            f"Graphs cannot be saved in {str(folder)!r}.",
+            why=f"A file cannot be made there: {error.strerror}.",
+            fix="Make the folder, or set save_onnx_path to one that is there and can be written.",
+        ) from None
+
+
+def triton_configuration(options: Options) -> dict[str, object]:
+    """Return what the Triton configuration of these options holds; empty for ORT's own.
+
+    Raises
+    ------
+    OptionError
+        It has not been read yet, and cannot be.
+    """
+    value = options.triton_config_file
+    if not value:
+        return {}
+    config = value if isinstance(value, TritonConfig) else read_triton_config(value)
+    content: dict[str, object] = json.loads(config.content)
+    return content
+
+
+def _check_tuning_results(folder: Path, *, write: bool) -> None:
+    if write:
+        there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        if not there.is_dir():
+            raise _refusal(folder, f"{there} is no folder.", write=write)
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise _refusal(folder, f"{there} cannot be written.", write=write)
+        return
+    # 1.19.2 reads this one (_utils.set_tuning_results), and passes over it without a word if it is not there.
+    file = folder / "tuning_results_training.json"
+    try:
+        json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _refusal(folder, f"{file} cannot be read: {error.strerror}.", write=write) from None
+    except ValueError as error:
+        raise _refusal(folder, f"{file} is not JSON: {error}.", write=write) from None
+
+
+def _refusal(folder: Path, why: str, *, write: bool) -> OptionError:
+    if write:
+        fix = "Name a folder that can be written, or set tuning_results_path='' to keep nothing."
+    else:
+        fix = "Set tuning=True as well to write results there first, or tuning_results_path='' to use none."
+    return OptionError(f"tuning_results_path {str(folder)!r} cannot be used.", why=why, fix=fix)

@@ -1,0 +1,333 @@
+"""What a switch is: its declaration, the stage it acts at, what it needs, and how its values are read."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import enum
+import numbers
+import os
+import re
+import reprlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias, TypeVar, cast
+
+from ortlab.errors import OptionError
+
+Value: TypeAlias = "bool | int | str | tuple[str, ...]"
+_T = TypeVar("_T", bool, int, str, tuple[str, ...])
+
+_METADATA_KEY = "ortlab.switch"
+_TRUE = frozenset({"1", "true", "on", "yes"})
+_FALSE = frozenset({"0", "false", "off", "no"})
+
+_LARGEST = 2**31 - 1
+"""ONNX Runtime keeps its settings in 32 bits."""
+
+
+class Effect(enum.IntEnum):
+    """The earliest stage to redo before a changed switch acts; smaller is earlier and dearer."""
+
+    WRAP = 1
+    EXPORT = 2
+    GRAPH = 3
+    SESSION = 4
+    STEP = 5
+
+
+class Group(enum.Enum):
+    """The groups in which switches are declared and shown."""
+
+    COMPUTE = "compute"
+    MEMORY = "memory"
+    EXPORT = "export"
+    LOGGING = "logging"
+    EXPERIMENTAL = "experimental"
+
+
+class Need(enum.Enum):
+    """Something outside ortlab that a switch cannot act without."""
+
+    CUDA = "cuda"
+    AMPERE = "ampere"
+    TRITON = "triton"
+    TRITON_BUILD = "triton_build"
+    DEEPSPEED = "deepspeed"
+
+
+REASONS: Mapping[Need, str] = {
+    Need.CUDA: (
+        "needs an NVIDIA GPU that PyTorch and ONNX Runtime both see: "
+        "install `ortlab[cuda]` on a machine that has one"
+    ),
+    Need.AMPERE: "needs an NVIDIA GPU of compute capability 8.0 or newer, such as an A100",
+    Need.TRITON: "needs the triton package: `pip install triton`",
+    Need.TRITON_BUILD: "needs an ONNX Runtime that was built with Triton: install `ortlab[cuda]`",
+    Need.DEEPSPEED: "needs DeepSpeed: `pip install deepspeed`",
+}
+
+
+@dataclass(frozen=True)
+class Syntax:
+    """How the items of a list have to be written.
+
+    Attributes
+    ----------
+    pattern
+        Regular expression that an item matches in full.
+    words
+        The same in words, for an error message.
+    example
+        An item that matches.
+    """
+
+    pattern: str
+    words: str
+    example: str
+
+
+# ORT's own syntax of a recompute plan (memory_optimizer_config); count -1 stands for all occurrences.
+PLAN = Syntax(
+    pattern=r"[A-Za-z0-9_+.]+:[012]:(-1|[0-9]{1,9})",
+    words="plans of the form <cluster>:<strategy 0, 1 or 2>:<count, -1 for all>",
+    example="Gelu+:1:-1",
+)
+
+# A type of ONNX operator; ONNX Runtime takes any text, and one that names none does nothing.
+OPERATOR = Syntax(
+    pattern=r"[A-Z][A-Za-z0-9_]*",
+    words="names of ONNX operators, as graphs have them",
+    example="Reshape",
+)
+
+
+@dataclass(frozen=True)
+class Switch:
+    """One switch as declared; everything that shows or checks switches is generated from these records.
+
+    Attributes
+    ----------
+    name
+        Field of `ortlab.Options`.
+    group
+        Where it is shown.
+    type
+        `bool`, `int`, `str` or `tuple` (of strings).
+    default
+        ortlab's default.
+    ort_default
+        Default of onnxruntime-training 1.19.2; where it differs from `default`, the help says why.
+    effect
+        Earliest stage to redo before a change acts.
+    help
+        One or two sentences: what it does, and what that means for time, memory or numbers.
+    env
+        Environment variable that 1.19.2 reads, or "" if it has none.
+    older_env
+        Variables of earlier releases that 1.19.2 ignores and ortlab translates.
+    needs
+        Everything that must be present before the switch can act.
+    choices
+        The only values (of a tuple: items) allowed; empty if any will do.
+    minimum
+        Smallest number allowed; None if any is.
+    syntax
+        How the items of a tuple have to be written; None if any text will do.
+    part_of
+        Switch that must be on for this one to act, or "".
+    broken
+        Why 1.19.2 cannot do it right, as the end of a sentence that begins with the name; ortlab then refuses it.
+    """
+
+    name: str
+    group: Group
+    type: type[bool | int | str | tuple[str, ...]]
+    default: Value
+    ort_default: Value
+    effect: Effect
+    help: str
+    env: str = ""
+    older_env: tuple[str, ...] = ()
+    needs: tuple[Need, ...] = ()
+    choices: tuple[Value, ...] = ()
+    minimum: int | None = None
+    syntax: Syntax | None = None
+    part_of: str = ""
+    broken: str = ""
+
+    @property
+    def example(self) -> str:
+        """A value that this switch takes, as Python text."""
+        if self.type is tuple:
+            return repr([self.syntax.example if self.syntax else str(self.choices[0])])
+        if self.choices:
+            return repr(self.choices[-1])
+        return {bool: "True", int: str(self.default), str: "'some/path'"}[self.type]
+
+    def read(self, value: object) -> Value:
+        """Turn what a user, a magic or an environment variable gave into a value of this switch.
+
+        Parameters
+        ----------
+        value
+            A value, or text that spells one: "1", "true", "off", "info", "a,b".
+
+        Returns
+        -------
+        Value
+            A value of `type` that `choices`, `minimum` and `syntax` allow.
+
+        Raises
+        ------
+        OptionError
+            The value does not fit; the message names what is expected and an example.
+        """
+        if (
+            type(value) is str
+        ):  # and not a path that knows what was read there: `ortlab.options.triton_config`
+            value = value.strip()
+        if self.type is bool:
+            return self._read_bool(value)
+        if self.type is int:
+            return self._read_int(value)
+        if self.type is str:
+            return self._read_str(value)
+        return self._read_tuple(value)
+
+    def _read_bool(self, value: object) -> bool:
+        text = str(value).lower() if isinstance(value, (str, int)) else ""
+        if text in _TRUE:
+            return True
+        if text in _FALSE:
+            return False
+        raise self._refusal(value, "True or False")
+
+    def _read_int(self, value: object) -> int:
+        # More digits than any number here has; Python itself refuses to read thousands of them.
+        spelled = isinstance(value, str) and re.fullmatch(r"[+-]?[0-9]{1,99}", value)
+        if not spelled and (isinstance(value, bool) or not isinstance(value, numbers.Integral)):
+            raise self._refusal(value, "a whole number")
+        number = int(cast("int", value))
+        if self.minimum is not None and number < self.minimum:
+            raise self._refusal(value, f"a whole number of at least {self.minimum}")
+        if abs(number) > _LARGEST:
+            raise self._refusal(value, f"a whole number up to {_LARGEST}")
+        return cast("int", self._chosen(number))
+
+    def _read_str(self, value: object) -> str:
+        if not isinstance(value, (str, os.PathLike)):
+            raise self._refusal(value, "text")
+        text = os.fspath(value)
+        # Each text ends up in a variable of the environment, in the name of a file, or in both.
+        if not isinstance(text, str) or "\0" in text or not _encodable(text):
+            raise self._refusal(value, "text that a file can be named with")
+        return cast("str", self._chosen(text))
+
+    def _read_tuple(self, value: object) -> tuple[str, ...]:
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, Iterable) or isinstance(items, Mapping):
+            raise self._refusal(value, "a list of strings, or one string with commas")
+        parts: list[str] = []
+        for item in items:
+            if not isinstance(item, str):
+                raise self._refusal(value, "a list of strings, or one string with commas")
+            # Items are split as well: ORT writes a plan for several clusters as one string with commas.
+            parts += [cast("str", self._chosen(part.strip())) for part in item.split(",") if part.strip()]
+        for part in parts:
+            if self.syntax and not re.fullmatch(self.syntax.pattern, part):
+                raise self._refusal(part, self.syntax.words)
+        unique = dict.fromkeys(parts)
+        return tuple(choice for choice in self.choices if choice in unique) if self.choices else tuple(unique)
+
+    def _chosen(self, value: int | str) -> int | str:
+        if not self.choices:
+            return value
+        if isinstance(value, str):
+            value = value.upper()
+        if value not in self.choices:
+            near = self._near(value)
+            hint = f" (did you mean {near}?)" if near is not None else ""
+            raise self._refusal(value, f"one of {', '.join(map(str, self.choices))}{hint}")
+        return value
+
+    def _near(self, value: int | str) -> Value | None:
+        """Return the choice that was meant: the nearest number, or the text that is most like it."""
+        if isinstance(value, int):
+            return min(
+                (one for one in self.choices if isinstance(one, int)), key=lambda one: abs(one - value)
+            )
+        near = difflib.get_close_matches(value, [one for one in self.choices if isinstance(one, str)], n=1)
+        return near[0] if near else None
+
+    def _refusal(self, value: object, expected: str) -> OptionError:
+        if self.choices and not expected.startswith("one of"):
+            expected += f": one of {', '.join(map(str, self.choices))}"
+        return OptionError(
+            f"{self.name} cannot be {shown(value)}.",
+            why=f"It takes {expected}.",
+            fix=f"Write for example {self.name}={self.example}.",
+        )
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
+
+
+def shown(value: object) -> str:
+    """Write a value as Python does, short enough for an error message."""
+    try:
+        return _SHORT.repr(value)
+    except ValueError:  # Python writes no number of more than 4300 digits
+        return "a number of thousands of digits"
+
+
+def _encodable(text: str) -> bool:
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def switch(  # noqa: PLR0913 - each is one fact of the declaration, given by name
+    *,
+    default: _T,
+    effect: Effect,
+    help: str,  # noqa: A002 - the word that argparse has for it
+    ort_default: _T | None = None,
+    env: str = "",
+    older_env: tuple[str, ...] = (),
+    needs: tuple[Need, ...] = (),
+    choices: tuple[Value, ...] = (),
+    minimum: int | None = None,
+    syntax: Syntax | None = None,
+    part_of: str = "",
+    broken: str = "",
+) -> _T:
+    """Declare a switch as a field of a dataclass; the parameters are the attributes of `Switch`."""
+    facts = {
+        "type": type(default),
+        "default": default,
+        "ort_default": default if ort_default is None else ort_default,
+        "effect": effect,
+        "help": help,
+        "env": env,
+        "older_env": older_env,
+        "needs": needs,
+        "choices": choices,
+        "minimum": minimum,
+        "syntax": syntax,
+        "part_of": part_of,
+        "broken": broken,
+    }
+    field: _T = dataclasses.field(default=default, metadata={_METADATA_KEY: facts})
+    return field
+
+
+def declared(record: type[object], group: Group) -> tuple[Switch, ...]:
+    """Every switch that a dataclass declares, in the order of its fields."""
+    return tuple(
+        Switch(name=field.name, group=group, **field.metadata[_METADATA_KEY])
+        for field in dataclasses.fields(record)  # type: ignore[arg-type]
+    )

@@ -1,0 +1,208 @@
+"""Options from and to the ORTMODULE_* environment variables, of 1.19.2 and of earlier releases."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from ortlab.errors import OptionError
+from ortlab.options.plan_syntax import read_plans
+from ortlab.options.switches import shown
+
+if TYPE_CHECKING:
+    from ortlab.options.switches import Switch, Value
+
+Switches: TypeAlias = "tuple[Switch, ...]"
+
+_JSON_CONFIG = "ORTMODULE_JSON_CONFIG_PATH"
+_OLD_PLANS = "ORTMODULE_ENABLE_MEMORY_ALLEVIATION"
+
+
+def read(environ: Mapping[str, str], switches: Switches) -> tuple[dict[str, Value], tuple[str, ...]]:
+    """Read the variables that are set.
+
+    Parameters
+    ----------
+    environ
+        Variables by name; those that do not begin with "ORTMODULE_" are ignored.
+    switches
+        The declarations to read for.
+
+    Returns
+    -------
+    changes : dict of str to Value
+        Options by name.
+    notes : tuple of str
+        One sentence for each variable that is translated, ignored or sets something.
+
+    Raises
+    ------
+    OptionError
+        A variable has a value that makes no sense; the message names it.
+    """
+    changes: dict[str, Value] = {}
+    notes: list[str] = []
+    for one in switches:
+        names = [name for name in (one.env, *one.older_env) if name and name in environ]
+        if not names:
+            continue
+        value = _read_one(one, names[0], environ[names[0]])
+        if value is None:
+            continue
+        changes[one.name] = value
+        if names[0] in one.older_env:
+            notes.append(f"{names[0]} is no longer read by ORTModule 1.19.2; taken as {one.name}={value!r}.")
+        elif value != one.default:
+            notes.append(f"{names[0]} sets {one.name}={value!r}.")
+        notes += [f"{older} is ignored for {one.name}, because {names[0]} is set." for older in names[1:]]
+    return changes, (*notes, *_unknown(environ, switches))
+
+
+def sources(environ: Mapping[str, str], switches: Switches) -> dict[str, str]:
+    """Name, for each option that a variable sets, the variable.
+
+    Parameters
+    ----------
+    environ
+        Variables by name.
+    switches
+        The declarations to look for.
+    """
+    found = {}
+    for one in switches:
+        names = [name for name in (one.env, *one.older_env) if name and name in environ]
+        if names and _read_one(one, names[0], environ[names[0]]) is not None:
+            found[one.name] = names[0]
+    return found
+
+
+def _read_one(one: Switch, name: str, text: str) -> Value | None:
+    """Value that a variable has for a switch, or None if it says nothing about it."""
+    reader = _READERS.get(name if name == _OLD_PLANS else one.name)
+    try:
+        value = reader(text.strip()) if reader else text
+        return None if value is None else one.read(value)
+    except OptionError as error:
+        raise OptionError(
+            f"The environment variable {name} is {shown(text)}, which makes no sense.",
+            why=error.why,
+            fix=f"Unset {name}, or give it a value that means {one.name}={one.example}.",
+        ) from None
+
+
+def _read_skip_check(text: str) -> list[str]:
+    names = [name.strip().removeprefix("SKIP_CHECK_") for name in text.split("|")]
+    return [] if "DISABLED" in names else names
+
+
+def _read_fallback(text: str) -> bool:
+    return text.upper() != "FALLBACK_DISABLE"
+
+
+def _read_fallback_policy(text: str) -> list[str] | None:
+    policy = text.upper().removeprefix("FALLBACK_")
+    return None if policy == "DISABLE" else [policy]
+
+
+def _read_sdpa_fallback(text: str) -> bool:
+    # Any text at all, even "0", is on in 1.19.2 (_custom_op_symbolic_registry.ATEN_SDPA_FALLBACK).
+    return text != ""
+
+
+def _read_plans(text: str) -> object:
+    """Plans from the JSON file that 1.19.2 wants, or from the text itself, as releases before 1.19 had it."""
+    if re.search(r":[012]:(-1|\d+)$", text):
+        return text
+    try:
+        plans = json.loads(Path(text).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise OptionError(
+            f"{shown(text)} cannot be read.", why=f"It is not a readable JSON file: {error}."
+        ) from None
+    if not isinstance(plans, list):
+        raise OptionError(f"{shown(text)} holds no list.", why="The file must hold a JSON list of plans.")
+    return plans
+
+
+# Variables whose text is not the value itself: by option, and the removed one by its own name.
+_READERS: Mapping[str, Callable[[str], object]] = {
+    "skip_check": _read_skip_check,
+    "fallback": _read_fallback,
+    "fallback_policy": _read_fallback_policy,
+    "sdpa_fallback": _read_sdpa_fallback,
+    "memory_plan": _read_plans,
+    _OLD_PLANS: read_plans,
+}
+
+
+def _unknown(environ: Mapping[str, str], switches: Switches) -> list[str]:
+    known = {name for one in switches for name in (one.env, *one.older_env)} | {_JSON_CONFIG}
+    notes = []
+    for name in sorted(environ):
+        if name.startswith("ORTMODULE_") and name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+            notes.append(f"{name} is read by nothing{f'; did you mean {near[0]}?' if near else '.'}")
+    return notes
+
+
+def write(values: Mapping[str, Value], switches: Switches, memory_plan_file: Path | None) -> dict[str, str]:
+    """Write options as the variables that 1.19.2 reads.
+
+    Parameters
+    ----------
+    values
+        Options by name.
+    switches
+        The declarations to write.
+    memory_plan_file
+        File that the caller has written the plans to, as a JSON list; used if there are any.
+
+    Returns
+    -------
+    dict of str to str
+        Variables to set. One that is left out has to be unset: where 1.19.2 takes even an empty text for a
+        path or for "on", only its absence means the default.
+    """
+    written: dict[str, str] = {}
+    for one in switches:
+        text = _WRITERS.get(one.name, _write_plain)(values[one.name])
+        if one.env and text:
+            written[one.env] = text
+    if not values["fallback"]:
+        written["ORTMODULE_FALLBACK_POLICY"] = "FALLBACK_DISABLE"
+    if "ORTMODULE_MEMORY_OPT_CONFIG" in written:
+        written["ORTMODULE_MEMORY_OPT_CONFIG"] = str(memory_plan_file)
+    return written
+
+
+def _write_plain(value: Value) -> str:
+    return (
+        str(int(value))
+        if isinstance(value, bool)
+        else ",".join(value)
+        if isinstance(value, tuple)
+        else str(value)
+    )
+
+
+def _write_skip_check(value: Value) -> str:
+    names = value if isinstance(value, tuple) and value else ("DISABLED",)
+    return "|".join(f"SKIP_CHECK_{name}" for name in names)
+
+
+def _write_fallback_policy(value: Value) -> str:
+    # The variable holds one name; other sets of policies are for the engine to put into the fallback manager.
+    return f"FALLBACK_{value[0]}" if isinstance(value, tuple) and len(value) == 1 else ""
+
+
+# As _READERS; an empty text leaves the variable out.
+_WRITERS: Mapping[str, Callable[[Value], str]] = {
+    "skip_check": _write_skip_check,
+    "fallback": lambda _: "",
+    "fallback_policy": _write_fallback_policy,
+    "sdpa_fallback": lambda value: "1" if value else "",
+}

@@ -1,1 +1,0 @@
-"""Peers: PyTorch by itself, with checkpointed layers and compiled, beside ONNX Runtime."""

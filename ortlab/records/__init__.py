@@ -1,0 +1,1 @@
+"""What was measured and found: runs, comparisons, messages. Pure data, read from and written to JSON."""

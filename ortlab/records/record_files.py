@@ -1,0 +1,157 @@
+"""Records in files: written as JSON, and read with an error that says what is wrong with a file or its layout."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+
+from ortlab.errors import LedgerError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from typing_extensions import Self
+
+_Content = TypeVar("_Content", bound="list[Any] | dict[str, Any]")
+
+
+class JsonRecord(ABC):
+    """A record that goes to a JSON file and comes back.
+
+    Parameters
+    ----------
+    noun
+        What users call it, as in "budget".
+    layout
+        Number of the layout that it has as plain JSON types; no other is read.
+    """
+
+    _noun: ClassVar[str]
+    _layout: ClassVar[int]
+
+    def __init_subclass__(cls, *, noun: str, layout: int) -> None:
+        """Take note of what the class is called, and of its layout."""
+        super().__init_subclass__()
+        cls._noun, cls._layout = noun, layout
+
+    @abstractmethod
+    def _fields(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+
+    @classmethod
+    @abstractmethod
+    def _of_fields(cls, fields: dict[str, Any]) -> Self:
+        """Make the record of what `_fields` returned; whatever is raised for want of a field is told by `from_dict`."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types, readable by `from_dict`."""
+        return {"record": self._noun, "schema": self._layout, **self._fields()}
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Self:
+        """Rebuild it from `to_dict`.
+
+        Raises
+        ------
+        LedgerError
+            If the record was written by another layout, or a field is missing or unknown.
+        """
+        fields = without_layout(record, cls._layout, f"This {cls._noun}")
+        try:
+            return cls._of_fields(fields)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise LedgerError(
+                f"This {cls._noun} cannot be read.", why=f"A field is missing or unknown: {error}."
+            ) from error
+
+    def save(self, path: str | Path) -> Path:
+        """Write it as JSON, and return the path."""
+        return write(path, self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read what `save` wrote.
+
+        Raises
+        ------
+        LedgerError
+            If the file cannot be read, or holds something else.
+        """
+        content = read(
+            path,
+            dict,
+            file=f"The file {path} of a {cls._noun}",
+            other=f"The file {path} is not a {cls._noun}.",
+            fix=f"Give a file that {cls.__name__}.save wrote.",
+        )
+        return cls.from_dict(content)
+
+
+def write(path: str | Path, content: object) -> Path:
+    """Write plain JSON types to a file, and return its path."""
+    target = Path(path)
+    target.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    return target
+
+
+def read(
+    path: str | Path, kind: type[_Content] | tuple[type, ...], *, file: str, other: str, fix: str
+) -> _Content:
+    """Read a file that `write` wrote.
+
+    Parameters
+    ----------
+    path
+        The file.
+    kind
+        `dict`, `list` or both: what its content is.
+    file
+        What to call the file, as in "The sweep file runs.json".
+    other
+        What to say of a file with other content.
+    fix
+        What to do then.
+
+    Raises
+    ------
+    LedgerError
+        If the file cannot be read, is no JSON, or has other content.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise LedgerError(f"{file} cannot be read.", why=str(error)) from error
+    if not isinstance(content, kind):
+        raise LedgerError(other, fix=fix)
+    return cast("_Content", content)
+
+
+def without_layout(
+    record: Mapping[str, Any], layout: int, what: str, fix: str = "Read it with the ortlab that wrote it."
+) -> dict[str, Any]:
+    """Return a record's fields, once its layout is known to be the present one.
+
+    Parameters
+    ----------
+    record
+        What `to_dict` returned; its field "schema" is the number of its layout.
+    layout
+        The layout that can be read.
+    what
+        What to call the record, as in "This budget".
+    fix
+        What to do about another layout.
+
+    Raises
+    ------
+    LedgerError
+        If it has another layout.
+    """
+    fields = dict(record)
+    fields.pop("record", None)  # for `ortlab.load`, which does not know what a file holds
+    found = fields.pop("schema", None)
+    if found != layout:
+        raise LedgerError(f"{what} has layout {found!r}, and this ortlab reads layout {layout}.", fix=fix)
+    return fields

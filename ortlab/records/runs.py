@@ -1,0 +1,420 @@
+"""What happened in N training steps: the `Run` record, and the `Ledger` that keeps a lab's runs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from ortlab.errors import LedgerError
+from ortlab.options.options import Options, setting_words
+from ortlab.records import record_files
+from ortlab.records.coverage import Coverage, names
+from ortlab.records.density import Density
+from ortlab.records.memory_phases import MemoryPhase, MemoryPhases
+from ortlab.shown import Shown
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SCHEMA = 2
+"""Version of the JSON layout of `Run.to_dict`."""
+
+_FORMER: Final = 1
+"""A layout without step memory and page faults, which is still read."""
+
+NOT_MEASURED: Final = "It was not asked for."
+NO_FORMER: Final = "An ortlab that did not measure it wrote this run."
+
+_STAGE_ORDER = ("export", "graph", "session")
+
+EXECUTED_BY_ORT = "ort"
+EXECUTED_BY_FALLBACK = "fallback"
+EXECUTED_BY_EAGER = "eager"
+EXECUTED_BY_PARTS = "ort parts"
+"""ONNX Runtime all wrapped parts of the model that were called, and PyTorch the rest of it."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step, as measured.
+
+    Attributes
+    ----------
+    total_ms
+        Wall time of the whole step, in ms, initialisation left out.
+    forward_ms, backward_ms, optimizer_ms
+        Wall time inside the wrapped module's forward, inside `backward()` calls, and inside `optimizer.step()`, in ms.
+    initialization_ms
+        Export, graph building and session creation that this step had to wait for, in ms; not part of the others.
+    loss
+        The loss that the step reported, or None where it reported none.
+    executed_by
+        Who executed the forward pass: "ort", "ort parts" (ORT the wrapped parts, PyTorch the rest), "eager",
+        "checkpoint", "compile" (with what it was told: "compile:0.5") or "fallback" (PyTorch, because ORT could not).
+    exchange_ms
+        The part of `backward_ms` after the last gradient of this process: the exchange with other ranks, and the wait
+        for slower ones. None where one process trains alone, and on CUDA, where it cannot be told apart.
+    page_faults
+        Pages that the process asked the system for in the step: an allocator that had given memory back takes it again,
+        which takes time. None where the system does not tell.
+    swapped_pages
+        Pages among them that had to be read from a disk, as on a machine that swaps.
+    """
+
+    total_ms: float
+    forward_ms: float
+    backward_ms: float
+    optimizer_ms: float
+    initialization_ms: float
+    loss: float | None
+    executed_by: str
+    exchange_ms: float | None = None
+    page_faults: int | None = None
+    swapped_pages: int | None = None
+
+    @property
+    def other_ms(self) -> float:
+        """Data loading, loss computed outside the model, Python: what is left of `total_ms`, in ms."""
+        return max(0.0, self.total_ms - self.forward_ms - self.backward_ms - self.optimizer_ms)
+
+
+@dataclass(frozen=True)
+class Initialization:
+    """Where the time before the first step went (row F17), in ms, by phase as ORT's own tracker reports it.
+
+    Attributes
+    ----------
+    stage
+        The earliest stage that was redone: "export", "graph" or "session".
+    export_ms, graph_builder_ms, detection_ms, graph_ms, session_ms
+        Export to ONNX, creation of the graph builder, input detection, gradient-graph building, session creation.
+    total_ms
+        End to end, as measured; shape inference and the first eager forward are in here only.
+    reason
+        What had changed - an input, or the module - where no change of options asked for it; else empty.
+    """
+
+    stage: str
+    export_ms: float
+    graph_builder_ms: float
+    detection_ms: float
+    graph_ms: float
+    session_ms: float
+    total_ms: float
+    reason: str = ""
+
+    def plus(self, later: Initialization) -> Initialization:
+        """Add up two builds of one run, for example one for training and one for evaluation."""
+        words = ("stage", "reason")
+        times = {name: getattr(self, name) + getattr(later, name) for name in vars(self) if name not in words}
+        stage = min(self.stage, later.stage, key=_STAGE_ORDER.index)
+        reasons = dict.fromkeys(one for one in (self.reason, later.reason) if one)
+        return Initialization(stage=stage, **times, reason="; ".join(reasons))
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """The memory a run needed, and what exactly was measured.
+
+    Attributes
+    ----------
+    start_bytes, peak_bytes
+        At the start of the run and at its highest point, in bytes.
+    kind
+        "resident set" (CPU: the whole process, Python included) or "CUDA allocated" (torch's allocator).
+    scope
+        "this process" or "fresh process". In a process that has run other things before, freed memory that the
+        allocator kept can hide a part of the rise.
+    """
+
+    start_bytes: int
+    peak_bytes: int
+    kind: str
+    scope: str = "this process"
+
+    @property
+    def rise_bytes(self) -> int:
+        """How far the run rose above its start, in bytes."""
+        return self.peak_bytes - self.start_bytes
+
+
+@dataclass(frozen=True, repr=False)
+class Run(Shown):
+    """N training steps under one engine and one set of options; JSON in and out.
+
+    Attributes
+    ----------
+    number
+        1, 2, ... in the order of the lab's ledger.
+    engine
+        The engine that was asked for: "ort", "eager", "checkpoint" or "compile", with what it was told.
+    options
+        Every switch as it stood.
+    steps
+        One record per step.
+    initialization
+        Export, graph and session time, or None where nothing had to be built.
+    memory
+        Peak memory of the process, a detail; or None where the platform cannot tell.
+    fallback_reason
+        Why PyTorch executed a step that ORT was asked for; empty where ORT did.
+    device
+        "cpu" or "cuda:0", ...
+    start_digest
+        Digest of weights, buffers, optimizer state and random state at the start; equal digests, equal starts.
+    data_digest
+        Digest of the model's inputs over all steps, in order; equal digests, equal data.
+    graph_digests
+        SHA-256 of each ONNX graph by stage, empty for engines that have none.
+    seed
+        `torch.initial_seed()` at the start.
+    versions
+        Package versions by name.
+    sweep
+        Number of the lab's sweep that the run belongs to; 0 for a run of its own.
+    density
+        How much of the inputs was not padding, step by step; empty unless `print_input_density` was on.
+    phases
+        Memory before and after forward and backward; empty unless `print_memory_stats` was on.
+    coverage
+        Where only parts of the model are wrapped: who executed each; else empty.
+    mode
+        "training" or "evaluation", as the model was at its forwards; "mixed" if it was both.
+    optimizers
+        Names of the optimizers that stepped, with the kernels that they told of; see `optimizer_name`.
+    started_at
+        Start, ISO 8601, UTC.
+    step_memory_bytes
+        Step memory: how far a step rises above its start, in bytes, as `lab.memory().rise_bytes`. This is what
+        runs are compared by. None where it was not measured.
+    no_step_memory
+        Why it is missing, one sentence; else empty.
+    others_cores
+        Cores that other programs used meanwhile, on average; None where the system does not tell.
+    planned_steps
+        How many steps were asked for; there are fewer in `steps` if Ctrl-C stopped the run. 0 where nobody knew, as in
+        a training that somebody else's loop runs.
+    """
+
+    number: int
+    engine: str
+    options: Options
+    steps: tuple[Step, ...]
+    initialization: Initialization | None
+    memory: PeakMemory | None
+    fallback_reason: str
+    device: str
+    start_digest: str
+    data_digest: str
+    seed: int
+    started_at: str
+    graph_digests: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    sweep: int = 0
+    density: Density = field(default_factory=Density)
+    phases: tuple[MemoryPhase, ...] = ()
+    mode: str = "training"
+    coverage: Coverage = field(default_factory=Coverage)
+    optimizers: tuple[str, ...] = ()
+    step_memory_bytes: int | None = None
+    no_step_memory: str = ""
+    others_cores: float | None = None
+    planned_steps: int = 0
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether Ctrl-C stopped it before its last step."""
+        return len(self.steps) < self.planned_steps
+
+    @property
+    def executed_by(self) -> str:
+        """Who executed the steps; "fallback" as soon as PyTorch executed what ORT was asked for."""
+        who = {step.executed_by for step in self.steps}
+        return who.pop() if len(who) == 1 else EXECUTED_BY_FALLBACK
+
+    @property
+    def fell_back(self) -> bool:
+        """Whether PyTorch executed any step that ORT was asked for; such a run is no result of ORT."""
+        return self.executed_by == EXECUTED_BY_FALLBACK
+
+    @property
+    def fallback_steps(self) -> tuple[int, ...]:
+        """Numbers of the steps, from 1 on, that PyTorch executed though ORT was asked for."""
+        return tuple(
+            number
+            for number, step in enumerate(self.steps, start=1)
+            if step.executed_by == EXECUTED_BY_FALLBACK
+        )
+
+    @property
+    def title(self) -> str:
+        """Name for tables: number, who executed it, and the switches that differ from the defaults."""
+        who = "PyTorch (fallback)" if self.executed_by == EXECUTED_BY_FALLBACK else self.executed_by
+        if 0 < len(self.fallback_steps) < len(self.steps):
+            who = f"PyTorch (fallback in {len(self.fallback_steps)} of {len(self.steps)} steps)"
+        if self.executed_by == EXECUTED_BY_PARTS:
+            who = f"ort in {names(self.coverage.executed)}"
+        changed = self.options.changed(Options()) if self.engine == EXECUTED_BY_ORT else ()
+        shown = ", ".join(setting_words(name, getattr(self.options, name)) for name in changed)
+        partial = f", partial: {len(self.steps):,} of {self.planned_steps:,} steps" if self.is_partial else ""
+        return f"#{self.number} {who}" + (f" ({shown})" if shown else "") + partial
+
+    @property
+    def losses(self) -> tuple[float | None, ...]:
+        """The loss of every step, in order."""
+        return tuple(step.loss for step in self.steps)
+
+    @property
+    def warm_steps(self) -> tuple[Step, ...]:
+        """The steps that statistics are made of: all but the first and those that waited for a build.
+
+        The first step after a build pays for caches and allocations that the others reuse, so it is kept in
+        `steps` and left out here. A run of one step has only that one.
+        """
+        warm = tuple(s for s in self.steps[1:] if s.initialization_ms == 0.0)
+        return warm or self.steps
+
+    @property
+    def step_ms(self) -> float:
+        """Median wall time of a warm step, in ms."""
+        return statistics.median(s.total_ms for s in self.warm_steps)
+
+    @property
+    def memory_phases(self) -> MemoryPhases:
+        """The readings of `phases` as a record of their own, with a table, a figure and ORTModule's log lines."""
+        return MemoryPhases(self.phases, f"run {self.number}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types, readable by `from_dict`."""
+        inner = {"options": self.options.to_dict(), "density": self.density.to_list()}
+        return {"schema": SCHEMA, **asdict(self), **inner}
+
+    @classmethod
+    def from_dict(cls, record: dict[str, Any]) -> Run:
+        """Rebuild a run from `to_dict`.
+
+        Raises
+        ------
+        LedgerError
+            If the record was written by a newer layout or lacks a field.
+        """
+        if record.get("schema") == _FORMER:
+            record = {**record, "schema": SCHEMA, "no_step_memory": NO_FORMER}
+        data = record_files.without_layout(
+            record, SCHEMA, "This run record", "Read it with the ortlab that wrote it, or upgrade ortlab."
+        )
+        try:
+            data["options"] = Options.from_dict(data["options"])
+            data["steps"] = tuple(Step(**step) for step in data["steps"])
+            for name, kind in (("initialization", Initialization), ("memory", PeakMemory)):
+                data[name] = None if data[name] is None else kind(**data[name])
+            data["density"] = Density.from_list(data.get("density", ()))
+            data["phases"] = tuple(MemoryPhase(**phase) for phase in data.get("phases", ()))
+            data["coverage"] = Coverage.from_dict(data.get("coverage", {}))
+            data["optimizers"] = tuple(data.get("optimizers", ()))
+            return cls(**data)
+        except (KeyError, TypeError) as error:
+            raise LedgerError(
+                "This run record cannot be read.", why=f"A field is missing or unknown: {error}."
+            ) from error
+
+
+class Ledger(Shown, Sequence[Run]):
+    """The runs of one lab, in order; `ledger[-1]` is the last, `ledger.run(3)` is run number 3."""
+
+    def __init__(self, runs: Sequence[Run] = ()) -> None:
+        self._runs = list(runs)
+
+    def __len__(self) -> int:
+        """Count the runs."""
+        return len(self._runs)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return the run (or runs) at a position, as a list does."""
+        return self._runs[index]
+
+    def __iter__(self) -> Iterator[Run]:
+        """Iterate in order."""
+        return iter(self._runs)
+
+    @property
+    def next_number(self) -> int:
+        """The number that the next run gets."""
+        return self._runs[-1].number + 1 if self._runs else 1
+
+    def add(self, run: Run) -> None:
+        """Append a run."""
+        self._runs.append(run)
+
+    def run(self, number: int) -> Run:
+        """Return the run of that number.
+
+        Raises
+        ------
+        LedgerError
+            If there is none.
+        """
+        for run in self._runs:
+            if run.number == number:
+                return run
+        known = ", ".join(str(r.number) for r in self._runs) or "none yet"
+        raise LedgerError(f"There is no run {number}.", fix=f"Runs in the ledger: {known}.")
+
+    def table(self) -> pd.DataFrame:
+        """One row per run: who executed it, steps, loss, times in ms, step memory in bytes."""
+        import pandas as pd
+
+        return pd.DataFrame(
+            [
+                {
+                    "run": run.number,
+                    "sweep": run.sweep,
+                    "engine": run.engine,
+                    "executed by": run.executed_by,
+                    "fallback steps": len(run.fallback_steps),
+                    "steps": len(run.steps),
+                    "first loss": run.losses[0],
+                    "last loss": run.losses[-1],
+                    "step [ms]": run.step_ms,
+                    "forward [ms]": statistics.median(s.forward_ms for s in run.warm_steps),
+                    "backward [ms]": statistics.median(s.backward_ms for s in run.warm_steps),
+                    "optimizer [ms]": statistics.median(s.optimizer_ms for s in run.warm_steps),
+                    "initialisation [ms]": run.initialization.total_ms if run.initialization else 0.0,
+                    "step memory [bytes]": run.step_memory_bytes,
+                }
+                for run in self._runs
+            ]
+        )
+
+    def save(self, path: str | Path) -> Path:
+        """Write all runs as JSON and return the path."""
+        return record_files.write(path, [run.to_dict() for run in self._runs])
+
+    @classmethod
+    def load(cls, path: str | Path) -> Ledger:
+        """Read what `save` wrote.
+
+        Raises
+        ------
+        LedgerError
+            If the file is not a ledger.
+        """
+        records = record_files.read(
+            path,
+            list,
+            file=f"The ledger file {path}",
+            other=f"The file {path} is not a ledger.",
+            fix="Give a file that Ledger.save wrote.",
+        )
+        return cls([Run.from_dict(record) for record in records])
+
+
+def least_step_memory(runs: Sequence[Run]) -> int | None:
+    """Return the step memory of one configuration, in bytes: the least that its runs have read, None if none has.
+
+    What else happens in the process while a step is read adds to that reading, and takes nothing away.
+    """
+    return min((run.step_memory_bytes for run in runs if run.step_memory_bytes is not None), default=None)

@@ -1,0 +1,1 @@
+"""Running steps: wrap a model, take a snapshot, record, measure, put back."""

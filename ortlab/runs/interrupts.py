@@ -1,0 +1,145 @@
+"""Ctrl-C that is not lost, does no harm, and is answered in one line."""
+
+from __future__ import annotations
+
+import _thread
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FrameType
+from typing import Any, Final
+
+_TWICE_SECONDS: Final = 1.0
+"""A second Ctrl-C that comes so soon after the first means the same one."""
+
+_pending = False
+_watched = False
+_raised_at = -_TWICE_SECONDS
+
+
+@contextmanager
+def interrupts_kept(*, errors: bool = True) -> Iterator[Callable[[], None]]:
+    """Raise an interrupt that got lost, and yield the function that does so.
+
+    Python raises `KeyboardInterrupt` wherever the main thread is. In a finaliser, in a callback from C++ that frees a
+    tensor, and in imports under a bare ``except`` of another library nobody passes it on, and the program runs on; in a
+    callback whose result C++ code needs, another error follows. So the handler of the signal is wrapped: it writes the
+    interrupt down before it raises it, and whoever runs many steps calls the yielded function before each. An error
+    that leaves this context while an interrupt is written down is its consequence, and leaves as that interrupt. One
+    that leaves has been heard, and is forgotten. A second Ctrl-C while the first is on its way out is the same one.
+
+    Parameters
+    ----------
+    errors
+        Whether an error may be the consequence of an interrupt; False where somebody inside answers interrupts.
+
+    Yields
+    ------
+    raise_lost
+        Raises `KeyboardInterrupt` if one has arrived in this context, or in one around it, and has not left it.
+    """
+    global _pending, _watched, _raised_at  # noqa: PLW0603 - signals are the process's
+    hook, handler = sys.unraisablehook, signal.getsignal(signal.SIGINT)
+    # Python lets only the main thread set handlers, and only it is interrupted.
+    is_main = threading.current_thread() is threading.main_thread()
+    wraps = callable(handler) and is_main
+    around = _watched
+    if wraps and not around:
+        _pending = False  # of an earlier call, which came to its end all the same
+        _raised_at = -_TWICE_SECONDS
+    sys.unraisablehook = _raising_again(hook)
+    if wraps and not around:  # one of the contexts is enough to write interrupts down
+        _watched = True
+        signal.signal(signal.SIGINT, _noting(handler))
+    try:
+        yield _raise_lost
+    except KeyboardInterrupt:
+        _pending = False
+        raise
+    except Exception as error:
+        if not (errors and _pending and is_main):
+            raise
+        _pending = False
+        raise KeyboardInterrupt from error
+    finally:
+        if wraps and not around:
+            signal.signal(signal.SIGINT, handler)
+            _watched = False
+        sys.unraisablehook = hook
+
+
+def _noting(handler: Any) -> Callable[[int, FrameType | None], None]:
+    """Return a handler that writes interrupts down, and passes on all but the second of two quick ones."""
+
+    def note(number: int, frame: FrameType | None) -> None:
+        global _pending, _raised_at  # noqa: PLW0603
+        _pending = True
+        now = time.monotonic()
+        if now - _raised_at >= _TWICE_SECONDS:
+            _raised_at = now
+            handler(number, frame)
+
+    return note
+
+
+def _raising_again(hook: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return a hook that raises an interrupt again that came in a finaliser, where nobody hears it."""
+
+    def again(unraisable: Any) -> None:
+        global _raised_at  # noqa: PLW0603
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
+            _raised_at = -_TWICE_SECONDS
+            _thread.interrupt_main()
+        else:
+            hook(unraisable)
+
+    return again
+
+
+def _raise_lost() -> None:
+    global _pending  # noqa: PLW0603
+    if _pending and threading.current_thread() is threading.main_thread():
+        _pending = False
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Let a block come to its end, such as one that puts weights back; Ctrl-C is raised behind it.
+
+    Where the block is itself an answer to Ctrl-C, another one means the same and is dropped.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    came: list[FrameType | None] = []
+    signal.signal(signal.SIGINT, lambda _, frame: came.append(frame))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if came and not isinstance(sys.exc_info()[1], KeyboardInterrupt):
+        handler(signal.SIGINT, came[0])
+
+
+@contextmanager
+def answered(words: str) -> Iterator[None]:
+    """Let a block answer Ctrl-C with some words, where nothing inside it has said more."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        if not interrupt.args:
+            say(interrupt, words)
+        raise
+
+
+def say(interrupt: KeyboardInterrupt, words: str) -> KeyboardInterrupt:
+    """Let an interrupt say in one line what is kept and how to go on; IPython shows that line and no traceback."""
+    interrupt.args = (words,)
+    interrupt._render_traceback_ = partial(list, [words])  # type: ignore[attr-defined] # IPython's protocol
+    return interrupt

@@ -1,0 +1,333 @@
+"""The recording of one run: steps are executed, and their times, losses and data are written down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from ortlab.engine.versions import versions
+from ortlab.errors import StepError
+from ortlab.records.coverage import names
+from ortlab.records.density import Density
+from ortlab.records.memory_phases import MemoryPhases
+from ortlab.records.optimizer_names import optimizer_name
+from ortlab.records.runs import EXECUTED_BY_EAGER, EXECUTED_BY_FALLBACK, Initialization, Run, Step
+from ortlab.runs.exchange import exchange_watched
+from ortlab.runs.interrupts import interrupts_kept
+from ortlab.runs.measure import (
+    MemoryProbe,
+    OtherPrograms,
+    Stopwatch,
+    faults_since,
+    memory_probe,
+    page_faults,
+    synchronizer,
+)
+from ortlab.runs.padded_inputs import DensityProbe
+from ortlab.runs.phase_probe import PhaseProbe
+from ortlab.runs.snapshot import DataDigest
+
+if TYPE_CHECKING:
+    from ortlab.options.options import Options
+    from ortlab.records.coverage import Coverage
+    from ortlab.runs.experiment import Experiment
+    from ortlab.runs.progress import Progress
+
+
+class Engine(Protocol):
+    """One way to execute a module; see `ortlab.engine`."""
+
+    name: str
+
+    @property
+    def executed_by(self) -> str:
+        """Who executed the last call; empty before the first."""
+
+    @property
+    def fallback_reason(self) -> str:
+        """Why PyTorch executed it though ORT was asked for; empty if it did not."""
+
+    @property
+    def total_coverage(self) -> Coverage:
+        """Who executed the wrapped parts since `start_over`; empty where the whole model is run."""
+
+    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the module's forward."""
+
+    def start_over(self) -> None:
+        """Draw in the next call the random numbers that were drawn in the first, once the seeds are set."""
+
+    def graph_digests(self) -> dict[str, str]:
+        """Return a digest of each graph that was executed, by stage; empty for engines without graphs."""
+
+
+class Recording:
+    """Executes an experiment once; while it does, the lab sends each forward through `forward`.
+
+    Parameters
+    ----------
+    module, engine
+        What is run, and by what.
+    original_forward
+        The module's own forward, which is looked at for inputs with padding.
+    experiment
+        The step, how often, and from which start; the module has to stand there.
+    progress
+        The line that says how far it has come.
+
+    Attributes
+    ----------
+    interrupt
+        The Ctrl-C that stopped a run whose steps so far are kept; None if none did.
+    """
+
+    interrupt: KeyboardInterrupt | None = None
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        engine: Engine,
+        original_forward: Callable[..., Any],
+        experiment: Experiment,
+        progress: Progress,
+    ) -> None:
+        self._module = module
+        self._engine = engine
+        self._experiment = experiment
+        self._progress = progress
+        self._device = next((tensor.device for tensor in module.parameters()), torch.device("cpu"))
+        self._probe: MemoryProbe = memory_probe(self._device)
+        self._others = OtherPrograms()
+        self._rises: list[int | None] = []
+        self._stopwatch = Stopwatch(
+            synchronize=synchronizer(self._device),
+            on_optimizer=self._note_optimizer,
+            on_backward=self._check_root,
+        )
+        self._original_forward = original_forward
+        self._density: DensityProbe | None = None
+        self._phases: PhaseProbe | None = None
+        self._number = 0
+        self._data = DataDigest()
+        self._initialization: Initialization | None = None
+        self._fallback_reason = ""
+        self._executed_by: set[str] = set()
+        self._modes: set[bool] = set()
+        self._optimizers: dict[str, None] = {}  # in the order of their first steps
+
+    def run(self, number: int, options: Options, *, show: bool, partial: bool = False) -> Run:
+        """Execute the steps and write the run down.
+
+        Parameters
+        ----------
+        number
+            The run's number in the ledger.
+        options
+            The switches as they stand.
+        show
+            Whether the cell or the terminal shows a progress bar.
+        partial
+            Whether Ctrl-C leaves the steps before it as a run, and itself in `interrupt`, instead of leaving.
+
+        Raises
+        ------
+        StepError
+            If the first step does not use the model, or does not train it.
+        """
+        started_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        start = self._experiment.start
+        if options.print_input_density:
+            self._density = DensityProbe(self._module, self._original_forward)
+        if options.print_memory_stats:
+            self._phases = phases = PhaseProbe(self._device)
+            self._stopwatch.on_phase = lambda phase: phases.take(self._number, phase)
+        if self._engine.name == "ort":
+            from ortlab.engine.sessions import seed
+
+            seed(start.ort_seed)
+        self._engine.start_over()
+        return Run(
+            number=number,
+            engine=self._engine.name,
+            options=options,
+            start_digest=start.digest,
+            seed=torch.initial_seed(),
+            device=str(self._device),
+            started_at=started_at,
+            # What follows is known only once the steps have run.
+            steps=self._steps(show=show, partial=partial),
+            mode=self._mode(),
+            initialization=self._initialization,
+            memory=self._probe.read(),
+            fallback_reason=self._fallback_reason,
+            data_digest=self._data.hexdigest(),
+            graph_digests=self._engine.graph_digests(),
+            versions=versions(),
+            density=self.density,
+            phases=self._phases.read() if self._phases else (),
+            coverage=self._engine.total_coverage,
+            optimizers=tuple(self._optimizers),
+            step_memory_bytes=self._step_memory(),
+            others_cores=self._others.cores(),
+            planned_steps=self._planned_steps,
+        )
+
+    @property
+    def memory_phases(self) -> MemoryPhases:
+        """What has been read so far at the points of the steps."""
+        return MemoryPhases(self._phases.read() if self._phases else (), "this run")
+
+    @property
+    def density(self) -> Density:
+        """What has been counted so far of the inputs; empty unless `print_input_density` is on."""
+        return self._density.read() if self._density else Density()
+
+    @property
+    def _planned_steps(self) -> int:
+        return self._experiment.count
+
+    def _steps(self, *, show: bool, partial: bool) -> tuple[Step, ...]:
+        count = self._experiment.count
+        steps: list[Step] = []
+        self._probe.start()
+        self._others.start()
+        exchange = exchange_watched(self._module, self._stopwatch, self._device)
+        with (
+            exchange,
+            self._stopwatch.watching(),
+            self._progress.task(count, evenly=True, show=show) as task,
+        ):
+            try:
+                with interrupts_kept() as raise_lost:
+                    for number in range(1, count + 1):
+                        raise_lost()
+                        self._number = number
+                        steps.append(self._step())
+                        task.step(steps[-1].loss, steps[-1].total_ms)
+            except KeyboardInterrupt as interrupt:
+                if not (partial and steps):
+                    raise
+                self.interrupt = interrupt
+        return tuple(steps)
+
+    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run one forward of the module, timed."""
+        watch = self._stopwatch
+        self._modes.add(self._module.training)
+        with watch.excluded():
+            self._data.update(list(args), dict(kwargs))
+            if self._density is not None:
+                self._density.count(self._number, args, kwargs)
+        with watch.forward():
+            outputs = self._engine.forward(args, kwargs)
+        self._executed_by.add(self._engine.executed_by)
+        self._fallback_reason = self._fallback_reason or self._engine.fallback_reason
+        return outputs
+
+    def built(self, done: Initialization) -> None:
+        """Write down that the engine has just built something, before it runs the module."""
+        self._stopwatch.initialization_ms += done.total_ms
+        so_far = self._initialization
+        self._initialization = done if so_far is None else so_far.plus(done)
+        # An export needs more memory than the steps it is for: their peak counts from here on.
+        with self._stopwatch.excluded():
+            self._probe.start()
+
+    def _step(self) -> Step:
+        watch = self._stopwatch
+        self._executed_by = set()
+        self._probe.start_step()
+        faults = page_faults()
+        watch.start_step()
+        result = self._experiment.step()
+        total_ms = watch.elapsed_ms()
+        taken = faults_since(faults)
+        self._rises.append(self._probe.rise_of_step() if not watch.initialization_ms else None)
+        self._check_step()
+        return Step(
+            total_ms=total_ms,
+            forward_ms=watch.forward_ms,
+            backward_ms=watch.backward_ms,
+            optimizer_ms=watch.optimizer_ms,
+            initialization_ms=watch.initialization_ms,
+            loss=_loss(result, watch.backward_root),
+            executed_by=self._who(),
+            exchange_ms=watch.exchange_ms,
+            page_faults=taken and taken.minor,
+            swapped_pages=taken and taken.major,
+        )
+
+    def _step_memory(self) -> int | None:
+        """Return the highest rise of a warm step where the device's allocator tells it in passing, as on CUDA."""
+        warm = [rise for rise in self._rises[1:] if rise is not None]
+        return max(warm) if warm and self._allocator_tells() else None
+
+    def _allocator_tells(self) -> bool:
+        """Tell whether what the engine takes goes through torch's allocator: ORT may keep a pool of its own."""
+        options = getattr(self._engine, "options", None)
+        return self._engine.name != "ort" or bool(options and options.external_gpu_allocator)
+
+    def _note_optimizer(self, optimizer: object) -> None:
+        self._experiment.start.include(optimizer)
+        self._optimizers[optimizer_name(optimizer)] = None
+
+    def _who(self) -> str:
+        # A call of the model that uses none of the wrapped parts takes nothing from those that do.
+        who = self._executed_by - {EXECUTED_BY_EAGER} or self._executed_by
+        return next(iter(who)) if len(who) == 1 else EXECUTED_BY_FALLBACK
+
+    def _mode(self) -> str:
+        if len(self._modes) > 1:
+            return "mixed"
+        return "training" if True in self._modes else "evaluation"
+
+    def _check_root(self, root: torch.Tensor) -> None:
+        """Explain a backward that torch is about to refuse."""
+        if root.requires_grad:
+            return
+        name, parameters = type(self._module).__name__, list(self._module.parameters())
+        if not any(parameter.requires_grad for parameter in parameters):
+            raise StepError(
+                f"{name} has no trainable parameter, so backward() has nothing to compute.",
+                why=f"All of its {len(parameters)} parameters have requires_grad=False."
+                if parameters
+                else "It has no parameters at all.",
+                fix="Unfreeze what shall learn: model.head.requires_grad_(True). To time inference, call model.eval() "
+                "and no backward().",
+            )
+        raise StepError(
+            "The loss does not depend on any parameter, so backward() has nothing to compute.",
+            why="It was computed under torch.no_grad(), detached, or from something else than the model's outputs.",
+            fix="Compute it from what the model returned, outside torch.no_grad().",
+        )
+
+    def _check_step(self) -> None:
+        if not self._stopwatch.forward_calls:
+            raise StepError(
+                "The step did not call the wrapped model.",
+                why="There is nothing that ONNX Runtime could have executed.",
+                fix="Call the model that was wrapped in the step: loss = model(**batch).loss.",
+            )
+        if self._engine.name == "ort" and self._executed_by == {EXECUTED_BY_EAGER}:
+            parts = [part.path for part in self._engine.total_coverage.parts]
+            raise StepError(
+                "The step called the model, but none of its wrapped parts.",
+                why=f"The model's forward did not call {names(parts)}, so PyTorch executed all of it.",
+                fix="Wrap sub-modules that the forward calls: ortlab.wrap(model, only=[...]) after lab.unwrap().",
+            )
+        if self._module.training and not self._stopwatch.backward_calls:
+            raise StepError(
+                "The step called the model but no backward().",
+                why="Without it nothing is trained, and there is no backward pass to measure.",
+                fix="Add loss.backward() and optimizer.step(), or call model.eval() first to time inference.",
+            )
+
+
+def _loss(result: object, root: torch.Tensor | None) -> float | None:
+    loss = result if isinstance(result, (torch.Tensor, float, int)) else root
+    if isinstance(loss, torch.Tensor):
+        return float(loss.detach().float().item()) if loss.numel() == 1 else None
+    return None if loss is None else float(loss)

@@ -1,0 +1,1 @@
+"""Many runs from one start: sweep, bisection, batch size, budget, engines."""

@@ -1,0 +1,296 @@
+"""The trials of a search: one point after another is run in the lab, under a ceiling, and nothing of it is left."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from ortlab.engine.exhaustion import place, ran_out, reason, says_ran_out
+from ortlab.errors import OrtlabError, PlanWarning
+from ortlab.memory.measured import RESIDENT
+from ortlab.runs.experiment import Experiment
+from ortlab.runs.heap import following_live_buffers, reason_unknown
+from ortlab.studies.batch_size_plan_sets import largest_plan_sets
+from ortlab.studies.batch_size_points import (
+    FAILED,
+    FELL_BACK,
+    FITS,
+    OVER,
+    PREDICTED,
+    RAN_OUT,
+    BatchSizePoint,
+    Plans,
+)
+from ortlab.studies.batch_size_prediction import most_of
+
+if TYPE_CHECKING:
+    from ortlab.lab.batch_size_lab import BatchSizeLab
+    from ortlab.options.configuration import Configuration
+    from ortlab.records.runs import Run
+    from ortlab.runs.snapshot import Snapshot
+    from ortlab.studies.batch_size_following import Task
+    from ortlab.studies.batch_size_room import Room
+    from ortlab.studies.batch_size_search import BatchSizeSearch
+
+MARGIN: Final = 1.1
+"""A point is tried if it is predicted to need at most this much more than the limit: the prediction may be wrong."""
+
+_HEAP_KEEPS: Final = 2.0
+"""Times the limit that a timed run may take: an ordinary heap and ORT's arena keep freed memory for reuse."""
+
+_TRY_STEPS: Final = 2  # an optimizer allocates its state in the first
+
+
+@dataclass(frozen=True)
+class Access:
+    """What a search does with the lab.
+
+    Attributes
+    ----------
+    lab
+        The lab.
+    record
+        Runs an experiment under a ceiling: `BatchSizeLab._record_held`.
+    release
+        Frees ONNX Runtime's sessions.
+    configuration
+        Engine and switches that the lab has when the search begins.
+    configure
+        Gives the lab others.
+    """
+
+    lab: BatchSizeLab
+    record: Callable[[Experiment, Callable[[], None], Callable[[], object]], Run]
+    release: Callable[[], None]
+    configuration: Configuration
+    configure: Callable[[Configuration], object]
+
+
+class Trials:
+    """Runs the points of a search.
+
+    Parameters
+    ----------
+    access
+        The lab.
+    search
+        Filled in.
+    make_batch, step
+        Make a batch of a size, checked; take a training step with it.
+    start
+        Where every run starts, and the lab ends.
+    room
+        How much memory there is.
+    """
+
+    def __init__(
+        self,
+        access: Access,
+        search: BatchSizeSearch,
+        make_batch: Callable[[int], Any],
+        step: Callable[[Any], object],
+        start: Snapshot,
+        room: Room,
+    ) -> None:
+        self._lab, self._access = access.lab, access
+        self._configuration = access.configuration
+        self._search = search
+        self._make_batch = make_batch
+        self._step = step
+        self._start = start
+        self._room = room
+        self._follows = room.on_cpu and not reason_unknown()
+        self._level = 0
+
+    # ---- tasks ------------------------------------------------------------------------------------------------
+
+    def do(self, task: Task) -> None:
+        """Do one task and write down what came of it."""
+        if task.kind == "choose":
+            self._choose()
+        elif task.kind == "try":
+            self._search.add(self._tried(task.size, task.plans))
+        else:
+            self._time(task)
+
+    @contextmanager
+    def lab_as_before(self, *, had_session: bool) -> Iterator[None]:
+        """Leave the lab, when the block ends, as it is now; a session that it had is built again."""
+        configuration = self._configuration
+        # Garbage is collected around every run. What was there before the search is none of it, and is most of the
+        # time.
+        freezes = not gc.get_freeze_count()
+        if freezes:
+            gc.collect()
+            gc.freeze()
+        self._release()
+        try:
+            yield
+            smallest = min((one.size for one in self._search.points if one.fits), default=None)
+            if had_session and smallest is not None:
+                self._access.configure(configuration)
+                self._run(smallest, 1, self._search.limit_bytes * _HEAP_KEEPS, keep=True)
+        finally:
+            self._start.put_back()
+            self._access.configure(configuration)
+            if freezes:
+                gc.unfreeze()
+            self._room.free()
+
+    def _tried(self, size: int, plans: Plans) -> BatchSizePoint:
+        search = self._search
+        predicted = search.predicted(size, plans)
+        refusal = self._refusal(size, plans, predicted)
+        if refusal:
+            return BatchSizePoint(size, plans, PREDICTED, refusal, predicted)
+        point = BatchSizePoint(size, plans, FAILED, predicted_bytes=predicted)
+        try:
+            self._configure(plans, follow=self._follows)
+            run = self._run(size, _TRY_STEPS, search.limit_bytes * MARGIN, plans=plans, follow=self._follows)
+        except Exception as error:
+            if ran_out(error):
+                return replace(
+                    point, outcome=RAN_OUT, reason=f"Ran out of memory {place(error)}".strip() + "."
+                )
+            if not search.points:
+                raise
+            return replace(point, reason=reason(error))
+        if run.fell_back:
+            outcome = RAN_OUT if says_ran_out(run.fallback_reason) else FELL_BACK
+            return replace(point, outcome=outcome, reason=run.fallback_reason)
+        search.kept_bytes = self._start.number_of_bytes  # an optimizer is known from its first step on
+        if run.memory is None:
+            return replace(point, reason="The memory of a process cannot be told on this system.")
+        peak = run.memory.peak_bytes - search.kept_bytes
+        held = min(self._level - search.kept_bytes, peak)
+        search.held_bytes = max(search.held_bytes, held)
+        kind = RESIDENT if self._follows else run.memory.kind
+        point = replace(point, peak_bytes=peak, step_memory_bytes=peak - held, kind=kind)
+        fits = (search.needed(point) or 0) <= search.asked_bytes
+        why = "" if fits else "It was measured to need more than the limit."
+        return replace(point, outcome=FITS if fits else OVER, reason=why)
+
+    def _time(self, task: Task) -> None:
+        search = self._search
+        try:
+            self._configure(task.plans, follow=False)
+            most = search.limit_bytes * _HEAP_KEEPS
+            run = self._run(task.size, search.steps + 1, most, plans=task.plans)
+        except Exception as error:  # noqa: BLE001 - whatever a step raises is a result of the point
+            point = search.point(task.size, task.plans)
+            assert point is not None  # noqa: S101 - only points that fit are timed
+            outcome = RAN_OUT if ran_out(error) else FAILED
+            why = (
+                f"While it was timed: {place(error) if ran_out(error) else reason(error)}".rstrip(": ") + "."
+            )
+            search.add(replace(point, outcome=outcome, reason=why, runs=()))
+        else:
+            search.add_run(task.size, task.plans, run)
+
+    def _choose(self) -> None:
+        """Read the plans that ORT offers for this graph, and choose sets of them."""
+        search, lab = self._search, self._lab
+        sizes = [one.size for one in search.points if one.fits]
+        # A batch of 1 has a graph of its own, in which sizes of 1 are fixed.
+        size = min((one for one in sizes if one > 1), default=min(sizes, default=search.points[0].size))
+        try:
+            self._configure((), follow=False)
+            try:
+                self._run(size, 1, search.limit_bytes * MARGIN, keep=True)
+            except Exception as error:  # what cannot run has been built, and has plans
+                if not ran_out(error):
+                    raise
+            search.plan_sets = largest_plan_sets(lab.plan())
+        except OrtlabError:
+            search.plan_sets = ()
+        finally:
+            self._release()
+
+    # ---- parts ------------------------------------------------------------------------------------------------
+
+    def _refusal(self, size: int, plans: Plans, predicted: float | None) -> str:
+        """Say why a point is not even tried; "" if it is."""
+        search, room = self._search, self._room
+        left = room.left_bytes()
+        used = room.used_bytes() - search.kept_bytes if search.of_device else 0
+        if predicted is not None:
+            if predicted > search.asked_bytes * MARGIN:
+                return "It is predicted to need more than the limit."
+            if left is not None and predicted - used > left:
+                return "It is predicted to need more than the machine has left."
+            return ""
+        known = search.measured(plans, size)
+        if known and left is not None and most_of(size, used, *known[-1]) - used > left:
+            return "It may take more than the machine has left, judged by the smaller batch alone."
+        return ""
+
+    def _configure(self, plans: Plans, *, follow: bool) -> None:
+        """Set the lab to a set of plans, without a fallback, which would run in PyTorch what ORT has no memory for."""
+        changes: dict[str, object] = {}
+        if self._configuration.engine == "ort":
+            changes = {"memory_plan": list(plans), "memory_level": 0, "fallback": False}
+            if follow:
+                changes["cpu_memory_arena"] = False  # it keeps freed memory, so that no peak can be told
+        self._access.configure(self._configuration.changed(changes, self._lab.have))
+
+    def _run(
+        self,
+        size: int,
+        count: int,
+        most_bytes: float,
+        *,
+        plans: Plans = (),
+        follow: bool = False,
+        keep: bool = False,
+    ) -> Run:
+        """Run steps with a batch from the start, under the ceiling; the session is freed after, unless it is kept."""
+        room = self._room
+        most = int(most_bytes) + self._start.number_of_bytes
+        self._start.put_back()
+        try:
+            with room.ceiling_down_after(), following_live_buffers() if follow else nullcontext() as gaps:
+                room.hold(most)
+                batch = self._make_batch(size)
+                room.let_go()
+                self._start.put_back()  # it may have drawn random numbers
+                experiment = Experiment(lambda: self._step(batch), count, self._start)
+                levels = [room.used_bytes()]  # at the start of each step, and at the end
+
+                def settle() -> None:
+                    if gaps is not None:
+                        gaps.fill()
+                    levels.append(room.used_bytes())
+
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", PlanWarning)  # it is written down, below
+                    run = self._access.record(experiment, lambda: room.hold(most), settle)
+                self._level = levels[-2]
+                if plans:
+                    room.let_go()  # reading plans builds
+                    self._check_known(plans)
+            return run
+        finally:
+            self._start.put_back()
+            if not keep:
+                self._release()
+
+    def _check_known(self, plans: Plans) -> None:
+        """Refuse plans that this graph does not have: ORT takes them without a word and applies nothing."""
+        offered = {part.rsplit(":", 1)[0] for row in self._lab.plan().rows for part in row.config.split(",")}
+        wanted = {part.rsplit(":", 1)[0] for one in plans for part in one.split(",")}
+        missing = sorted(wanted - offered)
+        if missing:
+            raise OrtlabError(
+                f"ORT does not offer {', '.join(missing)} for this graph.",
+                fix="lab.plan() lists what it offers.",
+            )
+
+    def _release(self) -> None:
+        """Free what the point has left: sessions with their arenas, and memory that the device's allocator keeps."""
+        if self._configuration.engine == "ort":
+            self._access.release()
+        self._room.free()

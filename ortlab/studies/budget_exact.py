@@ -1,0 +1,183 @@
+"""The best way: a mixed-integer program, solved by HiGHS through scipy."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from ortlab.studies import budget_greedy as greedy
+from ortlab.studies.budget_problem import Solution, solution
+
+if TYPE_CHECKING:
+    from ortlab.studies.budget_problem import Floats, Problem
+
+TIME_LIMIT_S: Final = 0.85
+"""After this many seconds the best that was found is taken, with the gap to what could still be there.
+
+HiGHS looks at its clock now and then only; so all of it stays within a second.
+"""
+
+_LEAST_TIME_S: Final = 0.05
+_UNIT: Final = 2.0**20
+"""Bytes in the unit of the program, in which HiGHS's absolute tolerance of 1e-6 is a byte."""
+
+_OPTIMAL, _INFEASIBLE = 0, 2
+"""What `scipy.optimize.milp` calls them."""
+
+
+def solve(problem: Problem, limit: float, *, time_limit_s: float = TIME_LIMIT_S) -> Solution:
+    """Choose the plans that cost least within a limit; where nothing fits, those that come closest.
+
+    Minimise the sum of the costs over binary variables, one for each place, where a place needs the one before it and
+    at most one choice of a group may have its first place, such that every instant is within the limit. Where nothing
+    fits, minimise the peak instead, and then the cost at that peak.
+
+    Parameters
+    ----------
+    problem
+        The instants and the plans.
+    limit
+        Bytes.
+    time_limit_s
+        Seconds for the search. If they run out, `Solution.proven` is False.
+
+    Returns
+    -------
+    Solution
+        Never dearer than the greedy one where that fits, and never with a higher peak where that does not.
+    """
+    started = time.perf_counter()
+
+    def left() -> float:
+        return max(_LEAST_TIME_S, time_limit_s - (time.perf_counter() - started))
+
+    quick = greedy.solve(problem, limit)
+    counts, bound, proven = quick.counts, 0.0, True
+    if not quick.fits or quick.cost_ms > 0:
+        found = _cheapest(problem.reduced(limit), limit, left())
+        bound, proven = found.bound, found.optimal
+        if found.counts and problem.fits(found.counts, limit):
+            if not quick.fits or problem.cost_ms(found.counts) < quick.cost_ms:
+                counts = found.counts
+        elif not quick.fits:
+            counts, proven = _closest(problem, counts, left)
+            proven, bound = proven and found.infeasible, math.nan
+    seconds = time.perf_counter() - started
+    return solution(problem, counts, limit, "exact", bound_ms=bound, proven=proven, seconds=seconds)
+
+
+def _closest(problem: Problem, quick: tuple[int, ...], left: Any) -> tuple[tuple[int, ...], bool]:
+    """Return the counts with the lowest peak, the cheapest of those, and whether that peak is proven."""
+    small = problem.reduced(-math.inf)
+    lowest = _lowest_peak(small, left())
+    counts = min((quick, lowest.counts or quick), key=problem.peak)
+    cheap = _cheapest(small, problem.peak(counts), left())
+    if cheap.counts and problem.fits(cheap.counts, problem.peak(counts)):
+        counts = min((counts, cheap.counts), key=problem.cost_ms)
+    return counts, lowest.optimal
+
+
+@dataclass(frozen=True)
+class _Found:
+    counts: tuple[int, ...] | None
+    optimal: bool
+    infeasible: bool
+    bound: float
+
+
+def _cheapest(problem: Problem, limit: float, time_limit_s: float) -> _Found:
+    """Minimise the cost within a limit. Variables: the places, then what lives at each instant."""
+    costs = np.concatenate([np.zeros(0), *(choice.cost_ms for choice in problem.choices)])
+    instants = len(problem.live)
+    objective = np.concatenate([costs, np.zeros(instants)])
+    return _solve(problem, objective, np.full(instants, limit / _UNIT), [], time_limit_s)
+
+
+def _lowest_peak(problem: Problem, time_limit_s: float) -> _Found:
+    """Minimise the peak, which is one more variable behind those of `_cheapest`."""
+    from scipy.optimize import LinearConstraint
+    from scipy.sparse import csr_matrix, eye, hstack
+
+    instants, places = len(problem.live), _places(problem)
+    objective = np.concatenate([np.zeros(places + instants), [1.0]])
+    nothing, one = csr_matrix((instants, places)), csr_matrix(np.ones((instants, 1)))
+    above = LinearConstraint(hstack([nothing, -eye(instants), one]).tocsr(), lb=0.0)
+    return _solve(problem, objective, np.full(instants + 1, np.inf), [above], time_limit_s)
+
+
+def _solve(
+    problem: Problem, objective: Floats, upper: Floats, constraints: list[Any], time_limit_s: float
+) -> _Found:
+    """Minimise; the variables behind the places are continuous, with upper bounds of their own."""
+    from scipy.optimize import Bounds, milp
+
+    places = _places(problem)
+    if not places:
+        return _Found(None, optimal=False, infeasible=True, bound=math.nan)
+    answer = milp(
+        objective,
+        integrality=np.arange(len(objective)) < places,
+        bounds=Bounds(
+            np.concatenate([np.zeros(places), np.full(len(upper), -np.inf)]),
+            np.concatenate([np.ones(places), upper]),
+        ),
+        constraints=[*_rules(problem, len(upper)), *constraints],
+        options={"time_limit": time_limit_s},
+    )
+    counts = None
+    if answer.x is not None:
+        ends = np.cumsum([choice.places for choice in problem.choices])[:-1]
+        counts = tuple(int(part.sum()) for part in np.split(np.round(answer.x[:places]), ends))
+    bound = math.nan if answer.mip_dual_bound is None else max(0.0, float(answer.mip_dual_bound))
+    return _Found(counts, answer.status == _OPTIMAL, answer.status == _INFEASIBLE, bound)
+
+
+def _rules(problem: Problem, more: int) -> list[Any]:
+    """Say what lives, that a place needs the one before it, and that groups are exclusive.
+
+    What lives at an instant is what lived before and the difference that places make since: a place changes that at
+    few instants, so these rows are sparse where its savings are not, which HiGHS solves many times faster.
+
+    Parameters
+    ----------
+    problem
+        The instants and the plans.
+    more
+        Number of variables behind the places; the first of them are what lives at each instant.
+    """
+    from scipy.optimize import LinearConstraint
+    from scipy.sparse import csr_matrix, diags, hstack, lil_matrix
+
+    instants, places = len(problem.live), _places(problem)
+    savings = np.vstack([choice.savings for choice in problem.choices]) / _UNIT
+    saved = csr_matrix(np.diff(savings, axis=1, prepend=0.0).T)
+    since = diags([np.ones(instants), -np.ones(instants - 1)], [0, -1], shape=(instants, more))
+    lives = np.diff(problem.live, prepend=0.0) / _UNIT
+    rules = [LinearConstraint(hstack([saved, since]).tocsr(), lives, lives)]
+
+    first = np.cumsum([0, *(choice.places for choice in problem.choices)])
+    later = [column for start, end in itertools.pairwise(first) for column in range(start + 1, end)]
+    order = lil_matrix((len(later), places + more))
+    for row, column in enumerate(later):
+        order[row, column - 1], order[row, column] = 1.0, -1.0
+    groups = [
+        [int(first[choice]) for choice in group if problem.choices[choice].places]
+        for group in problem.exclusive
+    ]
+    once = lil_matrix((len(groups), places + more))
+    for row, columns in enumerate(groups):
+        once[row, columns] = 1.0
+    if later:
+        rules.append(LinearConstraint(order.tocsr(), lb=0.0))
+    if groups:
+        rules.append(LinearConstraint(once.tocsr(), ub=1.0))
+    return rules
+
+
+def _places(problem: Problem) -> int:
+    return sum(choice.places for choice in problem.choices)

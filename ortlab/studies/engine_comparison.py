@@ -1,0 +1,193 @@
+"""Engines side by side: what a step takes in time and memory on ONNX Runtime, and on what else could run it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ortlab.errors import LedgerError
+from ortlab.memory.measured import MemoryMeasurement
+from ortlab.records.record_files import JsonRecord
+from ortlab.shown import Shown
+from ortlab.studies.sweep import Sweep
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from ortlab.studies.sweep_outcomes import Outcome
+    from ortlab.studies.sweep_points import Point
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run the step.
+
+    Attributes
+    ----------
+    name
+        "ort", with the options that make it differ from the present ones; or the engine: "compile:0.5".
+    point
+        Its runs, or why there are none.
+    outcome
+        Its time and losses against the baseline's; None if it was not measured.
+    memory
+        Its memory phase by phase, where that was asked for; else None.
+    no_memory
+        Why its step memory is missing; "" otherwise.
+    detail
+        What the engine did to this model: the layers that were checkpointed; "" for the others.
+    rise_ratio
+        Its step memory over the baseline's, no unit; nan where a side has none.
+    """
+
+    name: str
+    point: Point
+    outcome: Outcome | None
+    memory: MemoryMeasurement | None
+    no_memory: str
+    detail: str
+    rise_ratio: float
+
+    @property
+    def engine(self) -> str:
+        """The engine, with what it is told."""
+        return str(self.point.value("engine"))
+
+    @property
+    def rise_bytes(self) -> float:
+        """Step memory: how far a step rises above its start, in bytes; nan if it was not measured."""
+        return self.point.step_memory_bytes
+
+    @property
+    def reason(self) -> str:
+        """Why it was not run, or failed; "" if it was measured."""
+        return self.point.skipped or self.point.failure
+
+
+@dataclass(repr=False)
+class EngineComparison(Shown, JsonRecord, noun="record of candidates", layout=1):
+    """Candidates that ran the same steps from the same start; `Lab.compare_engines` makes it.
+
+    Attributes
+    ----------
+    sweep
+        Their runs; the baseline is the present configuration on ONNX Runtime.
+    memories
+        By number of the point: the memory phase by phase, where that was asked for.
+    no_memory
+        By number of the point: why that is missing.
+    details
+        By number of the point: what the engine did to this model.
+    """
+
+    sweep: Sweep
+    memories: dict[int, MemoryMeasurement] = field(default_factory=dict)
+    no_memory: dict[int, str] = field(default_factory=dict)
+    details: dict[int, str] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[Candidate]:
+        """Go through the candidates in the order in which they were asked for."""
+        outcomes = {one.point.number: one for one in self.sweep.outcomes()}
+        base = self.sweep.baseline.step_memory_bytes
+        for point in self.sweep.points:
+            yield Candidate(
+                name=self.name(point),
+                point=point,
+                outcome=outcomes.get(point.number),
+                memory=self.memories.get(point.number),
+                no_memory=point.no_step_memory or self.no_memory.get(point.number, ""),
+                detail=self.details.get(point.number, ""),
+                rise_ratio=point.step_memory_bytes / base if base else math.nan,
+            )
+
+    def __len__(self) -> int:
+        """Count the candidates, the baseline included."""
+        return len(self.sweep.points)
+
+    def __getitem__(self, name: str) -> Candidate:
+        """Return the candidate of a name, as `table()` lists them.
+
+        Raises
+        ------
+        LedgerError
+            If there is none; the message lists the names.
+        """
+        for candidate in self:
+            if candidate.name == name:
+                return candidate
+        raise LedgerError(
+            f"There is no candidate {name!r}.",
+            fix=f"Candidates: {'; '.join(candidate.name for candidate in self)}.",
+        )
+
+    @property
+    def baseline(self) -> Candidate:
+        """The candidate that the others are held against."""
+        return next(candidate for candidate in self if candidate.point is self.sweep.baseline)
+
+    def name(self, point: Point) -> str:
+        """Name a point in a few words: "ort", "ort, memory_level=1", "checkpoint", "compile:0.5"."""
+        changed = ", ".join(
+            f"{option}={_words(value)}" for option, value in point.changes.items() if option != "engine"
+        )
+        return ", ".join(filter(None, (str(point.value("engine")), changed)))
+
+    def table(self) -> pd.DataFrame:
+        """One row per candidate in the order of asking, the baseline first; ratios are against it.
+
+        Returns
+        -------
+        pandas.DataFrame
+            Indexed by name. Times in ms, memory in bytes.
+        """
+        import pandas as pd
+
+        return pd.DataFrame([self._row(candidate) for candidate in self]).set_index("candidate")
+
+    def _row(self, candidate: Candidate) -> dict[str, object]:
+        outcome = candidate.outcome
+        is_base = candidate.point is self.sweep.baseline
+        return {
+            "candidate": candidate.name,
+            "engine": candidate.engine,
+            "state": candidate.point.state,
+            "step [ms]": candidate.point.step_ms,
+            "time ratio": outcome.time_ratio if outcome else math.nan,
+            "low": outcome.time_low if outcome else math.nan,
+            "high": outcome.time_high if outcome else math.nan,
+            "verdict": "baseline" if is_base and outcome else outcome.verdict if outcome else "",
+            "step memory [bytes]": candidate.rise_bytes,
+            "memory ratio": candidate.rise_ratio,
+            "last loss": candidate.point.runs[-1].losses[-1] if outcome else None,
+            "loss difference": outcome.loss_difference if outcome else None,
+            "detail": candidate.detail,
+            "runs": tuple(run.number for run in candidate.point.runs),
+            "reason": candidate.reason or candidate.no_memory,
+            "why not comparable": outcome.time.reason if outcome else "",
+            "remarks": "; ".join(outcome.remarks) if outcome else "",
+        }
+
+    # ---- JSON -------------------------------------------------------------------------------------------------
+
+    def _fields(self) -> dict[str, Any]:
+        return {
+            "sweep": self.sweep.to_dict(),
+            "memories": {str(number): memory.to_dict() for number, memory in self.memories.items()},
+            "no_memory": {str(number): why for number, why in self.no_memory.items()},
+            "details": {str(number): what for number, what in self.details.items()},
+        }
+
+    @classmethod
+    def _of_fields(cls, fields: dict[str, Any]) -> EngineComparison:
+        return cls(
+            Sweep.from_dict(fields["sweep"]),
+            {int(number): MemoryMeasurement.from_dict(one) for number, one in fields["memories"].items()},
+            {int(number): why for number, why in fields["no_memory"].items()},
+            {int(number): what for number, what in fields["details"].items()},
+        )
+
+
+def _words(value: object) -> str:
+    return (",".join(value) or "none") if isinstance(value, tuple) else str(value)

@@ -1,1 +1,0 @@
-"""Sweeps: many configurations of one experiment from one start."""

@@ -1,0 +1,72 @@
+"""%ort_bisect: metric and changes on a line, resuming, and how a bisection shows itself."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from IPython.core.error import UsageError
+
+from ortlab.render import html, text
+from ortlab.studies.bisection import Bisection
+
+
+def test_changes_are_on_the_line(stepped_shell):
+    lab = stepped_shell.user_ns["lab"]
+    before = lab._configuration
+    bisection = stepped_shell.run(
+        "%ort_bisect loss memory_level=1 intra_op_spinning=on -n 1 --tolerance 1e-4"
+    )
+    assert bisection.changes == {"memory_level": 1, "intra_op_spinning": True}
+    assert (bisection.metric, bisection.tolerance, bisection.count, bisection.outcome) == (
+        "loss",
+        1e-4,
+        1,
+        "no change",
+    )
+    assert lab._configuration == before
+    assert lab.bisections == [bisection]
+
+
+def test_a_function_is_a_metric_and_the_sentence_names_the_culprit(stepped_shell):
+    stepped_shell.run("def spins(run):\n    return run.options.intra_op_spinning")
+    bisection = stepped_shell.run(
+        "%ort_bisect $spins memory_level=1 intra_op_spinning=on compute_optimizer=off -n 1"
+    )
+    assert [one.names for one in bisection.culprits] == [("intra_op_spinning",)]
+    said = text.render(bisection)
+    assert "intra_op_spinning=True causes the change of spins: by itself, spins is 1 instead of 0" in said
+    assert "Without it, the other 2 changes: spins is 0 instead of 0" in said
+    assert text.render(Bisection.from_dict(json.loads(json.dumps(bisection.to_dict())))) == said
+    page = html.render(bisection)
+    assert "the culprit" in page
+    assert "<script" not in page
+
+
+def test_without_changes_the_lab_is_held_against_the_defaults(stepped_shell):
+    stepped_shell.run("%ort_set memory_level=1")
+    try:
+        bisection = stepped_shell.run("%ort_bisect")
+    finally:
+        stepped_shell.run("%ort_set memory_level=0")
+    assert bisection.changes == {"memory_level": 1}
+    said = text.render(bisection)
+    assert "No change responsible: with the change, losses differ from the baseline's by" in said
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("", "Nothing differs from the baseline"),
+        ("speed memory_level=1", "There is no metric 'speed'"),
+        ("loss memory_levle=1", "Did you mean 'memory_level'"),
+        ("loss memory_level=1 --tolerance much", "--tolerance takes a number"),
+        ("loss memory_level=1 --rounds 1", "whole number from 2 on"),
+        ("$missing memory_level=1", "There is no variable 'missing'"),
+        ("--resume", "There is no bisection to resume"),
+    ],
+)
+def test_what_is_wrong_with_a_line_is_said(stepped_shell, line, said):
+    with pytest.raises(UsageError, match=said) as raised:
+        stepped_shell.run(f"%ort_bisect {line}")
+    assert type(raised.value) is UsageError

@@ -1,0 +1,105 @@
+"""The order of the rooms: a module imports from its own room and from those above it, as CONTRIBUTING.md lists them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import ortlab
+
+PACKAGE = Path(ortlab.__file__).parent
+
+ROOMS = (
+    "errors",
+    "shown",
+    "options",
+    "records",
+    "memory",
+    "graphs",
+    "engine",
+    "runs",
+    "parity",
+    "studies",
+    "ranks",
+    "lab",
+    "render",
+    "checks",
+    "notebook",
+    "cli",
+)
+"""From the one that knows nobody to the one that may know all."""
+
+OUTSIDE = {"ortlab", "ortlab.loading", "ortlab.optim"}
+"""The package's own names, what reads any record, and what users import by itself: these stand in no room."""
+
+EXCEPTIONS = {
+    # What a rank runs for its notebook is sent there as a function, and finds the lab of that process.
+    ("ortlab.ranks.cluster_variables", "ortlab.lab.lab"),
+    ("ortlab.ranks.cluster_variables", "ortlab.lab.wrapped"),
+    # The page of a recipe, whose record stands beside what writes it.
+    ("ortlab.render.headlines", "ortlab.checks.recipes"),
+    ("ortlab.render.pages", "ortlab.checks.recipes"),
+    # The base of every record asks for its page when it is shown, and not before.
+    ("ortlab.shown", "ortlab.notebook.widgets.lab_display"),
+    ("ortlab.shown", "ortlab.notebook.widgets.record_display"),
+    ("ortlab.shown", "ortlab.render.headlines"),
+    ("ortlab.shown", "ortlab.render.lab_pages"),
+    ("ortlab.shown", "ortlab.render.page"),
+    ("ortlab.shown", "ortlab.render.pages"),
+    ("ortlab.shown", "ortlab.render.text"),
+    ("ortlab.shown", "ortlab.render.units"),
+    # A line of progress rounds as every page does.
+    ("ortlab.runs.progress", "ortlab.render.units"),
+}
+"""Imports against the order. This set may only shrink."""
+
+
+def room(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Modules of ortlab that a file imports when it runs, wherever in it; not those that only type hints need."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    hints = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
+        if id(node) in hints:
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "ortlab":
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield (
+                    inner
+                    if (PACKAGE.parent / inner.replace(".", "/")).with_suffix(".py").exists()
+                    else node.module
+                )
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "ortlab")
+
+
+def test_every_module_stands_in_a_room():
+    assert {name for name, _ in modules() if room(name) not in ROOMS} == OUTSIDE
+
+
+def test_imports_run_one_way():
+    found = {
+        (name, imported)
+        for name, path in modules()
+        if name not in OUTSIDE
+        for imported in imports(path)
+        if imported not in OUTSIDE and ROOMS.index(room(imported)) > ROOMS.index(room(name))
+    }
+    assert found == EXCEPTIONS

@@ -1,0 +1,160 @@
+"""Models that are in order warn of nothing; what a user can act on is still a warning."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+import ortlab
+from ortlab.errors import FallbackWarning
+from ortlab.notebook.widgets.base import Looks, close_tree
+from ortlab.notebook.widgets.message_list import MessageList
+from ortlab.records import known_messages
+from ortlab.records.messages import EXPORTER, RUNTIME, MessageLog
+from ortlab.render import html, text
+
+SMALL = {"vocab_size": 300, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def bert():
+    return BertForMaskedLM(
+        BertConfig(
+            vocab_size=300, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
+        )
+    )
+
+
+def gpt2(**more):
+    return GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, use_cache=False, **SMALL, **more))
+
+
+def llama():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    return LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False, **SMALL))
+
+
+def stepping(model):
+    ids = torch.randint(3, 300, (2, 16))
+
+    def step():
+        loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss
+        loss.backward()
+        return loss
+
+    return step
+
+
+@pytest.fixture
+def wrapped():
+    labs = []
+
+    def wrap(model, **options):
+        labs.append(ortlab.wrap(model, **options))
+        return labs[-1]
+
+    yield wrap
+    for lab in labs:
+        lab.unwrap(forget=True)
+
+
+@pytest.mark.parametrize("make", [bert, gpt2, llama])
+def test_a_healthy_model_has_no_warning(wrapped, make):
+    torch.manual_seed(0)
+    model = make()
+    lab = wrapped(model)
+    lab.step(stepping(model), n=2)
+    lab.set(memory_level=1).rerun()
+    assert len(lab.messages.of(level="WARNING")) == 0
+    assert any("Removing initializer" in one.text for one in lab.messages)  # and all of it is still there
+    assert all(one.harmless for one in lab.messages)
+    assert "WARNING" not in text.render(lab.messages)
+    page = html.render(lab.messages)
+    assert "Nobody has to act on this: ONNX Runtime drops a constant" in page
+    looks = Looks()
+    shown = MessageList(lambda: lab.messages, looks)
+    shown.show()
+    assert shown.fold.heading.description == f"Messages: {len(lab.messages)} INFO"
+    close_tree(shown)
+
+
+def test_a_cache_that_costs_memory_is_a_warning(wrapped):
+    model = gpt2()
+    model.config.use_cache = True
+    lab = wrapped(model)
+    lab.step(stepping(model))
+    (one,) = lab.messages.of(level="WARNING")
+    assert "model.config.use_cache = False" in one.text
+
+
+def test_a_random_number_that_is_frozen_is_a_warning(wrapped):
+    class Drawing(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * random.random()
+
+    model = Drawing(4, 2)
+    lab = wrapped(model)
+    lab.step(lambda: model(torch.ones(3, 4)).sum().backward())
+    assert any("is the same in every step" in one.text for one in lab.messages.of(level="WARNING"))
+
+
+def test_a_fallback_is_a_warning(wrapped):
+    class Unsupported(torch.nn.Linear):
+        def forward(self, x):
+            return checkpoint(torch.tanh, super().forward(x), use_reentrant=True)
+
+    model = Unsupported(4, 4)
+    lab = wrapped(model, fallback=True)
+    with pytest.warns(FallbackWarning):
+        run = lab.step(lambda: model(torch.randn(4, 4)).sum().backward())
+    assert run.fell_back
+    assert len(lab.messages.of(level="WARNING")) > 0
+
+
+def test_what_is_not_listed_stays_a_warning_and_errors_stay_errors():
+    log = MessageLog()
+    log.add("WARNING", RUNTIME, "Memcpy nodes are added to the graph")
+    log.add(
+        "ERROR",
+        RUNTIME,
+        "Removing initializer 'a'. It is not used by any node and should be removed from the model.",
+    )
+    log.add(
+        "WARNING",
+        EXPORTER,
+        "Removing initializer 'a'. It is not used by any node and should be removed from the model.",
+    )
+    assert [one.level for one in log.messages] == ["WARNING", "ERROR", "WARNING"]
+    assert not any(one.harmless for one in log.messages)
+
+
+def test_messages_of_one_kind_are_one_row_that_opens():
+    log = MessageLog()
+    with log.during_run(1), log.during("session"):
+        for number in range(137):
+            said = "It is not used by any node and should be removed from the model."
+            log.add("WARNING", RUNTIME, f"Removing initializer 'weight<{number}>'. {said}")
+        log.add("WARNING", RUNTIME, "something else of 'weight<3>'")
+    folded, other = log.messages.kinds
+    assert (len(folded), len(other), len(log.messages)) == (137, 1, 138)
+    page = html.render(log.messages)
+    assert page.count("<tr>") == 1 + 2
+    assert "(137 times)" in page
+    assert "weight&lt;136&gt;" in page
+    assert "Run 1: 1 WARNING, 137 INFO" in text.render(log.messages)
+
+
+def test_each_known_message_says_why():
+    for one in known_messages.KNOWN:
+        assert one.reason.endswith(".")
+        assert one.begins in known_messages.markdown().replace("\\|", "|")
