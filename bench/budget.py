@@ -146,7 +146,7 @@ def ticked(lab: Any, family: str) -> list[dict[str, Any]]:
     """Tick one plan more each time, the largest predicted saving first, and measure."""
     from ortlab.memory.choice import Choice
 
-    simulated = lab._known[2]  # noqa: SLF001 - times from the profile that the budgets are predicted from
+    simulated = lab._bench.simulated[2]  # noqa: SLF001 - times from the profile that the budgets are predicted from
     plan = lab.plan(costs=True, progress=False)
     saving = [row for row in plan.rows if (row.peak_saving_bytes or 0) > 0]
     chosen: tuple[str, ...] = ()

@@ -148,15 +148,15 @@ def watching(lab: Any, model: Any, engine: str) -> Iterator[Callable[[Any, Refer
     from ortlab.parity.observation import Observation
 
     capture = Capture(lambda _mark, _tensor: None) if engine == "ort" else None
-    own = lab._ort._sessions  # noqa: SLF001 - the step without capture keeps its session
-    with built_apart(lab._ort):  # noqa: SLF001
-        apart = lab._ort._sessions  # noqa: SLF001
+    own = lab._bench.ort._sessions  # noqa: SLF001 - the step without capture keeps its session
+    with built_apart(lab._bench.ort):  # noqa: SLF001
+        apart = lab._bench.ort._sessions  # noqa: SLF001
 
         def captured(step: Any, reference: Reference) -> float:
             observation = Observation(model, reference.take, capture)
             if capture is not None:
                 capture.receive = observation.captured
-            lab._ort._sessions = apart  # noqa: SLF001
+            lab._bench.ort._sessions = apart  # noqa: SLF001
             try:
                 with observation.watching(), capture.active() if capture else contextlib.nullcontext():
                     seen = observation.stepping(step)
@@ -164,13 +164,13 @@ def watching(lab: Any, model: Any, engine: str) -> Iterator[Callable[[Any, Refer
                     seen()
                     return time.perf_counter() - started
             finally:
-                lab._ort._sessions = own  # noqa: SLF001
+                lab._bench.ort._sessions = own  # noqa: SLF001
 
-        lab._ort._sessions = own  # noqa: SLF001
+        lab._bench.ort._sessions = own  # noqa: SLF001
         try:
             yield captured
         finally:
-            lab._ort._sessions = apart  # noqa: SLF001
+            lab._bench.ort._sessions = apart  # noqa: SLF001
 
 
 if __name__ == "__main__":

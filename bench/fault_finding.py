@@ -197,8 +197,10 @@ def trial(family: str, side: str, number: int) -> dict[str, Any]:
     model, lab = lab_of(family, number)
     try:
         if side.startswith("ort"):
+            from ortlab.parity.two_engines import compared
+
             fault = InGraph(model, draw, backward=side.endswith("backward"))
-            found = lab._parity(1, dropout=False, seeds=False, progress=False, edit=fault)  # noqa: SLF001
+            found = compared(lab._bench, 1, dropout=False, seeds=False, progress=False, edit=fault)  # noqa: SLF001
         else:
             fault = InModule(model, draw, backward=side.endswith("backward"))
             lab.set(engine="eager")

@@ -58,7 +58,7 @@ def is_fused(tensors: Sequence[torch.Tensor]) -> bool:
     return all(one.device.type in _HAVE_FUSED_ADAM and one.is_floating_point() for one in tensors)
 
 
-def multi_tensor_adam(  # noqa: PLR0913, PLR0917 - the signature of ORT's extension
+def multi_tensor_adam(  # noqa: PLR0917 - the signature of ORT's extension
     _chunk_size: int,
     _overflow: Any,
     tensor_lists: Sequence[Sequence[torch.Tensor]],

@@ -11,18 +11,16 @@ if TYPE_CHECKING:
     from ortlab.lab.lab import Lab
     from ortlab.memory.recompute_places import RecomputePlaces
     from ortlab.ranks.ranks import Ranks
-
-Observer = Callable[[str], None]
-"""Called with "options", "status", "runs" or "progress:<text>:<fraction>" after each change."""
+    from ortlab.runs.bench import Observer
 
 
 def observe(lab: Lab, callback: Observer) -> Callable[[], None]:
     """Call back after each change of a lab; returns a function that ends that."""
-    lab._observers.append(callback)
+    lab._bench.observers.append(callback)
 
     def stop() -> None:
-        if callback in lab._observers:
-            lab._observers.remove(callback)
+        if callback in lab._bench.observers:
+            lab._bench.observers.remove(callback)
 
     return stop
 
@@ -31,15 +29,15 @@ def memory_phases(lab: Lab) -> MemoryPhases:
     """Return what `print_memory_stats` has read: in the run that goes on, or else in the last one."""
     from ortlab.runs.recording import Recording  # brings torch along
 
-    if isinstance(lab._recording, Recording):
-        return lab._recording.memory_phases
+    if isinstance(lab._bench.recording, Recording):
+        return lab._bench.recording.memory_phases
     return lab.runs[-1].memory_phases if len(lab.runs) else MemoryPhases(())
 
 
 def show_ranks(lab: Lab, ranks: Ranks | None) -> None:
     """Keep what ranks have measured beside a lab's own runs, and show it in the lab's panel."""
     lab._ranks = ranks
-    lab._notify("runs")
+    lab._bench.notify("runs")
 
 
 def shown_ranks(lab: Lab) -> Ranks | None:
@@ -57,6 +55,8 @@ def recompute_places(lab: Lab, part: str | None = None) -> RecomputePlaces:
     BuildError
         If no step has run in this lab yet, or ONNX Runtime cannot build the graph.
     """
-    lab._engine_of(part, "plans")
-    with lab._graphs(part) as found:
+    from ortlab.analyses.builds import builds, engine_of  # brings torch along
+
+    engine_of(lab._bench, part, "plans")
+    with builds(lab._bench, part) as found:
         return found.only[1].recompute_places()

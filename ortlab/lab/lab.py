@@ -2,87 +2,59 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from types import MethodType
+from typing import TYPE_CHECKING, Concatenate, Generic, ParamSpec, TypeVar, overload
 
-from ortlab.engine.baselines import Baseline, baseline
-from ortlab.engine.installation import have as installed_needs
-from ortlab.engine.logs.build_log import step_messages
-from ortlab.engine.logs.runtime_log import crashed_processes
-from ortlab.engine.ort import OrtEngine
-from ortlab.errors import StepError, WrapError
-from ortlab.lab.activations_lab import ActivationsLab
-from ortlab.lab.batch_size_lab import BatchSizeLab
-from ortlab.lab.bisecting_lab import BisectingLab
-from ortlab.lab.budgeting_lab import BudgetingLab
-from ortlab.lab.comparing_engines_lab import ComparingEnginesLab
-from ortlab.lab.density_lab import DensityLab
-from ortlab.lab.graph_diff_lab import GraphDiffLab
-from ortlab.lab.graph_lab import GraphLab
-from ortlab.lab.lab_view import LabView
-from ortlab.lab.parity_lab import ParityLab
-from ortlab.lab.pricing_lab import PricingLab
-from ortlab.lab.profiling_lab import ProfilingLab
-from ortlab.lab.snapshot_lab import SnapshotLab
-from ortlab.lab.subscribing_lab import SubscribingLab
-from ortlab.lab.sweeping_lab import SweepingLab
-from ortlab.options.configuration import Configuration
-from ortlab.options.engine_names import check_engine, engine_kind
-from ortlab.options.option_files import with_files, with_usable_export_folder
-from ortlab.options.options import Options, check_needs, switches
-from ortlab.options.variables import sources
+from ortlab.analyses import graph_changes, memory, memory_snapshot, profiling
+from ortlab.analyses import graphs as stages
+from ortlab.analyses.activations import activations as saved_activations
+from ortlab.analyses.flops import count_flops, flops_saved
+from ortlab.errors import OptionError
+from ortlab.memory.saved_activations import ActivationsSource
+from ortlab.parity import subscribing, two_engines
 from ortlab.records.coverage import names
-from ortlab.records.messages import MessageLog
-from ortlab.records.runs import Initialization, Ledger, Run
-from ortlab.runs.experiment import Experiment
-from ortlab.runs.interrupts import answered, interrupts_kept, say
-from ortlab.runs.loop_recording import LoopRecording
-from ortlab.runs.measuring import Measuring
+from ortlab.records.rebuilds import rebuild, rebuild_of_switch
+from ortlab.runs import stepping
+from ortlab.runs.bench import Bench
 from ortlab.runs.partial import PartsEngine
-from ortlab.runs.parts import find_parts
-from ortlab.runs.progress import Progress
-from ortlab.runs.recording import Recording
-from ortlab.runs.snapshot import Snapshot
-from ortlab.runs.weights import check_weights
-from ortlab.runs.wrapping import Takeover, check_wrappable
 from ortlab.shown import ShownAsPanel
+from ortlab.studies import batch_sizing, bisecting, budgeting, comparing, density, plans, sweeping
 
 if TYPE_CHECKING:
     import torch
 
-    from ortlab.lab.following import Observer
-    from ortlab.options.options import Need
+    from ortlab.graphs.flop_savings import FlopSavings
+    from ortlab.graphs.flops import Flops
+    from ortlab.memory.saved_activations import SavedActivations
+    from ortlab.options.options import Options
     from ortlab.ranks.ranks import Ranks
+    from ortlab.records.messages import Messages
+    from ortlab.records.status import Rebuild, Status
     from ortlab.runs.parts import Wishes
 
-_NOT_BEGUN: Final = (
-    "Stopped before the first step was done; nothing is kept, and the lab is as it was before."
-)
-
-_RECORDED: Final = "A recorded training takes no steps of its own; lab.memory(fn) measures one."
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-class Lab(
-    ShownAsPanel,
-    LabView,
-    ActivationsLab,
-    ComparingEnginesLab,
-    DensityLab,
-    SweepingLab,
-    ProfilingLab,
-    SnapshotLab,
-    PricingLab,
-    BudgetingLab,
-    BatchSizeLab,
-    ParityLab,
-    GraphLab,
-    GraphDiffLab,
-    BisectingLab,
-    SubscribingLab,
-):
+class OnBench(Generic[P, R]):
+    """A function of another room as a method of `Lab`: its first argument is the lab's bench."""
+
+    def __init__(self, function: Callable[Concatenate[Bench, P], R]) -> None:
+        self._function = function
+
+    @overload
+    def __get__(self, lab: None, owner: type[Lab]) -> Callable[Concatenate[Bench, P], R]: ...
+
+    @overload
+    def __get__(self, lab: Lab, owner: type[Lab]) -> Callable[P, R]: ...
+
+    def __get__(self, lab: Lab | None, owner: type[Lab]) -> Callable[..., R]:
+        return self._function if lab is None else MethodType(self._function, lab._bench)  # noqa: SLF001 - the lab's own
+
+
+class Lab(ShownAsPanel):
     """One model under experiment; `ortlab.wrap` makes it.
 
     Parameters
@@ -141,71 +113,50 @@ class Lab(
         name: str = "model",
         **changes: object,
     ) -> None:
-        super().__init__()
-        check_wrappable(module)
-        parts = None if only is None else find_parts(module, only)
-        self.notes: tuple[str, ...] = ()
-        self.from_environment: Mapping[str, str] = {}
-        if options is None:
-            options, self.notes = Options.from_environment(os.environ)
-            found = sources(os.environ, switches())
-            self.from_environment = {name: found[name] for name in found if name not in changes}
-            if options.export_cache_dir and "export_cache_dir" not in changes:
-                options, note = with_usable_export_folder(options)
-                self.notes += (note,)
-        self.notes += crashed_processes()
-        options = with_files(options.replace(**changes), Options().changed(options) + tuple(changes))
-        engine = check_engine(engine)
-        self.have: frozenset[Need] = installed_needs()
-        check_needs(options, self.have)
+        self._bench = bench = Bench(module, only=only, options=options, engine=engine, name=name, **changes)
+        self._ranks: Ranks | None = None
         self.module = module
         self.name = name
-        self.runs = Ledger()
-        self._options = options
-        self._observers: list[Observer] = []
-        self._ranks: Ranks | None = None
-        self._experiment: Experiment | None = None
-        self._progress = Progress(self._tell_progress)
-        self._recording: Recording | None = None
-        self._takeover = Takeover(module, self._forward)
-        self._wrapped = True
-        takeover = self._takeover
-        self._log = MessageLog()
-        told = (options, self._progress.stage, self._built, self._log)
-        self._ort: OrtEngine | PartsEngine
-        if parts is None:
-            self._ort = OrtEngine(module, takeover.run_original, *told, takeover.instance_forward)
-        else:
-            try:
-                self._ort = PartsEngine(module, parts, takeover.run_original, *told)
-            except BaseException:
-                takeover.release()
-                raise
-        self._baselines: dict[str, Baseline] = {}
-        try:
-            self._engine = self._choose(engine)
-        except BaseException:
-            takeover.release()
-            self._ort.close()
-            raise
-        self._executed_by = ""
+        self.runs = bench.runs
+        self.sweeps = bench.sweeps
+        self.budgets = bench.budgets
+        self.bisections = bench.bisections
+        self.batch_size_searches = bench.batch_size_searches
+        self.notes = bench.notes
+        self.from_environment = bench.from_environment
+        self.have = bench.have
 
-    # ---- switches ---------------------------------------------------------------------------------------------
+    # ---- train --------------------------------------------------------------------------------------------------
+
+    step = OnBench(stepping.step)
+    rerun = OnBench(stepping.rerun)
+    record = OnBench(stepping.record)
+
+    def restore(self) -> Lab:
+        """Go back to the start of the last step call: weights, buffers, gradients, optimizers, random state.
+
+        Raises
+        ------
+        StepError
+            If no step has run yet.
+        """
+        self._bench.check_usable("restore")
+        self._bench.last_experiment().start.put_back()
+        self._bench.notify("options")  # as after `set`: who follows the lab has shown what holds now
+        return self
+
+    # ---- switch -------------------------------------------------------------------------------------------------
 
     @property
     def options(self) -> Options:
         """The present switches; change them with `set`."""
-        return self._options
+        return self._bench.options
 
     @property
     def engine(self) -> str:
         """The engine of the next step: "ort", "eager", "checkpoint" or "compile", with what it is told; see `set`."""
-        return self._engine.name
-
-    @property
-    def _configuration(self) -> Configuration:
-        """Engine and switches together; `_configure` takes them over again."""
-        return Configuration(self.engine, self._options)
+        name: str = self._bench.engine.name
+        return name
 
     def set(self, *, engine: str | None = None, **changes: object) -> Lab:
         """Change switches, or the engine; the next call rebuilds what they touch, and only that.
@@ -232,200 +183,192 @@ class Lab(
         StepError
             If a step is running.
         """
-        self._check_usable("change options")
+        self._bench.check_usable("change options")
         wished = changes if engine is None else {**changes, "engine": engine}
-        return self._configure(self._configuration.changed(wished, self.have))
-
-    def _configure(self, configuration: Configuration) -> Lab:
-        """Take over an engine and switches as a whole, for example those that `_configuration` gave before.
-
-        Raises
-        ------
-        OptionError
-            If the model has no layers to checkpoint. Nothing is changed then.
-        StepError
-            If a step is running.
-        """
-        self._check_usable("change options")
-        self._engine = self._choose(configuration.engine)
-        self._options = self._ort.options = configuration.options
-        self._notify("options")
-        self._notify("status")
+        self._bench.configure(self._bench.configuration.changed(wished, self.have))
         return self
 
-    # ---- steps ------------------------------------------------------------------------------------------------
-
-    @interrupts_kept()
-    def step(
-        self,
-        fn: Callable[[], object],
-        n: int = 1,
-        *,
-        watch: Iterable[object] = (),
-        source: str = "",
-        memory: bool | None = None,
-        progress: bool = True,
-    ) -> Run:
-        """Run a training step n times, time it, and add the run to the ledger.
-
-        Weights, buffers, gradients, optimizers, schedulers and random state are kept as they are now, as the start
-        that `rerun` and `restore` go back to.
+    def rebuild(self, switch: str | None = None, /, **changes: object) -> Rebuild:
+        """Say what the next call would redo on ONNX Runtime, and what that took when measured last; change nothing.
 
         Parameters
         ----------
-        fn
-            One training step: forward, backward, optimizer. If it returns the loss, that is recorded; otherwise the
-            tensor that `backward()` was called on is.
-        n
-            How many steps.
-        watch
-            More objects to keep with the start: optimizers, schedulers and other things with `state_dict()` that
-            the step changes. Those that `fn` names itself, as globals or closure variables, are found.
-        source
-            The step's source, for the record of what a rerun repeats.
-        memory
-            Whether to measure the run's step memory (`Run.step_memory_bytes`). On a GPU it is read in passing. On a CPU
-            `fn` is called a few more times after the n steps, two as a rule; then weights, optimizer and random state
-            are put back to where the n steps ended. By default yes, unless `fn` is seen to draw from an iterator: what
-            is drawn is gone. `Run.no_step_memory` says why a run has no figure.
-        progress
-            Whether to show a progress bar on a terminal.
-
-        Returns
-        -------
-        Run
-            The record, also in `lab.runs`.
-
-        Raises
-        ------
-        StepError
-            If the step does not call the model or, in training mode, calls no `backward()`; if the weights are not
-            finite, or nothing can be trained.
-        Exception
-            Whatever `fn` raises. The lab is then as it was before the call, weights and optimizer included.
-        """
-        self._check_usable("run a step")
-        with answered(_NOT_BEGUN):
-            check_weights(self.module)
-            begun = Experiment.begin(self.module, fn, n, watch, source)
-        return self._run(begun, progress=progress, memory=memory)
-
-    def record(self, train: Callable[[], object]) -> Run:
-        """Let a loop of somebody else train the model, and write each step of its optimizer into the ledger as a run.
-
-        A step goes from its first forward in training mode to the end of the optimizer's step: accumulated batches are
-        one step, and evaluation, logging and saving are in none. Its loss is the sum of what `backward()` was called
-        on, with a gradient scaler the scaled one. On a CPU the run has no step memory, which takes steps of its own.
-
-        Parameters
-        ----------
-        train
-            What trains, such as a Trainer's `train`; it is called once, without arguments. What it has changed stays,
-            also after a failure.
-
-        Returns
-        -------
-        Run
-            The record, also in `lab.runs`. If the training fails or is interrupted after a step, the run with the steps
-            that were made is in the ledger, and the exception goes on.
-
-        Raises
-        ------
-        StepError
-            If the loop did not train this model.
-        Exception
-            Whatever `train` raises.
-
-        Examples
-        --------
-        >>> run = lab.record(trainer.train)
-        """
-        self._check_usable("record a training")
-        if not callable(train):
-            raise StepError(
-                f"A training must be something to call, not a {type(train).__name__}.",
-                fix="Pass the function, do not call it: lab.record(trainer.train).",
-            )
-        experiment = Experiment(train, 1, Snapshot(self.module))
-        recording = LoopRecording(
-            self.module, self._engine, self._takeover.original_forward, experiment, self._progress
-        )
-        self._recording, number = recording, self.runs.next_number
-        try:
-            with self._log.during_run(number):
-                run = recording.run(number, self._options, show=False)
-        finally:
-            self._recording = None
-        if run.step_memory_bytes is None:
-            run = replace(run, no_step_memory=_RECORDED)
-        self.runs.add(run)
-        self._notify("runs")
-        self._notify("status")
-        if isinstance(recording.failure, KeyboardInterrupt):
-            kept = f"its {len(run.steps):,} steps so far are run {number}, and what it has changed stays"
-            say(recording.failure, f"Stopped the training; {kept}.")
-        if recording.failure is not None:
-            raise recording.failure
-        return run
-
-    @interrupts_kept()
-    def rerun(
-        self, n: int | None = None, *, memory: bool | None = None, progress: bool = True, **changes: object
-    ) -> Run:
-        """Go back to the start of the last step call and do it again.
-
-        Parameters
-        ----------
-        n
-            How many steps; by default as many as before.
-        memory
-            Whether to measure the run's step memory, as for `step`.
-        progress
-            Whether to show a progress bar on a terminal.
+        switch
+            The name of one switch: as if it had another value than now, whichever.
         **changes
-            Options, and `engine`, for this call only, as `set` takes them; afterwards the lab has its own again, also
-            if the call fails or is interrupted. `set` itself changes what every later call runs with.
+            Options by name, as for `set`. Without any, the switches as they are.
+
+        Returns
+        -------
+        Rebuild
+            With the first stage to be redone; `str(lab.rebuild())` says it in words.
 
         Raises
         ------
-        StepError
-            If no step has run yet.
         OptionError
-            If a change is refused; nothing has run then.
-        Exception
-            Whatever the step raises. Weights and optimizer are then as they were before this call.
+            If there is no such switch, a value is wrong, or contradicts another; or both forms are used at once.
 
         Examples
         --------
-        >>> lab.rerun(memory_level=1)
-        >>> lab.rerun(engine="eager")
+        >>> lab.rebuild(memory_level=1)
+        Rebuild(stage='session', changed=('memory_level',), is_first=False, last_ms=412.6, run=2)
         """
-        self._check_usable("rerun")
-        again = self._last_experiment().times(n)
-        kept = self._configuration
-        wished = kept.tried(changes, self.have)
-        with answered(_NOT_BEGUN):
-            before = Snapshot(self.module, again.start.stateful)
-        try:
-            if changes:
-                self._configure(wished)
-            return self._run(again, progress=progress, memory=memory, before=before)
-        finally:
-            if changes:
-                self._configure(kept)
+        if switch is None:
+            return rebuild(self._bench.ort, self.runs, self.options.replace(**changes))
+        if changes:
+            raise OptionError(
+                "A rebuild is asked for one switch by name, or for values.",
+                fix=f'lab.rebuild("{switch}"), or lab.rebuild({next(iter(changes))}=...).',
+            )
+        return rebuild_of_switch(self._bench.ort, self.runs, self.options, switch)
 
-    def restore(self) -> Lab:
-        """Go back to the start of the last step call: weights, buffers, gradients, optimizers, random state.
+    # ---- ask what to switch on, and why -------------------------------------------------------------------------
+
+    budget = OnBench(budgeting.budget)
+    compare = OnBench(comparing.compare)
+    compare_engines = OnBench(comparing.compare_engines)
+    sweep = OnBench(sweeping.sweep)
+    find_batch_size = OnBench(batch_sizing.find_batch_size)
+    bisect = OnBench(bisecting.bisect)
+    parity = OnBench(two_engines.parity)
+    subscribe = OnBench(subscribing.subscribe)
+
+    # ---- look at memory, graph and data -------------------------------------------------------------------------
+
+    memory = OnBench(memory.memory)
+    memory_snapshot = OnBench(memory_snapshot.memory_snapshot)
+    plan = OnBench(plans.plan)
+    graph = OnBench(stages.graph)
+    graphs = OnBench(stages.graphs)
+    graph_diff = OnBench(graph_changes.graph_diff)
+    triton_kernels = OnBench(stages.triton_kernels)
+    profile = OnBench(profiling.profile)
+    density = OnBench(density.density)
+
+    def activations(
+        self,
+        part: str | None = None,
+        *,
+        plans: bool = False,
+        sizes: Mapping[str, int] | None = None,
+        progress: bool = True,
+    ) -> SavedActivations:
+        """Read what the graph of the present switches keeps for its backward, with their memory plans applied.
+
+        If it is not built yet, it is built from the last step, beside what the lab has; see `SavedActivations.note`.
+
+        Parameters
+        ----------
+        part
+            Path of a wrapped part of the model; None for the whole model, or for all its parts together.
+        plans
+            Whether to say which recompute plans remove each activation, and what each keeps instead. Each plan that
+            ORT offers is applied alone, in a session that never runs: some tenths of a second each for a small model.
+            What was found is kept.
+        sizes
+            Bytes by name of a result, as a profiled step has seen them (`Trace.sizes`): for what the graph alone does
+            not tell.
+        progress
+            Whether to show a progress bar on a terminal while plans are looked at.
+
+        Returns
+        -------
+        SavedActivations
+            The activations, the largest first. Bytes are worked out from shapes, for the sizes of the batch that the
+            graph was built with; `SavedActivations.at` evaluates them for others.
 
         Raises
         ------
-        StepError
-            If no step has run yet.
+        OptionError
+            If there is no such part.
+        BuildError
+            If no step has run in this lab yet, or ONNX Runtime cannot build the training graph.
+
+        Examples
+        --------
+        >>> lab.activations().by("operator")[0]
+        ActivationGroup(name='Gelu', count=12, bytes=100663296, unknown=0)
         """
-        self._check_usable("restore")
-        self._last_experiment().start.put_back()
-        self._notify("options")  # as after `set`: who follows the lab has shown what holds now
-        return self
+        kept = saved_activations(self._bench, part, plans=plans, sizes=sizes, progress=progress)
+        return replace(kept, source=ActivationsSource(self, part))
+
+    @overload
+    def flops(
+        self, *, against: None = None, part: str | None = None, n: int = 1, progress: bool = True
+    ) -> Flops: ...
+
+    @overload
+    def flops(
+        self, *, against: Mapping[str, object], part: str | None = None, n: int = 1, progress: bool = True
+    ) -> FlopSavings: ...
+
+    def flops(
+        self,
+        *,
+        against: Mapping[str, object] | None = None,
+        part: str | None = None,
+        n: int = 1,
+        progress: bool = True,
+    ) -> Flops | FlopSavings:
+        """Count the FLOPs of the last step, node by node, from the shapes that its nodes run with.
+
+        The step is run again while ORT's profiler watches; afterwards the lab is as it was.
+
+        Parameters
+        ----------
+        against
+            Options by name, as in `{"label_sparse_optimizer": False}`: what the lab as it is set calculates is held
+            against a step with these.
+        part
+            Path of the part, where several parts of the model are wrapped.
+        n
+            How often the step is run; each kernel's time is the shortest of them.
+        progress
+            Whether to show a progress bar on a terminal.
+
+        Returns
+        -------
+        Flops or FlopSavings
+            With `against`: what each node calculates with and without, and what was moved.
+
+        Raises
+        ------
+        OptionError
+            If the engine is not "ort", it is not clear which part is meant, or an option of `against` is unknown or has
+            that value already.
+        ExecutionError
+            If PyTorch executed the step, as a fallback, or the step does not train.
+        StepError
+            If no step has run yet, or one is running.
+        """
+        if against is not None:
+            return flops_saved(self._bench, against, part, n, progress=progress)
+        return count_flops(self._bench, part, n, progress=progress)
+
+    # ---- look at the lab ----------------------------------------------------------------------------------------
+
+    @property
+    def status(self) -> Status:
+        """What the lab is doing now."""
+        return self._bench.status
+
+    @property
+    def messages(self) -> Messages:
+        """What torch's exporter, ORTModule and ONNX Runtime have said in this lab, oldest first.
+
+        `log_level` decides what they say. What is said during an export is there after the next export at that level.
+        """
+        return self._bench.log.messages
+
+    def _headline(self) -> str:
+        """Name the model, the engine, the options that differ from the defaults and the number of runs."""
+        ort = self._bench.ort
+        parts = tuple(ort.engines) if isinstance(ort, PartsEngine) else ()
+        only = f"only {names(parts)}, " if parts else ""
+        return (
+            f"{self.name}: {type(self.module).__name__}, {only}engine={self.engine!r}, {self.status.state}, "
+            f"runs={len(self.runs)}, {self.options!r}"
+        )
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
@@ -443,168 +386,5 @@ class Lab(
         torch.nn.Module
             The model.
         """
-        if self._wrapped:
-            self._check_usable("unwrap")
-            self._takeover.release()
-            self._ort.close(forget=forget)
-            self._wrapped = False
-            self._notify("status")
+        self._bench.unwrap(forget=forget)
         return self.module
-
-    def _headline(self) -> str:
-        """Name the model, the engine, the options that differ from the defaults and the number of runs."""
-        parts = tuple(self._ort.engines) if isinstance(self._ort, PartsEngine) else ()
-        only = f"only {names(parts)}, " if parts else ""
-        return (
-            f"{self.name}: {type(self.module).__name__}, {only}engine={self.engine!r}, {self.status.state}, "
-            f"runs={len(self.runs)}, {self._options!r}"
-        )
-
-    # ---- parts ------------------------------------------------------------------------------------------------
-
-    def _run(
-        self,
-        experiment: Experiment,
-        *,
-        progress: bool,
-        sweep: int = 0,
-        memory: bool | Run | None = None,
-        before: Snapshot | None = None,
-    ) -> Run:
-        """Run an experiment and keep the run.
-
-        Parameters
-        ----------
-        experiment
-            The step.
-        progress
-            Whether the cell or the terminal shows a bar.
-        sweep
-            Number of the sweep that the run is made for; 0 for none.
-        memory
-            Whether to measure the step memory, None unless the step draws from an iterator; or a run of the same
-            configuration that has it.
-        before
-            What to put back if a step fails or Ctrl-C stops it, where that is not the start; the start is put back
-            first, then.
-        """
-        self._recording = recording = Recording(
-            self.module, self._engine, self._takeover.original_forward, experiment, self._progress
-        )
-        number = self.runs.next_number
-        try:
-            if before is not None:
-                experiment.start.put_back()
-            with self._log.during_run(number), self._listening() as drop:
-                # Of ranks that train together, those that were stopped would have a run that the others lack.
-                partial = not sweep and not self._shares_steps()
-                run = recording.run(number, self._options, show=progress, partial=partial)
-                if recording.interrupt is not None:
-                    drop()
-        except BaseException as error:
-            (before or experiment.start).put_back()
-            if isinstance(error, KeyboardInterrupt):
-                say(error, _NOT_BEGUN)
-            raise
-        finally:
-            self._recording = None
-        run = replace(run, sweep=sweep)
-        self._experiment = experiment
-        if recording.interrupt is not None:
-            (before or experiment.start).put_back()
-            self._keep(replace(run, no_step_memory="Ctrl-C stopped the run."))
-            raise say(recording.interrupt, _stopped(run))
-        try:
-            run = self._with_step_memory(run, experiment, memory)
-        except KeyboardInterrupt as interrupt:
-            run = replace(run, no_step_memory="You interrupted its measurement.")
-            say(interrupt, f"Stopped the measurement of step memory; all steps are kept as run {number}.")
-            raise
-        finally:  # the steps have been made, whatever becomes of the measurement
-            self._keep(run)
-        return run
-
-    def _keep(self, run: Run) -> None:
-        self.runs.add(run)
-        self._notify("runs")
-        self._notify("status")
-
-    @contextmanager
-    def _listening(self) -> Iterator[Callable[[], None]]:
-        """Keep what ONNX Runtime says when a step goes wrong with the messages, not among the user's output."""
-        if self._engine.name != "ort":
-            yield lambda: None
-            return
-        with step_messages(self._log) as drop:
-            yield drop
-
-    def _forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        # What a measurement switches is not what the user has switched.
-        told = self._observers and not isinstance(self._recording, Measuring)
-        before = self.status if told else None
-        try:
-            if self._recording is None:
-                outputs = self._engine.forward(args, kwargs)
-            else:
-                outputs = self._recording.forward(args, kwargs)
-        finally:
-            self._executed_by = self._engine.executed_by
-            if before is not None and self.status != before:
-                self._notify("status")
-        return outputs
-
-    def _built(self, done: Initialization) -> None:
-        if self._recording is not None:
-            self._recording.built(done)
-
-    def _choose(self, engine: str) -> OrtEngine | PartsEngine | Baseline:
-        chosen = self._ort if engine == "ort" else self._baselines.get(engine)
-        if chosen is None:
-            hold = self._takeover
-            chosen = baseline(engine, self.module, hold.original_forward, hold.run_original, self._built)
-            # The layers of a model are looked for each time: the user may have changed them.
-            if engine_kind(engine) != "checkpoint":
-                self._baselines[engine] = chosen
-        if isinstance(self._ort, PartsEngine):
-            # As long as PyTorch runs the model, nothing of ours is in the way of its parts: torch.compile would stop.
-            (self._ort.take if engine == "ort" else self._ort.release)()
-        return chosen
-
-    def _last_experiment(self) -> Experiment:
-        if self._experiment is None:
-            raise StepError(
-                "There is no step to go back to.",
-                why="No step has run to its end in this lab yet.",
-                fix="Run one: %%ort_step -n 20, or lab.step(fn, n=20).",
-            )
-        return self._experiment
-
-    def _check_usable(self, what: str) -> None:
-        if not self._wrapped:
-            raise WrapError(
-                f"This lab cannot {what}: its model is unwrapped.",
-                fix="Wrap it again: lab = ortlab.wrap(model).",
-            )
-        if self._recording is not None:
-            raise StepError(
-                f"The lab cannot {what} while a step is running.", fix="Do it before the step or after it."
-            )
-
-    def _report_progress(self, text: str, fraction: float) -> None:
-        self._progress.report(text, fraction)
-
-    def _tell_progress(self, text: str, fraction: float) -> None:
-        self._notify(f"progress:{text}:{fraction:.3f}")
-
-    def _notify(self, event: str) -> None:
-        for observer in list(self._observers):
-            observer(event)
-
-
-def _stopped(run: Run) -> str:
-    """Say in one line what Ctrl-C has left of a run."""
-    kept = f"kept as run {run.number}" + (" (partial)" if run.is_partial else "")
-    return (
-        f"Stopped after {len(run.steps):,} of {run.planned_steps:,} steps; {kept}. "
-        "The lab is as it was before; rerun with %ort_rerun, or lab.rerun()."
-    )

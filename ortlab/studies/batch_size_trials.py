@@ -6,7 +6,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.engine.exhaustion import place, ran_out, reason, says_ran_out
@@ -14,6 +14,7 @@ from ortlab.errors import OrtlabError, PlanWarning
 from ortlab.memory.measured import RESIDENT
 from ortlab.runs.experiment import Experiment
 from ortlab.runs.heap import following_live_buffers, reason_unknown
+from ortlab.runs.held_recording import HeldRecording
 from ortlab.studies.batch_size_plan_sets import largest_plan_sets
 from ortlab.studies.batch_size_points import (
     FAILED,
@@ -26,11 +27,11 @@ from ortlab.studies.batch_size_points import (
     Plans,
 )
 from ortlab.studies.batch_size_prediction import most_of
+from ortlab.studies.plans import plan
 
 if TYPE_CHECKING:
-    from ortlab.lab.batch_size_lab import BatchSizeLab
-    from ortlab.options.configuration import Configuration
     from ortlab.records.runs import Run
+    from ortlab.runs.bench import Bench
     from ortlab.runs.snapshot import Snapshot
     from ortlab.studies.batch_size_following import Task
     from ortlab.studies.batch_size_room import Room
@@ -45,38 +46,13 @@ _HEAP_KEEPS: Final = 2.0
 _TRY_STEPS: Final = 2  # an optimizer allocates its state in the first
 
 
-@dataclass(frozen=True)
-class Access:
-    """What a search does with the lab.
-
-    Attributes
-    ----------
-    lab
-        The lab.
-    record
-        Runs an experiment under a ceiling: `BatchSizeLab._record_held`.
-    release
-        Frees ONNX Runtime's sessions.
-    configuration
-        Engine and switches that the lab has when the search begins.
-    configure
-        Gives the lab others.
-    """
-
-    lab: BatchSizeLab
-    record: Callable[[Experiment, Callable[[], None], Callable[[], object]], Run]
-    release: Callable[[], None]
-    configuration: Configuration
-    configure: Callable[[Configuration], object]
-
-
 class Trials:
     """Runs the points of a search.
 
     Parameters
     ----------
-    access
-        The lab.
+    bench
+        The lab's.
     search
         Filled in.
     make_batch, step
@@ -89,15 +65,15 @@ class Trials:
 
     def __init__(
         self,
-        access: Access,
+        bench: Bench,
         search: BatchSizeSearch,
         make_batch: Callable[[int], Any],
         step: Callable[[Any], object],
         start: Snapshot,
         room: Room,
     ) -> None:
-        self._lab, self._access = access.lab, access
-        self._configuration = access.configuration
+        self._bench = bench
+        self._configuration = bench.configuration
         self._search = search
         self._make_batch = make_batch
         self._step = step
@@ -120,7 +96,6 @@ class Trials:
     @contextmanager
     def lab_as_before(self, *, had_session: bool) -> Iterator[None]:
         """Leave the lab, when the block ends, as it is now; a session that it had is built again."""
-        configuration = self._configuration
         # Garbage is collected around every run. What was there before the search is none of it, and is most of the
         # time.
         freezes = not gc.get_freeze_count()
@@ -129,14 +104,16 @@ class Trials:
             gc.freeze()
         self._release()
         try:
-            yield
-            smallest = min((one.size for one in self._search.points if one.fits), default=None)
-            if had_session and smallest is not None:
-                self._access.configure(configuration)
-                self._run(smallest, 1, self._search.limit_bytes * _HEAP_KEEPS, keep=True)
+            with self._bench.set_as_before():
+                try:
+                    yield
+                    smallest = min((one.size for one in self._search.points if one.fits), default=None)
+                    if had_session and smallest is not None:
+                        self._bench.configure(self._configuration)
+                        self._run(smallest, 1, self._search.limit_bytes * _HEAP_KEEPS, keep=True)
+                finally:
+                    self._start.put_back()
         finally:
-            self._start.put_back()
-            self._access.configure(configuration)
             if freezes:
                 gc.unfreeze()
             self._room.free()
@@ -193,7 +170,7 @@ class Trials:
 
     def _choose(self) -> None:
         """Read the plans that ORT offers for this graph, and choose sets of them."""
-        search, lab = self._search, self._lab
+        search = self._search
         sizes = [one.size for one in search.points if one.fits]
         # A batch of 1 has a graph of its own, in which sizes of 1 are fixed.
         size = min((one for one in sizes if one > 1), default=min(sizes, default=search.points[0].size))
@@ -204,7 +181,7 @@ class Trials:
             except Exception as error:  # what cannot run has been built, and has plans
                 if not ran_out(error):
                     raise
-            search.plan_sets = largest_plan_sets(lab.plan())
+            search.plan_sets = largest_plan_sets(plan(self._bench))
         except OrtlabError:
             search.plan_sets = ()
         finally:
@@ -235,7 +212,7 @@ class Trials:
             changes = {"memory_plan": list(plans), "memory_level": 0, "fallback": False}
             if follow:
                 changes["cpu_memory_arena"] = False  # it keeps freed memory, so that no peak can be told
-        self._access.configure(self._configuration.changed(changes, self._lab.have))
+        self._bench.configure(self._configuration.changed(changes, self._bench.have))
 
     def _run(
         self,
@@ -267,7 +244,7 @@ class Trials:
 
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", PlanWarning)  # it is written down, below
-                    run = self._access.record(experiment, lambda: room.hold(most), settle)
+                    run = self._record(experiment, lambda: room.hold(most), settle)
                 self._level = levels[-2]
                 if plans:
                     room.let_go()  # reading plans builds
@@ -278,9 +255,17 @@ class Trials:
             if not keep:
                 self._release()
 
+    def _record(self, experiment: Experiment, hold: Callable[[], None], settle: Callable[[], object]) -> Run:
+        """Run an experiment under a ceiling, and leave the ledger alone; see `HeldRecording`."""
+        bench = self._bench
+        pending = bool(bench.engine.pending_stage())
+        facts = (bench.module, bench.engine, bench.takeover.original_forward, experiment, bench.progress)
+        held = HeldRecording(*facts, hold=hold, settle=settle, pending=pending)
+        return bench.run_apart(experiment, held)
+
     def _check_known(self, plans: Plans) -> None:
         """Refuse plans that this graph does not have: ORT takes them without a word and applies nothing."""
-        offered = {part.rsplit(":", 1)[0] for row in self._lab.plan().rows for part in row.config.split(",")}
+        offered = {part.rsplit(":", 1)[0] for row in plan(self._bench).rows for part in row.config.split(",")}
         wanted = {part.rsplit(":", 1)[0] for one in plans for part in one.split(",")}
         missing = sorted(wanted - offered)
         if missing:
@@ -292,5 +277,7 @@ class Trials:
     def _release(self) -> None:
         """Free what the point has left: sessions with their arenas, and memory that the device's allocator keeps."""
         if self._configuration.engine == "ort":
-            self._access.release()
+            self._bench.ort.close()  # exports and graphs stay
+            # Parts are given back by the one, and taken again by the other.
+            self._bench.configure(self._bench.configuration)
         self._room.free()

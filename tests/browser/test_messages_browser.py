@@ -58,7 +58,7 @@ def test_messages_are_folded_by_run_and_filtered(open_notebook, notebook, screen
 def test_ten_thousand_messages_do_not_freeze_the_panel(open_notebook, notebook):
     many = """\
 for number in range(10_000):
-    lab._log.add("INFO" if number % 2 else "VERBOSE", "ONNX Runtime", f"message {number}")"""
+    lab._bench.log.add("INFO" if number % 2 else "VERBOSE", "ONNX Runtime", f"message {number}")"""
     page = open_notebook(notebook(WRAP, STEP, many, SHOW), height=2600)
     panel = run_all(page)
     unfold(panel)

@@ -28,7 +28,7 @@ COUNT = """\
 import gc, threading
 from ipywidgets.widgets.widget import _instances
 gc.collect()
-print("alive:", len(_instances), threading.active_count(), len(lab._observers))"""
+print("alive:", len(_instances), threading.active_count(), len(lab._bench.observers))"""
 
 LOST = "The kernel of this panel has ended or was restarted"
 

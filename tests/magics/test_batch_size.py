@@ -65,11 +65,11 @@ REFUSED = {
 
 def test_what_makes_no_sense_is_a_usage_error(batch_size_shell):
     lab = batch_size_shell.user_ns["lab"]
-    before = lab._configuration
+    before = lab._bench.configuration
     for line, said in REFUSED.items():
         with pytest.raises(UsageError) as caught:
             batch_size_shell.run(f"%ort_find_batch_size {line}")
         assert type(caught.value) is UsageError
         assert said in str(caught.value), line
-        assert lab._configuration == before
+        assert lab._bench.configuration == before
         assert lab.batch_size_searches == []

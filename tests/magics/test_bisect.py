@@ -13,7 +13,7 @@ from ortlab.studies.bisection import Bisection
 
 def test_changes_are_on_the_line(stepped_shell):
     lab = stepped_shell.user_ns["lab"]
-    before = lab._configuration
+    before = lab._bench.configuration
     bisection = stepped_shell.run(
         "%ort_bisect loss memory_level=1 intra_op_spinning=on -n 1 --tolerance 1e-4"
     )
@@ -24,7 +24,7 @@ def test_changes_are_on_the_line(stepped_shell):
         1,
         "no change",
     )
-    assert lab._configuration == before
+    assert lab._bench.configuration == before
     assert lab.bisections == [bisection]
 
 

@@ -53,13 +53,13 @@ REFUSED = {
 
 def test_what_makes_no_sense_is_a_usage_error(stepped_shell):
     lab = stepped_shell.user_ns["lab"]
-    before = lab._configuration
+    before = lab._bench.configuration
     for line, said in REFUSED.items():
         with pytest.raises(UsageError) as caught:
             stepped_shell.run(f"%ort_budget {line}")
         assert type(caught.value) is UsageError
         assert said.lower() in str(caught.value).lower(), line
-        assert lab._configuration == before
+        assert lab._bench.configuration == before
         assert lab.budgets == []
 
 

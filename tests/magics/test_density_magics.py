@@ -71,8 +71,8 @@ def test_balance(shell):
 )
 def test_what_makes_no_sense_is_refused(stepped_shell, line, words):
     stepped_shell.user_ns["lengths"] = [1, 2]
-    before = stepped_shell.user_ns["lab"]._configuration
+    before = stepped_shell.user_ns["lab"]._bench.configuration
     with pytest.raises(UsageError, match=re.escape(words)) as raised:
         stepped_shell.run(line)
     assert type(raised.value) is UsageError
-    assert stepped_shell.user_ns["lab"]._configuration == before
+    assert stepped_shell.user_ns["lab"]._bench.configuration == before

@@ -26,10 +26,10 @@ def test_rerun_takes_another_number_of_steps_and_engine(stepped_shell):
 
 def test_what_stands_behind_a_rerun_is_for_that_rerun(stepped_shell):
     lab = stepped_shell.user_ns["lab"]
-    before = lab._configuration
+    before = lab._bench.configuration
     for line in ("%ort_rerun memory_level=1", "%ort_rerun engine=eager", "%ort_rerun engine=eager opset=16"):
         stepped_shell.run(line)
-        assert lab._configuration == before
+        assert lab._bench.configuration == before
     assert stepped_shell.run("%ort_rerun").executed_by == "ort"
 
 

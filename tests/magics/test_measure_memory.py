@@ -28,10 +28,10 @@ def test_a_log_that_is_not_there_is_a_usage_error(shell, tmp_path):
 
 def test_the_last_step_is_measured_and_a_run_shown(stepped_shell):
     lab = stepped_shell.user_ns["lab"]
-    before, runs = lab._configuration, len(lab.runs)
+    before, runs = lab._bench.configuration, len(lab.runs)
     measured = stepped_shell.run("%ort_memory -n 1 engine=eager")
     assert (measured.engine, len(measured.steps)) == ("eager", 1)
-    assert (lab._configuration, len(lab.runs)) == (before, runs)
+    assert (lab._bench.configuration, len(lab.runs)) == (before, runs)
     assert "above its start" in stepped_shell.formats(measured)["text/html"]
     assert not stepped_shell.run("%ort_memory --run 1").readings
 

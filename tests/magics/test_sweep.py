@@ -15,14 +15,14 @@ def points(sweep) -> list[dict]:
 
 def test_a_line_holds_a_grid(stepped_shell):
     lab = stepped_shell.user_ns["lab"]
-    before = lab._configuration
+    before = lab._bench.configuration
     sweep = stepped_shell.run("%ort_sweep memory_level=0,1 engine=ort,eager -n 2 --rounds 2")
     assert points(sweep) == [
         {"memory_level": level, "engine": engine} for level in (0, 1) for engine in ("ort", "eager")
     ]
     assert (sweep.count, sweep.rounds, sweep.complete) == (2, 2, True)
     assert lab.sweeps == [sweep]
-    assert lab._configuration == before
+    assert lab._bench.configuration == before
 
 
 @pytest.mark.parametrize(
@@ -99,10 +99,10 @@ def test_an_interrupt_says_how_to_go_on_and_resume_does(stepped_shell, unchanged
         "optimizer.step()\noptimizer.zero_grad()\nwait()"
     )
     runs = list(lab.runs)
-    configuration, weights = lab._configuration, [p.tolist() for p in lab.module.parameters()]
+    configuration, weights = lab._bench.configuration, [p.tolist() for p in lab.module.parameters()]
     with pytest.raises(KeyboardInterrupt, match=r"after 1 of 3 runs(?s:.*)%ort_sweep --resume"):
         stepped_shell.run("%ort_sweep memory_level=0,1,2")
-    assert lab._configuration == configuration
+    assert lab._bench.configuration == configuration
     assert [p.tolist() for p in lab.module.parameters()] == weights
     assert list(lab.runs)[:-1] == runs
     page = stepped_shell.formats(lab.sweeps[0])

@@ -53,7 +53,7 @@ class Study:
             "mode": self.model.training,
             "options": lab.options,
             "engine": lab.engine,
-            "step": (lab._experiment.step, lab._experiment.start.digest),
+            "step": (lab._bench.experiment.step, lab._bench.experiment.start.digest),
         }
 
 
@@ -186,7 +186,7 @@ def as_wrapped(study):
     """Put the lab that these tests share back to its first switches and weights."""
     yield
     study.model.train()
-    study.lab._configure(Configuration("ort", Options()))
+    study.lab._bench.configure(Configuration("ort", Options()))
     study.lab.rerun(memory=False)
 
 

@@ -19,6 +19,7 @@ ROOMS = (
     "graphs",
     "engine",
     "runs",
+    "analyses",
     "parity",
     "studies",
     "ranks",

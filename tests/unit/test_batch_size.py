@@ -66,7 +66,12 @@ class Setting:
         grads = [parameter.grad for parameter in self.model.parameters()]
         tensors = [*self.model.state_dict().values(), *held, *grads, torch.get_rng_state()]
         lab = self.lab
-        rest = [lab._configuration, lab.status.state, len(lab.runs), resource.getrlimit(resource.RLIMIT_DATA)]
+        rest = [
+            lab._bench.configuration,
+            lab.status.state,
+            len(lab.runs),
+            resource.getrlimit(resource.RLIMIT_DATA),
+        ]
         return [tensor.detach().clone() for tensor in tensors], rest
 
     def search(self, limit: int, **more) -> BatchSizeSearch:

@@ -87,13 +87,13 @@ def ready(trained):
     training.raises.clear()
     before = (
         [one.detach().clone() for one in training.model.parameters()],
-        lab._configuration,
+        lab._bench.configuration,
         len(lab.runs),
     )
     generator = torch.get_rng_state()
     yield lab, training
     assert all(torch.equal(a, b) for a, b in zip(before[0], training.model.parameters(), strict=True))
-    assert (lab._configuration, len(lab.runs)) == before[1:]
+    assert (lab._bench.configuration, len(lab.runs)) == before[1:]
     assert torch.equal(generator, torch.get_rng_state())
 
 

@@ -54,7 +54,7 @@ def trained():
 def standing(lab, optimizer):
     state = [value for one in optimizer.state.values() for value in one.values()]
     tensors = [*lab.module.state_dict().values(), *state, torch.get_rng_state()]
-    return [tensor.tolist() for tensor in tensors], lab._configuration
+    return [tensor.tolist() for tensor in tensors], lab._bench.configuration
 
 
 @pytest.fixture(scope="module")

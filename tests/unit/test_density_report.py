@@ -114,9 +114,9 @@ def test_toggling_label_sparsity_is_measured():
         lab.density()
     lab.step(step, n=3)
     assert [len(rows) for rows in seen] == [0, 2, 4]  # live: what the steps before have counted
-    configuration = lab._configuration
+    configuration = lab._bench.configuration
     report = lab.density(measure=1)
-    assert lab._configuration == configuration
+    assert lab._bench.configuration == configuration
     (effect,) = report.effects
     lab.unwrap()
     assert effect.switch == "label_sparse_optimizer"

@@ -422,7 +422,14 @@ def test_a_file_that_holds_something_else_is_refused(tmp_path):
 
 def standing(lab, experiment):
     digest = lab.graph().digest
-    return (*experiment.state(), digest, lab._configuration, lab.status, len(lab.runs), lab._engine)
+    return (
+        *experiment.state(),
+        digest,
+        lab._bench.configuration,
+        lab.status,
+        len(lab.runs),
+        lab._bench.engine,
+    )
 
 
 def check_standing(before, after):

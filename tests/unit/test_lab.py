@@ -198,13 +198,13 @@ def test_a_switch_redoes_only_what_it_touches(lab, experiment):
 )
 def test_changes_of_a_rerun_are_for_that_rerun(lab, experiment, changes):
     lab.step(experiment.step, n=2)
-    before, seen = lab._configuration, []
-    stop = observe(lab, lambda event: seen.append(lab._configuration) if event == "options" else None)
+    before, seen = lab._bench.configuration, []
+    stop = observe(lab, lambda event: seen.append(lab._bench.configuration) if event == "options" else None)
     run = lab.rerun(**changes)
     stop()
     assert run.executed_by == changes.get("engine", "ort")
     assert run.options == before.options.replace(**{k: v for k, v in changes.items() if k != "engine"})
-    assert lab._configuration == before == seen[-1]
+    assert lab._bench.configuration == before == seen[-1]
     assert len(seen) == 2  # the panel has been told of both
 
 
@@ -236,11 +236,11 @@ def test_a_rerun_on_pytorch_leaves_what_is_built(lab, experiment):
 
 def test_a_change_that_is_refused_runs_nothing(lab, experiment):
     lab.step(experiment.step, n=2)
-    before, state = lab._configuration, experiment.state()
+    before, state = lab._bench.configuration, experiment.state()
     for changes in ({"memory_lvel": 1}, {"engine": "eagre"}, {"memory_level": 9}, {"engine": "checkpoint"}):
         with pytest.raises(OptionError):
             lab.rerun(**changes)
-    assert lab._configuration == before
+    assert lab._bench.configuration == before
     assert len(lab.runs) == 1
     assert equal(state, experiment.state())
 

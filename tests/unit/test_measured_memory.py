@@ -143,14 +143,14 @@ def test_changes_are_for_the_measurement_only(lab):
 
 @only_linux
 def test_everything_is_put_back(lab, experiment):
-    before, configuration = experiment.state(), lab._configuration
+    before, configuration = experiment.state(), lab._bench.configuration
     gradients = [parameter.grad for parameter in experiment.model.parameters()]
 
     lab.memory(n=1)
 
     assert equal(before, experiment.state())
     assert [parameter.grad for parameter in experiment.model.parameters()] == gradients
-    assert lab._configuration == configuration
+    assert lab._bench.configuration == configuration
     assert len(lab.runs) == 1
     assert lab.step(experiment.step, progress=False).executed_by == "ort"
 
@@ -158,7 +158,7 @@ def test_everything_is_put_back(lab, experiment):
 @only_linux
 @pytest.mark.parametrize("failure", [KeyboardInterrupt(), ValueError("no more data")])
 def test_everything_is_put_back_after_a_failure(lab, experiment, failure):
-    before, configuration = experiment.state(), lab._configuration
+    before, configuration = experiment.state(), lab._bench.configuration
     calls = []
 
     def step():
@@ -172,7 +172,7 @@ def test_everything_is_put_back_after_a_failure(lab, experiment, failure):
         lab.memory(step)
 
     assert equal(before, experiment.state())
-    assert lab._configuration == configuration
+    assert lab._bench.configuration == configuration
     lab.rerun(1, progress=False)
 
 
@@ -254,11 +254,11 @@ def test_a_step_that_builds_something_each_time_is_refused(lab, experiment):
 
 def test_systems_that_cannot_tell_say_why(lab, monkeypatch):
     monkeypatch.setattr(heap.sys, "platform", "darwin")
-    before = lab._configuration
+    before = lab._bench.configuration
     with pytest.raises(StepError, match="cannot be measured here") as refusal:
         lab.memory()
     assert "/proc" in refusal.value.why
-    assert lab._configuration == before
+    assert lab._bench.configuration == before
 
 
 def test_another_c_library_is_named(monkeypatch):

@@ -94,7 +94,7 @@ def test_a_session_for_measuring_does_not_outlive_a_switch(training):
     lab = training.lab
     lab.step(training.step, n=2)
     lab.set(memory_level=1).rerun()
-    kept = [lab._ort._sessions.last(), *lab._ort._sessions.earlier(training=True)]
+    kept = [lab._bench.ort._sessions.last(), *lab._bench.ort._sessions.earlier(training=True)]
     assert sorted((one.options.memory_level, one.options.cpu_memory_arena) for one in kept) == [
         (1, False),
         (1, True),
@@ -193,7 +193,7 @@ def test_a_sweep_measures_each_point_in_two_rounds(training):
 def test_candidates_run_in_turns_and_the_lab_is_as_before(training):
     lab = training.lab
     lab.step(training.step, n=3)
-    state, options = [one.detach().clone() for one in training.state()], lab._configuration
+    state, options = [one.detach().clone() for one in training.state()], lab._bench.configuration
     found = lab.compare(engine="eager", memory_level=[1], rounds=3, progress=False)
     assert [contrast.name for contrast in found.contrasts] == ["eager", "memory_level=1"]
     assert found.in_turns
@@ -203,7 +203,7 @@ def test_candidates_run_in_turns_and_the_lab_is_as_before(training):
     assert "than the baseline" in found.summary
     assert (len(lab.runs), len(lab.sweeps)) == (1 + 9, 1)
     assert same(training.state(), state)
-    assert lab._configuration == options
+    assert lab._bench.configuration == options
     assert lab.rerun().sweep == 0
     page = text.render(found)
     assert page.splitlines()[2].startswith("eager needs")
@@ -232,15 +232,15 @@ def test_several_changes_make_one_candidate(training):
 def test_a_candidate_that_fails_is_named_and_the_others_stand(training, monkeypatch):
     lab = training.lab
     training.lab.step(training.step, n=2)
-    original = type(lab)._run
+    original = type(lab._bench).run
 
     def run(self, experiment, **how):
-        if self.engine == "eager":
+        if self.engine.name == "eager":
             message = "no eager here"
             raise RuntimeError(message)
         return original(self, experiment, **how)
 
-    monkeypatch.setattr(type(lab), "_run", run)
+    monkeypatch.setattr(type(lab._bench), "run", run)
     found = lab.compare(engine="eager", memory_level=1, rounds=1, progress=False)
     assert [contrast.name for contrast in found.contrasts] == ["memory_level=1"]
     assert found.failed == (("engine=eager", "RuntimeError: no eager here"),)

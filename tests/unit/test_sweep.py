@@ -68,7 +68,7 @@ def everything(lab, experiment):
         [part.training for part in experiment.model.modules()],
         random.getstate(),
         [str(part) for part in np.random.get_state()],  # noqa: NPY002 - the global generator is what is kept
-        lab._configuration,
+        lab._bench.configuration,
     )
 
 
@@ -297,7 +297,7 @@ def test_a_point_that_cannot_be_built_is_recorded_and_a_fallback_is_named():
     assert "this layer has no ONNX form" in sweep.points[1].failure
     fallback = next(one for one in sweep.outcomes() if one.point.number == 2)
     assert "executed by PyTorch, not ORT" in fallback.remarks[0]
-    assert lab._configuration.engine == "eager"
+    assert lab._bench.configuration.engine == "eager"
     lab.unwrap()
 
 

@@ -169,12 +169,12 @@ def test_marks_of_plans_follow_the_ticks_while_a_rebuild_is_due(view, lab):
 
 
 def test_a_closed_view_follows_the_lab_no_more_and_is_forgotten(lab):
-    observers = len(lab._observers)
+    observers = len(lab._bench.observers)
     before = len(open_widgets)
     view = ortlab.show_graph(lab, "gradient")
-    assert len(lab._observers) == observers + 1
+    assert len(lab._bench.observers) == observers + 1
     view.close()
-    assert len(lab._observers) == observers
+    assert len(lab._bench.observers) == observers
     assert len(open_widgets) == before
     gone = weakref.ref(view)
     del view

@@ -567,7 +567,7 @@ def test_closing_leaves_no_widget_and_no_observer_behind(lab, run):
         panel.compare.click()
         panel.close()
     assert set(open_widgets) == before
-    assert lab._observers == []
+    assert lab._bench.observers == []
     run()  # the lab goes on without its panels
 
 

@@ -111,13 +111,13 @@ def pair():
         reference = copy.deepcopy(model)
         lab = ortlab.wrap(model, **options)
         labs.append(lab)
-        built, tell = [], lab._ort._on_built
+        built, tell = [], lab._bench.ort._on_built
 
         def note(done):
             built.append(done.stage)
             tell(done)
 
-        lab._ort._on_built = note
+        lab._bench.ort._on_built = note
         return reference, model, lab, built
 
     torch.manual_seed(0)
@@ -255,7 +255,9 @@ def test_a_backward_reads_what_pytorchs_backward_reads(make, pair):
     reference, model, lab, _ = pair(make().train())
     batch = text(2, 6)
     model(**batch).loss.backward()
-    ours = {name.removeprefix("_original_module.") for name in lab._ort.execution._manager._known_reads[1]}
+    ours = {
+        name.removeprefix("_original_module.") for name in lab._bench.ort.execution._manager._known_reads[1]
+    }
     theirs = set()
     for name, parameter in reference.named_parameters():
         loss = reference(**batch).loss

@@ -19,7 +19,7 @@ from ortlab.notebook.widgets.graph_view import HEIGHT, GraphView
 from ortlab.render.triton_page import code_title
 
 if TYPE_CHECKING:
-    from ortlab.lab.graph_lab import Mode
+    from ortlab.analyses.graphs import Mode
     from ortlab.lab.lab import Lab
     from ortlab.memory.recompute_places import RecomputePlace, RecomputePlaces
 

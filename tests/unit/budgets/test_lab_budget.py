@@ -80,10 +80,10 @@ def small_parts():
 def unchanged(training):
     """Hold the lab afterwards against what it was before."""
     lab = training.lab
-    before = (training.state(), lab._configuration, lab.runs.table().to_csv())
+    before = (training.state(), lab._bench.configuration, lab.runs.table().to_csv())
     yield lab
     training.failing = None
-    assert (training.state(), lab._configuration, lab.runs.table().to_csv()) == before
+    assert (training.state(), lab._bench.configuration, lab.runs.table().to_csv()) == before
 
 
 def predicted(lab):
@@ -140,10 +140,10 @@ def ticked(lab):
 def test_no_plans_ticked_by_hand_come_closer_than_the_closest(llama_lab):
     """Point 10 of the review: seven plans as the closest needed 24.9 MiB, three ticks by hand 18.5."""
     lab = llama_lab
-    before = lab._configuration
+    before = lab._bench.configuration
     budget = lab.budget("1 MiB", timed=False, curve=False, progress=False)
     assert budget.outcome == "too small"
-    assert lab._configuration == before
+    assert lab._bench.configuration == before
     by_hand = [lab.memory(memory_plan=plans).rise_bytes for plans in ticked(lab)]
     levels = [lab.memory(memory_level=level).rise_bytes for level in (1, 2)]
     assert budget.best.step_memory_bytes <= min(by_hand + levels) + SAME_BYTES
@@ -253,7 +253,7 @@ def test_less_budget_never_needs_more_memory(unchanged):
 def test_plans_are_left_on_from_any_state_of_the_lab(training, before):
     """Eager, with plans or a level on, with nothing built since a change, after a measurement, and twice in a row."""
     lab = training.lab
-    kept = lab._configuration
+    kept = lab._bench.configuration
     state, runs = training.state(), len(lab.runs)
     try:
         lab.set(**before)
@@ -268,7 +268,7 @@ def test_plans_are_left_on_from_any_state_of_the_lab(training, before):
                 assert budget.before == before
         assert (training.state(), len(lab.runs)) == (state, runs)
     finally:
-        lab._configure(kept)
+        lab._bench.configure(kept)
 
 
 def test_nothing_is_applied_that_was_not_measured(unchanged):

@@ -52,7 +52,7 @@ def x():
 
 def torch_operators(lab):
     """Name the operators that torch executes in a lab's gradient graph, but those of `aten_backward`."""
-    graph = onnx.load_model_from_string(lab._ort.execution.serialized_graph("gradient")).graph
+    graph = onnx.load_model_from_string(lab._bench.ort.execution.serialized_graph("gradient")).graph
     nodes = [node for node in graph.node if node.op_type == "ATen"]
     named = {
         attribute.s.decode() for node in nodes for attribute in node.attribute if attribute.name == "operator"

@@ -1,6 +1,6 @@
 """autograd.Functions inside ONNX Runtime: each promise of PyTorch, trained with both and compared."""
 
-# ruff: noqa: ARG004, PLR0913, PLR0917 - the signatures of a Function are torch's
+# ruff: noqa: ARG004, PLR0917 - the signatures of a Function are torch's
 from __future__ import annotations
 
 import threading

@@ -106,13 +106,13 @@ def test_every_parameter_that_is_used_and_trained_is_handed_over_by_itself():
     model.hidden.bias.requires_grad_(requires_grad=False)
     lab = with_release(model)
     model(torch.randint(0, 50, (4, 8))).backward()
-    graph = onnx.load_model_from_string(lab._ort.execution.serialized_graph("gradient")).graph
+    graph = onnx.load_model_from_string(lab._bench.ort.execution.serialized_graph("gradient")).graph
     trained = [name for name, one in model.named_parameters() if one.requires_grad and name != "unused"]
     assert sum(node.op_type == "PythonOpGrad" for node in graph.node) == len(trained)
     assert not any("norm" in value.name for value in (*graph.input, *graph.output))
     lab.set(mem_efficient_grad_management=False)
     model(torch.randint(0, 50, (4, 8))).backward()
-    graph = onnx.load_model_from_string(lab._ort.execution.serialized_graph("gradient")).graph
+    graph = onnx.load_model_from_string(lab._bench.ort.execution.serialized_graph("gradient")).graph
     assert not any(node.op_type.startswith("PythonOp") for node in graph.node)
     lab.unwrap()
 

@@ -41,7 +41,7 @@ def step(model, sizes=(2, 8)):
 
 
 def gradient_graph(lab):
-    return onnx.load_model_from_string(lab._ort.execution.serialized_graph("gradient")).graph
+    return onnx.load_model_from_string(lab._bench.ort.execution.serialized_graph("gradient")).graph
 
 
 def operators(graph):

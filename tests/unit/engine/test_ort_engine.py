@@ -95,7 +95,7 @@ def test_only_so_many_exports_and_graphs_are_kept(scaled):
 def test_training_and_evaluation_alternate_without_rebuilding(scaled):
     lab = ortlab.wrap(scaled)
     built = []
-    lab._ort._on_built = built.append
+    lab._bench.ort._on_built = built.append
     x = torch.randn(3, 4)
     for _ in range(3):
         scaled.train()
@@ -169,13 +169,13 @@ def test_inside_distributed_data_parallel(scaled, tmp_path):
 
 def stages(lab) -> list[str]:
     """Return a list that notes the stage of each build from now on."""
-    noted, tell = [], lab._ort._on_built
+    noted, tell = [], lab._bench.ort._on_built
 
     def note(done):
         noted.append(done.stage)
         tell(done)
 
-    lab._ort._on_built = note
+    lab._bench.ort._on_built = note
     return noted
 
 
@@ -387,20 +387,20 @@ def test_what_a_change_redoes_is_known_before_it_is_made(scaled):
         "step": {"fallback": True},
         "": {"memory_level": 0},
     }
-    assert lab._ort.stage_of(lab.options) == "export"
+    assert lab._bench.ort.stage_of(lab.options) == "export"
     scaled(x)
     for stage, changes in asked.items():
-        assert lab._ort.stage_of(lab.options.replace(**changes)) == stage
+        assert lab._bench.ort.stage_of(lab.options.replace(**changes)) == stage
     built = stages(lab)
     for stage, changes in asked.items():
-        expected = lab._ort.stage_of(lab.options.replace(**changes))
+        expected = lab._bench.ort.stage_of(lab.options.replace(**changes))
         assert stage in {expected, ""}
         lab.set(**changes)
         scaled(x)
         assert built[-1:] == ([expected] if expected not in ("", "step") else built[-1:])
     assert built == ["export", "graph", "session", "session"]
     # What was built before is there still.
-    assert lab._ort.stage_of(lab.options.replace(opset=17, cast_level=1)) == "session"
+    assert lab._bench.ort.stage_of(lab.options.replace(opset=17, cast_level=1)) == "session"
     lab.unwrap()
 
 
@@ -768,13 +768,13 @@ def test_threads_that_share_a_module_take_turns(scaled, monkeypatch):
     batches = torch.randn(40, 3, 4)
     expected = [scaled.linear(x) for x in batches]
     scaled(batches[0])
-    calls, run = [], type(lab._ort.execution).run
+    calls, run = [], type(lab._bench.ort.execution).run
 
     def counted(self, *args):
         calls.append(threading.get_ident())
         return run(self, *args)
 
-    monkeypatch.setattr(type(lab._ort.execution), "run", counted)
+    monkeypatch.setattr(type(lab._bench.ort.execution), "run", counted)
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(scaled, batches))
     assert len(calls) == len(batches)  # ONNX Runtime ran them all

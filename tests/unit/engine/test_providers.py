@@ -56,7 +56,7 @@ def test_a_session_of_a_model_on_the_second_gpu_is_asked_for_there():
     model = nn.Linear(2, 2)
     lab = ortlab.wrap(model)
     model(torch.ones(1, 2)).sum().backward()
-    manager = lab._engine.execution._manager
+    manager = lab._bench.engine.execution._manager
     assert manager._get_session_config()[1:] == (["CPUExecutionProvider"], [{}])
     manager._graph_transition_manager._device = torch.device("cuda", 1)
     manager._runtime_options.use_external_gpu_allocator = False  # its addresses are read where torch has CUDA

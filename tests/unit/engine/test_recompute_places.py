@@ -112,7 +112,7 @@ class Trained:
 
     @property
     def places(self) -> RecomputePlaces:
-        return self.lab._ort.execution.recompute_places()
+        return self.lab._bench.ort.execution.recompute_places()
 
     def graph(self) -> onnx.GraphProto:
         return self.lab.graph("execution").model.graph
@@ -202,7 +202,7 @@ def test_what_is_recomputed_drops_out_what_the_forward_did(name: str) -> None:
 
 
 def test_results_that_a_graph_does_not_make_are_named(trained: Trained) -> None:
-    model = onnx.load_model_from_string(trained.lab._ort.execution.serialized_graph("gradient"))
+    model = onnx.load_model_from_string(trained.lab._bench.ort.execution.serialized_graph("gradient"))
     result = trained.places.places[0].outputs[0]
     copied_model, missing = leaving_alone(model, [(result,), ("no such value",)])
     assert missing == ["no such value"]
@@ -211,7 +211,7 @@ def test_results_that_a_graph_does_not_make_are_named(trained: Trained) -> None:
 
 
 def test_places_that_cannot_be_told_are_an_error(trained: Trained) -> None:
-    report = trained.lab._ort.execution.memory_report().insight
+    report = trained.lab._bench.ort.execution.memory_report().insight
     check_places(trained.places, report)
     with pytest.raises(BuildError, match="cannot be told") as caught:
         check_places(find_places([], trained.graph()), report)
@@ -305,7 +305,7 @@ def test_nodes_without_a_name_are_recomputed_where_there_is_one(count: int, reco
     model(x).square().sum().backward()
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-2, atol=1e-3)
-    places = lab._ort.execution.recompute_places().places
+    places = lab._bench.ort.execution.recompute_places().places
     graph = lab.graph("execution").model.graph
     assert len({place.node for place in places}) == count
     assert {place.node for place in places} <= {output for node in graph.node for output in node.output}

@@ -58,12 +58,12 @@ def test_with_ortlab_the_graph_has_the_sizes_and_fewer_nodes_and_follows_the_bat
     wanted = {sizes: step(model, *sizes) for sizes in ((2, 3), (5, 7))}
     lab = ortlab.wrap(model)
     step(model, 2, 3)
-    dynamic = onnx.load_model_from_string(lab._ort.execution.serialized_graph("execution")).graph
+    dynamic = onnx.load_model_from_string(lab._bench.ort.execution.serialized_graph("execution")).graph
     lab.set(static_shape=True)
     for sizes in ((2, 3), (5, 7), (2, 3)):
         torch.testing.assert_close(step(model, *sizes), wanted[sizes])
         assert "size of tensor 0" in lab.status.reason
-        static = onnx.load_model_from_string(lab._ort.execution.serialized_graph("execution")).graph
+        static = onnx.load_model_from_string(lab._bench.ort.execution.serialized_graph("execution")).graph
         inputs = {value.name: dimensions(value) for value in static.input}
         assert (inputs["x"], inputs["y"]) == ([*sizes, 4], [*sizes, 6])
         assert len(static.node) < len(dynamic.node)

@@ -15,10 +15,10 @@ from torch.cuda import _memory_viz
 from transformers import BertConfig, BertForMaskedLM
 
 import ortlab
+from ortlab.analyses import memory_snapshot
 from ortlab.engine.allocation_order import earliest_places
 from ortlab.engine.gpu_allocator import bridge
 from ortlab.errors import StepError
-from ortlab.lab import snapshot_lab
 from ortlab.memory.device_snapshot import MemorySnapshot, with_names
 from ortlab.memory.lifetimes import lifetimes
 from ortlab.memory.named_blocks import KeptBuffer, maker_of, name_blocks
@@ -287,9 +287,9 @@ def on_gpu(bert, stacks, monkeypatch):
     """Let the lab take snapshots of `Written`, as if its model were on a GPU."""
 
     def prepare(**how):
-        written = Written(bert.module, bert._experiment.start.stateful[0], stacks["forward"], **how)
-        monkeypatch.setattr(snapshot_lab, "_gpu_of", lambda _: torch.device("cuda:0"))
-        monkeypatch.setattr(snapshot_lab, "CudaHistory", lambda: written)
+        written = Written(bert.module, bert._bench.experiment.start.stateful[0], stacks["forward"], **how)
+        monkeypatch.setattr(memory_snapshot, "_gpu_of", lambda _: torch.device("cuda:0"))
+        monkeypatch.setattr(memory_snapshot, "CudaHistory", lambda: written)
         return written
 
     return prepare

@@ -44,9 +44,9 @@ def wide():
 
 @pytest.mark.row("F7", "F8")
 def test_plans_are_priced_and_the_lab_is_as_it_was(wide):
-    runs, configuration = len(wide.runs), wide._configuration
+    runs, configuration = len(wide.runs), wide._bench.configuration
     plan = wide.plan(costs=True, progress=False)
-    assert (len(wide.runs), wide._configuration) == (runs, configuration)
+    assert (len(wide.runs), wide._bench.configuration) == (runs, configuration)
     gelu = next(row for row in plan.rows if row.config == "Gelu+:1:-1")
     assert gelu.peak_saving_bytes > 16384 * 64 * 4  # two or three results of 4 MiB
     assert gelu.cost_ms > 0
@@ -59,7 +59,7 @@ def test_plans_are_priced_and_the_lab_is_as_it_was(wide):
 def test_the_lab_shows_the_costs_for_this_step_only(wide):
     priced = wide.plan(costs=True, progress=False)
     assert wide.plan() == priced
-    wide.step(wide._experiment.step, progress=False)
+    wide.step(wide._bench.experiment.step, progress=False)
     assert all(row.cost_ms == known.cost_ms for row, known in zip(wide.plan().rows, priced.rows, strict=True))
     x = torch.randn(64, 64)
     wide.step(lambda: wide.module(x).backward(), progress=False)
@@ -89,14 +89,14 @@ def test_plans_are_measured_where_asked_for(wide):
 
 
 def test_plans_are_priced_while_another_engine_runs_the_model(wide):
-    configuration = wide._configuration
+    configuration = wide._bench.configuration
     try:
         wide.set(engine="eager")
         plan = wide.plan(costs=True)
         assert wide.engine == "eager"
         assert any(row.cost_ms for row in plan.rows)
     finally:
-        wide._configure(configuration)
+        wide._bench.configure(configuration)
 
 
 def test_the_order_of_nodes_is_no_merit_of_a_plan():

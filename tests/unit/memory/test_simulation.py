@@ -65,7 +65,7 @@ def profiled(request):
     lab = ortlab.wrap(model)
     lab.step(step, progress=False)
     trace = lab.profile(1, memory_efficient_order=True)
-    yield lab, trace, lab._ort.execution.recompute_places()
+    yield lab, trace, lab._bench.ort.execution.recompute_places()
     lab.unwrap(forget=True)
 
 
@@ -82,7 +82,7 @@ def test_every_plan_and_all_together_run_as_predicted(profiled):
     lab, trace, places = profiled
     plans = _plans(places)
     assert len(plans) > 4
-    before = lab._configuration
+    before = lab._bench.configuration
     try:
         for chosen in [(plans[0],), (plans[-1],), tuple(plans[1:4]), tuple(plans)]:
             predicted = with_places(trace, [place for plan in chosen for place in places.of(plan)], chosen)
@@ -93,19 +93,21 @@ def test_every_plan_and_all_together_run_as_predicted(profiled):
             assert lifetimes(predicted).peak == lifetimes(ran).peak
             assert ran.plans == chosen
     finally:
-        lab._configure(before).rerun(progress=False)
+        lab._bench.configure(before)
+        lab.rerun(progress=False)
 
 
 def test_the_first_places_run_as_predicted(profiled):
     lab, trace, places = profiled
     plan = next(plan for plan in _plans(places) if len(places.of(plan)) > 1)
-    before = lab._configuration
+    before = lab._bench.configuration
     partial = plan.rsplit(":", 1)[0] + ":1"
     try:
         lab.set(memory_plan=[partial])
         ran = lab.profile(1)
     finally:
-        lab._configure(before).rerun(progress=False)
+        lab._bench.configure(before)
+        lab.rerun(progress=False)
     predicted = with_places(trace, places.of(plan)[:1])
     copies = [node.recomputes for node in ran.nodes if node.recomputes]
     assert copies == [node.recomputes for node in predicted.nodes if node.recomputes]
@@ -131,7 +133,7 @@ def test_a_trace_has_the_sizes_and_times_of_every_node(profiled):
 
 def test_an_output_that_the_step_keeps_is_held(profiled):
     lab, _, _ = profiled
-    experiment = lab._experiment
+    experiment = lab._bench.experiment
     module = lab.module
     kept = []
 
@@ -147,7 +149,7 @@ def test_an_output_that_the_step_keeps_is_held(profiled):
         lab.step(step, progress=False)
         trace = lab.profile(1)
     finally:
-        lab._experiment = experiment
+        lab._bench.experiment = experiment
         kept.clear()
     assert any(trace.sizes[name] == BATCH * LENGTH * 64 * 4 for name in trace.held)
 
@@ -155,12 +157,12 @@ def test_an_output_that_the_step_keeps_is_held(profiled):
 def test_what_a_profile_changes_is_put_back(profiled):
     lab, _, _ = profiled
     before = [tensor.clone() for tensor in (*lab.module.state_dict().values(), torch.get_rng_state())]
-    runs, options, session = len(lab.runs), lab.options, lab._ort.execution._manager._execution_agent
+    runs, options, session = len(lab.runs), lab.options, lab._bench.ort.execution._manager._execution_agent
     lab.profile(2)
     after = (*lab.module.state_dict().values(), torch.get_rng_state())
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
     assert (len(lab.runs), lab.options) == (runs, options)
-    assert lab._ort.execution._manager._execution_agent is session
+    assert lab._bench.ort.execution._manager._execution_agent is session
 
 
 def test_extra_time_counts_a_node_once(profiled):
@@ -200,8 +202,8 @@ def test_a_failing_step_leaves_the_lab_as_it_was(lab, experiment):
 
 def test_a_step_without_backward_is_no_profile(lab, experiment):
     lab.step(experiment.step, progress=False)
-    lab._experiment = lab._experiment.__class__(
-        lambda: experiment.model(experiment.x), 1, lab._experiment.start
+    lab._bench.experiment = lab._bench.experiment.__class__(
+        lambda: experiment.model(experiment.x), 1, lab._bench.experiment.start
     )
     with pytest.raises(ExecutionError, match="no forward was followed by its backward"):
         lab.profile(1)

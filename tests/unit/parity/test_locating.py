@@ -6,6 +6,7 @@ import onnx
 import pytest
 
 from ortlab.parity.record import Parity
+from ortlab.parity.two_engines import compared
 from ortlab.render import text
 
 EXPORTS_OF_A_COMPARISON = 2
@@ -118,14 +119,14 @@ def test_a_fault_that_only_the_moved_graph_has_is_said_to_be_the_optimizers(vit,
         if moved[-1]:
             multiply_logits(graph_model.graph)
 
-    found = lab._parity(1, dropout=False, seeds=False, progress=False, edit=edit)
+    found = compared(lab._bench, 1, dropout=False, seeds=False, progress=False, edit=edit)
     assert moved == [True, True, True, False]  # looked at, repeated, not looked at; not optimised
     assert (found.first.module, found.first.pair.site.module) == ("classifier", "classifier")
     assert "with the compute optimizer off this tensor agrees" in found.first.reason
     assert "lab.set(compute_optimizer=False) avoids it" in found.first.reason
     assert "vit.layernorm" in found.first.others
     lab.set(compute_optimizer=False)
-    assert lab._parity(1, dropout=False, seeds=False, progress=False, edit=edit).ok
+    assert compared(lab._bench, 1, dropout=False, seeds=False, progress=False, edit=edit).ok
 
 
 def test_where_it_cannot_run_without_the_optimizer_the_first_look_stands_and_is_said_to(vit, lab_of):
@@ -138,7 +139,7 @@ def test_where_it_cannot_run_without_the_optimizer_the_first_look_stands_and_is_
         else:
             graph_model.graph.node[0].op_type = "NoSuchOperator"
 
-    found = lab._parity(1, dropout=False, seeds=False, progress=False, edit=edit)
+    found = compared(lab._bench, 1, dropout=False, seeds=False, progress=False, edit=edit)
     assert found.first.module == "classifier"
     assert "vit.layernorm" in found.first.others
     assert found.first.reason == "what it takes agrees, what it returns does not"

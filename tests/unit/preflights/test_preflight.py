@@ -113,7 +113,7 @@ def test_wrapping_after_it_does_not_export_again():
     model, batch = bert(), tokens()
     ortlab.preflight(model, batch, progress=False)
     lab = ortlab.wrap(model)
-    assert lab._ort is not None
+    assert lab._bench.ort is not None
     run = lab.step(lambda: _step(model, batch), n=1, progress=False)
     assert run.initialization.stage == "session"
     assert run.initialization.export_ms == 0

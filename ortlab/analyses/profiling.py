@@ -1,0 +1,111 @@
+"""The times of a step, node by node: it runs again in a session that ORT's profiler watches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+from ortlab.analyses.builds import engine_of, on_ort
+from ortlab.errors import ExecutionError
+from ortlab.records.runs import EXECUTED_BY_ORT, EXECUTED_BY_PARTS
+from ortlab.runs.experiment import check_count, leaving_no_trace
+from ortlab.runs.interrupts import interrupts_kept
+
+if TYPE_CHECKING:
+    from ortlab.engine.ort import OrtEngine
+    from ortlab.engine.profiling import Profile
+    from ortlab.memory.trace import Trace
+    from ortlab.runs.bench import Bench
+    from ortlab.runs.experiment import Experiment
+
+_STEPS: Final = 3
+"""The first profiled step is slower: its memory is new."""
+
+
+def profile(
+    bench: Bench,
+    n: int = _STEPS,
+    *,
+    part: str | None = None,
+    memory_efficient_order: bool = False,
+    progress: bool = True,
+) -> Trace:
+    """Run the last step again while ORT's profiler watches, and go back to where the lab was.
+
+    The step runs on ONNX Runtime with the present switches, whichever engine the lab is set to.
+
+    Parameters
+    ----------
+    n
+        How often; each kernel's time is the shortest of them.
+    part
+        Path of the part to profile, where several parts of the model are wrapped.
+    memory_efficient_order
+        Whether nodes run in the order that ORT gives to sessions with recompute plans, though there may be none.
+    progress
+        Whether to show a progress bar on a terminal.
+
+    Returns
+    -------
+    Trace
+        Every node that ran, in its order, with time and size of its results.
+
+    Raises
+    ------
+    OptionError
+        If it is not clear which part is meant.
+    ExecutionError
+        If PyTorch executed a step, as a fallback, or the step does not train.
+    StepError
+        If no step has run yet, or one is running.
+    Exception
+        Whatever the step raises. Weights and optimizer are then as they were before this call.
+    """
+    with profiled_step(bench, n, part, memory_efficient_order, progress=progress) as (seen, engine):
+        in_order = memory_efficient_order or bool(engine.execution.plans)
+        return seen.trace(engine.execution.plans, "memory efficient" if in_order else "default")
+
+
+@contextmanager
+def profiled_step(
+    bench: Bench,
+    steps: int,
+    part: str | None = None,
+    memory_efficient_order: bool = False,  # noqa: FBT001, FBT002 - as `profile`
+    *,
+    progress: bool = True,
+) -> Iterator[tuple[Profile, OrtEngine]]:
+    """Yield what was seen of the last step while ORT's profiler watched; then go back to where the lab was."""
+    bench.check_usable("profile a step")
+    check_count(steps)
+    experiment = bench.last_experiment()
+    engine = engine_of(bench, part, "a session")
+    from ortlab.engine.profiling import profiled
+
+    with bench.as_before(experiment), on_ort(bench):
+        if engine.pending_stage():
+            repeat(bench, experiment, 1, "Building", progress=progress)
+        with profiled(engine.execution, memory_efficient_order=memory_efficient_order) as seen:
+            repeat(bench, experiment, steps, "Profiling", progress=progress)
+        yield seen, engine
+
+
+def repeat(bench: Bench, experiment: Experiment, count: int, what: str, *, progress: bool) -> None:
+    """Run steps on ONNX Runtime, from the start of an experiment, and record nothing; PyTorch does not step in."""
+    experiment.start.put_back()
+    with (
+        leaving_no_trace(experiment.step),
+        interrupts_kept() as raise_lost,
+        bench.progress.task(count, what=what, show=progress) as bar,
+    ):
+        for number in range(1, count + 1):
+            raise_lost()
+            experiment.step()
+            if bench.executed_by not in (EXECUTED_BY_ORT, EXECUTED_BY_PARTS):
+                raise ExecutionError(
+                    "ONNX Runtime did not execute the step that was to be profiled.",
+                    why=bench.status.reason or "PyTorch did.",
+                    fix="Mend that, or wrap a part of the model only.",
+                )
+            bar.begin(f"{what}: step {number} of {count}", number)

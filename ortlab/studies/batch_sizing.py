@@ -1,0 +1,210 @@
+"""The search for a batch size: sizes and plans are tried under a limit, and what fits is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from ortlab.engine.versions import versions
+from ortlab.errors import OptionError
+from ortlab.runs.experiment import check_count, mentioned
+from ortlab.runs.interrupts import interrupts_kept, say
+from ortlab.runs.snapshot import Snapshot, is_stateful
+from ortlab.runs.weights import check_weights
+from ortlab.studies.batch_size_batches import check_callable, checked_batch, plain_step
+from ortlab.studies.batch_size_following import following, remaining
+from ortlab.studies.batch_size_plan_sets import read_plan_sets
+from ortlab.studies.batch_size_points import plans_name
+from ortlab.studies.batch_size_request import check_above_floor, check_resumable, read_limit, read_sizes
+from ortlab.studies.batch_size_room import Room
+from ortlab.studies.batch_size_search import BatchSizeSearch
+from ortlab.studies.batch_size_trials import Trials
+
+if TYPE_CHECKING:
+    from ortlab.runs.bench import Bench
+    from ortlab.studies.batch_size_following import Task
+
+
+STEPS: Final = 3
+"""Timed steps of each run, where the user asks for no other number."""
+
+ROUNDS: Final = 2
+"""Timed runs of each point."""
+
+_WORDS: Final = {"try": "trying", "time": "timing", "choose": "reading the plans"}
+
+
+@interrupts_kept()
+def find_batch_size(  # noqa: PLR0913 - a limit is of one thing or the other
+    bench: Bench,
+    make_batch: Callable[[int], Any],
+    limit: str | int | None = None,
+    *,
+    device: str | int | None = None,
+    train: Callable[[Any], object] | None = None,
+    sizes: Iterable[int] | None = None,
+    plans: Sequence[str | Sequence[str]] | None = None,
+    n: int = STEPS,
+    resume: BatchSizeSearch | None = None,
+    progress: bool = True,
+) -> BatchSizeSearch:
+    """Look for the batch size, and the recompute plans, that train most samples per second under a limit.
+
+    Sizes go up until one does not fit. Then sets of plans are tried on it, each from the largest batch that fits
+    without. What fits is timed in rounds. A point that is predicted not to fit is not run; one that runs out of
+    memory all the same fails with an error that is written down, and the next point runs. Afterwards weights,
+    gradients, optimizers, random state, options and engine are as before; nothing is added to the ledger.
+
+    Parameters
+    ----------
+    make_batch
+        `make_batch(size)` returns a batch of that many samples: a mapping, a tuple or a tensor.
+    limit
+        What a step may need above its start, its step memory: "6 GiB", or a whole number of bytes.
+    device
+        Instead: what the whole process may hold (on a CPU, its resident set) or torch's allocator hand out (on
+        CUDA), weights, optimizer state and libraries included.
+    train
+        `train(batch)` takes one training step. By default forward, loss (`output.loss`, or the output itself if it
+        is a scalar), backward, and gradients cleared; no optimizer.
+    sizes
+        Batch sizes to try; by default powers of two from 1.
+    plans
+        Sets of recompute plans to try where a size does not fit without: each a plan, or several that go together.
+        By default the largest that ORT offers. Every other engine than "ort" has none.
+    n
+        Timed steps of each run, after one that is not timed; each point that fits has two runs.
+    resume
+        A search that was interrupted, from `lab.batch_size_searches` or `BatchSizeSearch.load`; it has its
+        limit, sizes and plans.
+    progress
+        Whether to show a progress bar on a terminal.
+
+    Returns
+    -------
+    BatchSizeSearch
+        The record, also in `lab.batch_size_searches`.
+
+    Raises
+    ------
+    OptionError
+        If the limit is no size, or a device holds more already; if both or neither are given, or `make_batch`
+        cannot make the first batch.
+    StepError
+        If the first step fails for another reason than memory, or a step is running.
+    LedgerError
+        If the search to resume started elsewhere.
+    KeyboardInterrupt
+        If the user interrupts. The points so far are kept in `lab.batch_size_searches[-1]`.
+
+    Examples
+    --------
+    >>> lab.find_batch_size(lambda size: {name: tensor[:size] for name, tensor in data.items()}, limit="6 GiB")
+    """
+    bench.check_usable("search for a batch size")
+    check_callable(make_batch, "make_batch")
+    if train is not None:
+        check_callable(train, "train")
+    check_weights(bench.module)
+    step = plain_step(bench.module) if train is None else train
+    where = next((tensor.device for tensor in bench.module.parameters()), None)
+    if where is None:
+        raise OptionError("The model has no parameters, so there is nothing to train.")
+    room = Room(where)
+    if resume is not None and (limit, device, sizes, plans, n) != (None, None, None, None, STEPS):
+        raise OptionError(
+            "A search that is resumed has its limit, sizes, plans and steps already.",
+            fix="lab.find_batch_size(make_batch, resume=...) alone, with the same train.",
+        )
+    asked = None if resume is not None else _read(bench, limit, device, sizes, plans, n)
+    room.free()
+    used = room.used_bytes()
+    if asked is not None and asked["of_device"]:
+        check_above_floor(asked["asked_bytes"], used, str(where))
+    start = Snapshot(bench.module, [thing for thing in mentioned(step) if is_stateful(thing)])
+    if asked is None:
+        assert resume is not None  # noqa: S101 - one of the two is there
+        check_resumable(resume, start.digest, versions(), bench.configuration.engine)
+        search, search.stopped = resume, False
+    else:
+        search = BatchSizeSearch(
+            len(bench.batch_size_searches) + 1,
+            bench.name,
+            engine=bench.configuration.engine,
+            device=str(where),
+            held_bytes=used,
+            start_digest=start.digest,
+            kept_bytes=start.number_of_bytes,
+            versions=versions(),
+            **asked,
+        )
+    if all(search is not known for known in bench.batch_size_searches):
+        bench.batch_size_searches.append(search)
+    trials = Trials(bench, search, lambda size: checked_batch(make_batch, size), step, start, room)
+    return _searched(bench, search, trials, show=progress)
+
+
+def _has_session(bench: Bench) -> bool:
+    """Whether ONNX Runtime is the engine and has a session for the next training call."""
+    return bench.configuration.engine == "ort" and not bench.engine.pending_stage()
+
+
+def _read(
+    bench: Bench, limit: object, device: object, sizes: object, plans: object, steps: int
+) -> dict[str, Any]:
+    asked_bytes = read_limit(limit, device)
+    check_count(steps)
+    sets = read_plan_sets(plans)
+    if bench.configuration.engine != "ort":
+        if sets:
+            raise OptionError(
+                f"Recompute plans act in ONNX Runtime, and the engine is {bench.configuration.engine!r}.",
+                fix='lab.set(engine="ort"), or leave plans out.',
+            )
+        sets = ()
+    return {
+        "asked_bytes": asked_bytes,
+        "of_device": device is not None,
+        "sizes": read_sizes(sizes),
+        "plan_sets": sets,
+        "steps": steps,
+        "rounds": ROUNDS,
+    }
+
+
+def _searched(bench: Bench, search: BatchSizeSearch, trials: Trials, *, show: bool) -> BatchSizeSearch:
+    position = next(i for i, known in enumerate(bench.batch_size_searches) if known is search)
+    try:
+        with (
+            trials.lab_as_before(had_session=_has_session(bench)),
+            bench.progress.task(show=show) as bar,
+        ):
+            done = 0
+            while (task := following(search)) is not None:
+                # How many points there will be is not known before one does not fit.
+                bar.report(_task_words(task, search), done / (done + remaining(search) + 1))
+                trials.do(task)
+                done += 1
+    except KeyboardInterrupt as interrupt:
+        search.stopped = True
+        kept = f"lab.batch_size_searches[{position}]"
+        say(
+            interrupt,
+            f"Stopped the search after {len(search.points)} points; kept as {kept}. The lab is as it was before; "
+            f"go on: %ort_find_batch_size MAKE_BATCH --resume, or lab.find_batch_size(make_batch, resume={kept}).",
+        )
+        raise
+    except BaseException:
+        if not search.points:  # the first batch failed: there is nothing to keep
+            bench.batch_size_searches.remove(search)
+        raise
+    return search
+
+
+def _task_words(task: Task, search: BatchSizeSearch) -> str:
+    """Say what a task does: "Batch 32, no plans: timing, round 1 of 2"."""
+    what = _WORDS[task.kind]
+    rounds = f", round {task.round} of {search.rounds}" if task.kind == "time" else ""
+    return (
+        f"Batch {task.size}, {plans_name(task.plans)}: {what}" if task.size else what.capitalize()
+    ) + rounds

@@ -1,0 +1,218 @@
+"""The search for the switches responsible: sets of them are run from one start."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from ortlab.analyses.memory import memory
+from ortlab.engine.versions import versions
+from ortlab.errors import OptionError, StepError
+from ortlab.options.configuration import Configuration
+from ortlab.runs.interrupts import interrupts_kept, say
+from ortlab.runs.snapshot import Snapshot
+from ortlab.studies.bisection import UNFINISHED, Bisection
+from ortlab.studies.bisection_investigation import Access, Investigation
+from ortlab.studies.bisection_metrics import METRICS, STEP_MS, Metric, Own
+from ortlab.studies.bisection_reference import Reference
+from ortlab.studies.bisection_request import check_resumable, read_changes
+
+if TYPE_CHECKING:
+    from ortlab.records.runs import Run
+    from ortlab.runs.bench import Bench
+    from ortlab.runs.experiment import Experiment
+
+ROUNDS: Final = 4
+"""Pairs of runs in which a set of changes is timed at first."""
+
+_TIMED_STEPS: Final = 5
+
+
+@interrupts_kept()
+def bisect(
+    bench: Bench,
+    metric: str | Own = "loss",
+    *,
+    changes: Mapping[str, object] | None = None,
+    against: Mapping[str, object] | None = None,
+    n: int | None = None,
+    rounds: int = ROUNDS,
+    tolerance: float | None = None,
+    resume: Bisection | None = None,
+    progress: bool = True,
+) -> Bisection:
+    """Find the smallest set of switches that causes a change of numbers, time or memory, or a failure.
+
+    The last step is run with the baseline's switches and with all changes. If that makes a difference, sets of the
+    changes are run until the culprits are found: one culprit takes some log2 of the number of changes, several that
+    act only together take as many runs each. What is left without them is run, too, and searched if it shows the
+    change as well. If the step fails with the changes, the cause of that is looked for. Each set of switches is run
+    once. Afterwards, also after a failure or an interrupt, weights, gradients, optimizers, random state, engine and
+    options are as they were before the call; nothing comes into the ledger.
+
+    A model that draws random numbers, as dropout does, may draw others under other switches. So where the losses
+    change, the baseline also runs with other seeds; a change within what these do names no culprit.
+
+    Switches that 1.19.2 reads when it is imported act here in the process like all others.
+
+    Parameters
+    ----------
+    metric
+        "loss": the largest relative difference of the losses to the baseline's, step by step. "parity": the largest
+        relative difference of losses and updated parameters to PyTorch's from the same start. "step_ms": the time
+        of a step, in pairs of runs with the baseline, with an interval. "peak_bytes": the peak, as `memory`
+        measures it. Or a function that takes a `Run` and returns a number or a truth.
+    changes
+        What may be responsible, by option, as `set` takes it; the baseline is then the lab as it is set.
+    against
+        The baseline, by option; what is not named stands as it is set. By default all switches at their defaults.
+    n
+        Steps of each run; by default as many as the last step call had, and at least 5 where they are timed.
+    rounds
+        Pairs of runs of each set that is timed; three times as many where the noise hides the answer.
+    tolerance
+        A change up to this is none: by default a relative 1e-5 of losses, 1e-4 of parity, 2 % of time and memory,
+        and 0 of a function's number.
+    resume
+        A bisection that was interrupted, from `lab.bisections` or `Bisection.load`; it has its changes and steps.
+    progress
+        Whether to show a progress bar on a terminal.
+
+    Returns
+    -------
+    Bisection
+        The record, also in `lab.bisections`.
+
+    Raises
+    ------
+    OptionError
+        If nothing differs from the baseline, an option is unknown, or a value or the metric makes no sense. Nothing
+        has run then.
+    StepError
+        If no step has run yet, a step is running, or the step fails with the switches and without.
+    LedgerError
+        If the bisection to resume started elsewhere, or is finished.
+    KeyboardInterrupt
+        If the user interrupts. The trials so far are kept in `lab.bisections[-1]`.
+
+    Examples
+    --------
+    >>> lab.set(memory_level=1, aten_backward=False, compute_optimizer=False).bisect("loss", tolerance=0)
+    >>> lab.bisect("step_ms", changes={"aten_backward": False, "intra_op_spinning": True})
+    """
+    bench.check_usable("look for switches responsible")
+    experiment = bench.last_experiment()
+    measured = Metric.read(metric, tolerance)
+    if resume is not None:
+        if (changes, against, n, tolerance) != (None, None, None, None):
+            raise OptionError(
+                "A bisection that is resumed has its changes, baseline, steps and tolerance already.",
+                fix="lab.bisect(resume=...) alone; with the metric, where that is a function.",
+            )
+        check_resumable(resume, experiment.start.digest, versions())
+        if resume.metric not in METRICS and measured.name != resume.metric:
+            raise OptionError(
+                f"This bisection was made with the function {resume.metric}.",
+                fix=f"lab.bisect({resume.metric}, resume=...).",
+            )
+        own = measured.own if resume.metric not in METRICS else None
+        measured, bisection = Metric(resume.metric, resume.tolerance, own), resume
+    else:
+        if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 2:  # noqa: PLR2004 - an interval
+            raise StepError(f"The number of rounds must be a whole number from 2 on, not {rounds!r}.")
+        least = _TIMED_STEPS if measured.own is None and measured.name == STEP_MS else 1
+        count = experiment.times(max(experiment.count, least) if n is None else n).count
+        base, differing = read_changes(
+            Configuration("ort", bench.configuration.options), changes, against, bench.have
+        )
+        bisection = Bisection(
+            len(bench.bisections) + 1,
+            bench.name,
+            measured.name,
+            measured.tolerance,
+            base,
+            differing,
+            count,
+            rounds,
+            experiment.start.digest,
+            versions(),
+        )
+    if all(bisection is not known for known in bench.bisections):
+        bisection.number = len(bench.bisections) + 1
+        bench.bisections.append(bisection)
+    return _bisected(bench, bisection, measured, experiment.times(bisection.count), show=progress)
+
+
+def _bisected(
+    bench: Bench, bisection: Bisection, metric: Metric, experiment: Experiment, *, show: bool
+) -> Bisection:
+    position = next(i for i, known in enumerate(bench.bisections) if known is bisection)
+    reference = Reference(bench.module)
+
+    def run(tried: Configuration) -> Run:
+        bench.configure(tried)
+        experiment.start.put_back()
+        return bench.run_apart(experiment)
+
+    def redrawn(tried: Configuration, number: int) -> Run:
+        bench.configure(tried)
+        experiment.start.put_back()
+        torch.manual_seed(torch.initial_seed() + number)
+        return bench.run_apart(replace(experiment, start=Snapshot(bench.module, experiment.start.stateful)))
+
+    def distance(tried: Configuration) -> tuple[Run, float]:
+        if not reference.known:
+            reference.take(run(type(tried)("eager", tried.options)))
+        made = run(tried)
+        return made, reference.distance(made)
+
+    def peak(tried: Configuration) -> float:
+        bench.configure(tried)
+        return float(memory(bench).peak_bytes)
+
+    try:
+        with bench.as_before(experiment), _bisection_progress(bench, bisection, show=show) as tell:
+            Investigation(bisection, metric, Access(run, distance, peak, redrawn, bench.have), tell).find()
+    except KeyboardInterrupt as interrupt:
+        kept = f"lab.bisections[{position}]"
+        say(
+            interrupt,
+            f"Stopped the search after {len(bisection.trials)} trials; kept as {kept}. "
+            f"The lab is as it was before; go on with %ort_bisect --resume, or lab.bisect(resume={kept}).",
+        )
+        raise
+    except BaseException:
+        if bisection.outcome == UNFINISHED and not bisection.culprits:
+            bench.bisections.remove(bisection)
+        raise
+    return bisection
+
+
+@contextmanager
+def _bisection_progress(
+    bench: Bench, bisection: Bisection, *, show: bool
+) -> Iterator[Callable[[tuple[str, ...]], None]]:
+    with bench.progress.task(show=show) as bar:
+        # How many trials there will be is known only for a single culprit.
+        expected = math.ceil(math.log2(len(bisection.changes) + 1)) + 4
+
+        def tell(names: tuple[str, ...]) -> None:
+            done = len(bisection.trials)
+            bar.report(f"Trial {done + 1}: {_words(bisection, names)}", done / max(expected, done + 2))
+
+        yield tell
+
+
+def _words(bisection: Bisection, names: tuple[str, ...]) -> str:
+    if not names:
+        return "the baseline"
+    if len(names) == len(bisection.changes):
+        return "all changes"
+    return (
+        bisection.words(names[0]) if len(names) == 1 else f"{len(names)} of {len(bisection.changes)} changes"
+    )

@@ -1,0 +1,22 @@
+"""A pytest plugin that fails a notebook's cell where its kernel says that it failed, as `jupyter execute` does.
+
+A magic's UsageError is a line among the outputs, and no exception: nbval overlooks it where outputs are not compared.
+"""
+
+from __future__ import annotations
+
+from nbval.kernel import RunningKernel
+
+
+def await_reply(self: RunningKernel, msg_id: str, timeout: float | None = None) -> None:
+    """Wait for the reply to a cell, in the place of nbval's own method, which reads of it only that it is there."""
+    while True:
+        message = self.get_message(stream="shell", timeout=timeout)
+        if message["parent_header"].get("msg_id") == msg_id:
+            break
+    reply = message["content"]
+    if reply["status"] != "ok":
+        raise RuntimeError(f"The cell failed. {reply.get('ename', reply['status'])}: {reply.get('evalue', '')}")
+
+
+RunningKernel.await_reply = await_reply
