@@ -55,7 +55,7 @@ def searched(family: str, *, quick: bool) -> dict[str, Any]:
     import torch
 
     import ortlab
-    from ortlab.render.batch_size_words import closing_sentence
+    from ortlab.render.batch_size_page import closing_sentence
     from ortlab.studies.batch_size_plan_sets import largest_plan_sets
 
     torch.set_num_threads(THREADS)

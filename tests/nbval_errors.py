@@ -16,7 +16,9 @@ def await_reply(self: RunningKernel, msg_id: str, timeout: float | None = None) 
             break
     reply = message["content"]
     if reply["status"] != "ok":
-        raise RuntimeError(f"The cell failed. {reply.get('ename', reply['status'])}: {reply.get('evalue', '')}")
+        raise RuntimeError(
+            f"The cell failed. {reply.get('ename', reply['status'])}: {reply.get('evalue', '')}"
+        )
 
 
 RunningKernel.await_reply = await_reply

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch.utils import _pytree
 
 from ortlab.checks.preflight_batches import Call, as_call, findings_in
-from ortlab.checks.preflight_captured import calls_of_parts
-from ortlab.checks.preflight_search import Part, largest, number_of_tests
 from ortlab.engine.inspection.build import Builder, Outcome
 from ortlab.engine.inspection.failures import finding_of_forward
 from ortlab.engine.inspection.places import Places
@@ -21,13 +23,11 @@ from ortlab.records.preflight import Checked, Preflight
 from ortlab.runs.progress import Progress
 from ortlab.runs.wrapping import Takeover, check_wrappable, released
 
-if TYPE_CHECKING:
-    import torch
-
 _LEAST_SHARE: Final = 0.01
 """Share of the model's trainable parameters below which a sub-module is not worth a border of its own."""
 
 _ORDER: Final = tuple(Level)
+
 _OF_A_CALL: Final = frozenset({Kind.OUTPUT, Kind.INPUT})
 """Kinds that are no fault of a sub-module: they say only that its border is in the wrong place."""
 
@@ -236,3 +236,127 @@ def _tree(path: str, module: torch.nn.Module, called: set[str]) -> Part:
 def _trainable(modules: list[torch.nn.Module]) -> int:
     tensors = {id(one): one for module in modules for one in module.parameters() if one.requires_grad}
     return sum(one.numel() for one in tensors.values())
+
+
+def calls_of_parts(
+    model: torch.nn.Module, run: Callable[[], object]
+) -> tuple[dict[str, Call], BaseException | None]:
+    """Run a forward and keep the first call of each module in it.
+
+    Tensors are kept as they are, cut off from what they were computed of; the memory that they need is that of the
+    activations of a step.
+
+    Parameters
+    ----------
+    model
+        The model.
+    run
+        Calls it.
+
+    Returns
+    -------
+    dict and exception
+        Calls by path, in the order of calling, and what the forward raised, None if nothing.
+    """
+    calls: dict[str, Call] = {}
+
+    def keeper(path: str) -> Callable[..., None]:
+        def keep(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if path not in calls:
+                calls[path] = Call(*_pytree.tree_map(_cut, (tuple(args), dict(kwargs))))
+
+        return keep
+
+    hooks = [
+        part.register_forward_pre_hook(keeper(path), with_kwargs=True)
+        for path, part in model.named_modules()
+        if part is not model
+    ]
+    try:
+        with torch.enable_grad():
+            run()
+    except Exception as error:  # noqa: BLE001 - what failed is said by whoever asked
+        return calls, error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls, None
+
+
+def _cut(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+        return value.detach().requires_grad_(value.requires_grad)
+    return value
+
+
+@dataclass(frozen=True)
+class Part:
+    """A module in the tree of a model.
+
+    Attributes
+    ----------
+    path
+        As `named_modules` gives it; "" for the model.
+    weight
+        How much it matters: the numbers in its trainable parameters.
+    callable
+        Whether it is called in a forward, so that it could be wrapped.
+    children
+        The modules directly in it.
+    """
+
+    path: str
+    weight: int
+    callable: bool
+    children: tuple[Part, ...] = ()
+
+    def inside(self) -> Iterator[Part]:
+        """Yield it and all that is in it."""
+        yield self
+        for child in self.children:
+            yield from child.inside()
+
+
+def largest(
+    root: Part, passes: Callable[[Part], bool], *, guilty: Callable[[str], bool], least: int
+) -> list[Part]:
+    """Find the largest parts that pass.
+
+    Parameters
+    ----------
+    root
+        The model, which does not pass.
+    passes
+        The test; it may be long.
+    guilty
+        Tells whether a module is known to be a reason why nothing that holds it passes.
+    least
+        Weight below which a part is not worth a test.
+
+    Returns
+    -------
+    list of Part
+        None lies in another.
+    """
+    found = []
+    for child in root.children:
+        if child.weight < least:
+            continue
+        free = not any(guilty(one.path) for one in child.inside())
+        if child.callable and free and passes(child):
+            found.append(child)
+        else:
+            found += largest(child, passes, guilty=guilty, least=least)
+    return found
+
+
+def number_of_tests(root: Part, *, guilty: Callable[[str], bool], least: int) -> int:
+    """Return how many tests there are if all of them are passed."""
+    tests: list[Part] = []
+
+    def passes(part: Part) -> bool:
+        tests.append(part)
+        return True
+
+    largest(root, passes, guilty=guilty, least=least)
+    return len(tests)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -9,23 +11,32 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import psutil
+
+from ortlab import __version__
 from ortlab.checks import selftest_child as child
-from ortlab.checks.selftest_machine import facts
 from ortlab.checks.selftest_parts import PARTS
 from ortlab.engine.providers import check_gpu
+from ortlab.engine.versions import versions
 from ortlab.errors import OptionError
 from ortlab.records.selftest import Finding, Outcome, SelfTest
 
 if TYPE_CHECKING:
     from ortlab.checks.selftest_trial import Device, Size
 
+_MIB: Final = 2**20
+
+_THREADS: Final = "OMP_NUM_THREADS"
+
 LIMIT_S: Final = 600.0
 """What all parts together may take, in s; the rest is then not run."""
 
 INSTALLATION: Final = "installation"
+
 NAMES: Final = (INSTALLATION, *PARTS)
 
 _ALL: Final = "all of it"
+
 _SHARE: Final = 0.5
 """Of the time that is left, what a part may take that is not the last: one that hangs leaves time for the others."""
 
@@ -149,3 +160,27 @@ def _doctor(device: Device) -> Iterator[Finding]:
         # That there is no GPU is in order for the doctor, and nothing that holds.
         outcome: Outcome = "stated" if check.name == "GPU" and device == "cpu" else outcomes[check.status]
         yield Finding(INSTALLATION, check.name, outcome, said)
+
+
+def facts(device: Device) -> dict[str, str]:
+    """Return what a figure may depend on, by name; with "cuda", of the first GPU as well."""
+    found = {
+        "system": platform.platform(),
+        "cores": str(os.cpu_count()),
+        "memory": f"{psutil.virtual_memory().total // _MIB} MiB",
+        _THREADS: os.environ.get(_THREADS, "not set"),
+        "python": platform.python_version(),
+        "ortlab": __version__,
+        **versions(),
+    }
+    if device == "cuda":
+        import torch
+
+        one = torch.cuda.get_device_properties(0)
+        found |= {
+            "GPU": one.name,
+            "compute capability": f"{one.major}.{one.minor}",
+            "GPU memory": f"{one.total_memory // _MIB} MiB",
+            "torch CUDA": str(torch.version.cuda),
+        }
+    return found

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from operator import is_
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from ortlab.engine.tracing.taps import Looker, Mark, is_tracing
-from ortlab.parity.nested import replaced, tensors
 from ortlab.parity.pairs import (
     INPUT,
     INPUT_GRADIENT,
@@ -29,6 +29,7 @@ Receive = Callable[[Site, torch.Tensor], None]
 """Called with each tensor, when it is there; the tensor may be changed afterwards."""
 
 _MADE_BY: Final = "_ortlab_made_by"
+
 _WHOLE: Final = "_ortlab_whole"
 
 
@@ -281,3 +282,46 @@ class _Leaving(Looker):
 def _in_backward() -> bool:
     internals: Any = torch._C  # noqa: SLF001 - torch has no public way to ask
     return bool(internals._current_graph_task_id() != -1)  # noqa: SLF001
+
+
+def _is_observed(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and not value.is_sparse
+
+
+def tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of floating-point numbers in nested sequences and mappings, with their places."""
+    found: list[tuple[str, torch.Tensor]] = []
+
+    def note(place: str, tensor: torch.Tensor) -> torch.Tensor:
+        found.append((place, tensor))
+        return tensor
+
+    replaced(value, note, name)
+    yield from found
+
+
+def replaced(value: Any, take: Callable[[str, torch.Tensor], torch.Tensor], name: str = "") -> Any:
+    """Return a nested value with other tensors in it; the same object where nothing has been changed."""
+    if _is_observed(value):
+        return take(name or "0", value)
+    if isinstance(value, Mapping):
+        new = {key: replaced(item, take, _inside(name, key)) for key, item in value.items()}
+        return value if all(new[key] is item for key, item in value.items()) else _with_items(value, new)
+    if isinstance(value, (tuple, list)):
+        items = [replaced(item, take, _inside(name, number)) for number, item in enumerate(value)]
+        make: Any = getattr(type(value), "_make", type(value))
+        return value if all(map(is_, items, value)) else make(items)
+    return value
+
+
+def _with_items(value: Any, items: dict[Any, Any]) -> Any:
+    """Return a mapping with other values; the outputs of transformers can be changed, and know their keys."""
+    if type(value) is dict:
+        return items
+    for key, item in items.items():
+        value[key] = item
+    return value
+
+
+def _inside(name: str, key: object) -> str:
+    return f"{name}.{key}" if name else str(key)

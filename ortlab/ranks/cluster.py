@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.errors import OptionError
 from ortlab.ranks.call import call
-from ortlab.ranks.cell import run_cell
 from ortlab.ranks.cluster_status import ClusterStatus, rank_status
-from ortlab.ranks.cluster_variables import ledger, set_variables, value
 from ortlab.ranks.lifetime import Lifetime
-from ortlab.ranks.resources import check_memory, chosen_backend, cores
+from ortlab.ranks.outputs import RankOutput, rank_output
 from ortlab.ranks.waiting import RankDiedError
 from ortlab.shown import Shown
 
 if TYPE_CHECKING:
     from ortlab.ranks.outputs import RankOutput
     from ortlab.ranks.ranks import Ranks
+
+BACKENDS: Final = ("gloo", "nccl")
+"""gloo works between CPUs, NCCL between GPUs, of which each rank needs one."""
+
+RANK_BYTES: Final = 300 << 20
+"""About what a rank takes before it has a model, in bytes: the resident set with torch 2.13 on Linux, 307 MiB."""
+
+_OUTPUT_SECONDS: Final = 60.0
 
 _clusters: list[weakref.ref[Cluster]] = []
 """Every cluster that was started and lives, in the order of their starts."""
@@ -252,3 +259,120 @@ def latest() -> Cluster | None:
     """Return the cluster that was started last and still runs; if none runs, the last one; None if there is none."""
     living = [one for one in (reference() for reference in _clusters) if one is not None]
     return next((one for one in reversed(living) if one.running), living[-1] if living else None)
+
+
+def run_cell(
+    lifetime: Lifetime,
+    source: str,
+    ranks: Sequence[int],
+    seen: Callable[[tuple[RankOutput, ...]], None],
+) -> tuple[RankOutput, ...]:
+    """Run a cell on ranks; its parameters, results and errors are those of `Cluster.run_cell`."""
+    asked: list[Any] = []
+
+    def ask(view: Any) -> Any:
+        asked.append(view.execute(source, silent=False, block=False))
+        return asked[-1]
+
+    def outputs() -> tuple[RankOutput, ...]:
+        return tuple(rank_output(rank, one.metadata) for rank, one in zip(ranks, asked, strict=False))
+
+    try:
+        over = call(lifetime, ranks, ask, lambda: seen(outputs()))
+        for one in asked:  # what was printed comes on a channel of its own
+            one.wait_for_output(_OUTPUT_SECONDS)
+    finally:
+        seen(outputs())
+    # From the replies: a rank shows the error of a magic as words only.
+    over.results()
+    return outputs()
+
+
+def value(expression: str) -> Any:
+    """Evaluate an expression of the user among this rank's variables."""
+    from IPython.core.getipython import get_ipython
+
+    shell: Any = get_ipython()
+    return eval(expression, shell.user_global_ns, shell.user_ns)  # noqa: S307 - the user's own expression
+
+
+def set_variables(variables: dict[str, Any]) -> None:
+    """Set variables of this rank."""
+    from IPython.core.getipython import get_ipython
+
+    shell: Any = get_ipython()
+    shell.push(variables)
+
+
+def ledger(name: str | None) -> dict[str, Any]:
+    """Return the ledger of the lab of that name, or of the one wrapped last, as plain JSON types.
+
+    Raises
+    ------
+    LedgerError
+        If there is no lab.
+    """
+    from ortlab.errors import LedgerError
+    from ortlab.lab.lab import Lab
+    from ortlab.lab.wrapped import latest
+    from ortlab.ranks.rank_ledger import rank_ledger
+
+    lab = latest() if name is None else value(name)
+    if not isinstance(lab, Lab):
+        what = "There is no lab" if name is None else f"{name!r} is a {type(lab).__name__}, not a lab,"
+        raise LedgerError(
+            f"{what} on this rank.", fix="Wrap a model on each: %%ort_ranks, lab = %ort_wrap model."
+        )
+    return rank_ledger(lab.runs).to_dict()
+
+
+def cores() -> int:
+    """Count the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def chosen_backend(wished: str | None, ranks: int) -> str:
+    """Choose how ranks exchange gradients: as wished, or NCCL where there is a GPU for each rank, gloo otherwise.
+
+    Raises
+    ------
+    OptionError
+        If there is no such backend, or too few GPUs for it.
+    """
+    if wished is not None and wished not in BACKENDS:
+        raise OptionError(
+            f"There is no backend {wished!r}.", fix=f"Give one of {', '.join(BACKENDS)}, or none."
+        )
+    if wished == "gloo":
+        return wished
+    import torch
+
+    devices = torch.cuda.device_count()
+    if wished == "nccl" and devices < ranks:
+        raise OptionError(
+            f"{ranks} ranks cannot train over NCCL here.",
+            why=f"Each needs a GPU of its own, and there are {devices}.",
+            fix="Use fewer ranks, or gloo, which trains on CPUs.",
+        )
+    return "nccl" if devices >= ranks else "gloo"
+
+
+def check_memory(ranks: int) -> None:
+    """Look whether the machine has room for so many processes; a machine that runs out of memory may end any of them.
+
+    Raises
+    ------
+    OptionError
+        If they would take more memory than is free.
+    """
+    import psutil
+
+    free = psutil.virtual_memory().available
+    if ranks * RANK_BYTES > free:
+        raise OptionError(
+            f"{ranks} ranks do not fit into this machine's memory.",
+            why=f"Each takes about {RANK_BYTES >> 20} MiB before it has a model, and {free >> 20} MiB are free.",
+            fix=f"Use at most {free // RANK_BYTES} ranks; more train on several machines, under torchrun or Slurm.",
+        )

@@ -9,23 +9,29 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
+
+from ipyparallel import Client
 
 from ortlab.errors import ExecutionError, InstallError
 from ortlab.ranks import guard
 from ortlab.ranks.cluster_loss import Lost, how_ended, lives
 from ortlab.ranks.connections import request_break
 from ortlab.ranks.member import Place, join, renew
-from ortlab.ranks.started import Started
+
+_KILL_SECONDS: Final = 15.0
 
 START_SECONDS: Final = 180
 """How long engines may take to start; on a busy machine Python and torch alone take many seconds."""
 
 _END_SECONDS: Final = 15
+
 _RANK_SECONDS: Final = 3
+
 _POLL_SECONDS: Final = 0.1
+
 _LOG_LINES: Final = 12
 
 
@@ -60,7 +66,6 @@ class Processes:
         try:
             import ipyparallel
 
-            from ortlab.ranks.client import QuietClient
         except ImportError as error:
             raise InstallError(
                 "ipyparallel is missing.", why=str(error), fix="pip install ipyparallel"
@@ -211,3 +216,60 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+class QuietClient(Client):  # type: ignore[misc] # Client is Any: ipyparallel has no stubs
+    """A client whose connection registers no magics.
+
+    The first client in a notebook registers ``%px``, ``%autopx``, ``%pxresult`` and ``%pxconfig`` for its own engines
+    (``ipyparallel/client/client.py``, `Client.__init__`). They would stay when ortlab is unloaded, and would run on the
+    ranks what the user means for a cluster of their own; here, ``%%ort_ranks`` is what runs a cell on all.
+    """
+
+    def activate(self, *_: Any, **__: Any) -> None:
+        """Register nothing."""
+
+
+class Started:
+    """Those processes below this one whose environment has a mark, whoever has started them.
+
+    Parameters
+    ----------
+    mark
+        Environment variables that they, and what they start, have and no other process has.
+    """
+
+    def __init__(self, mark: Mapping[str, str]) -> None:
+        self._mark = mark.items()
+        self._noted: list[Any] = []
+
+    def note(self) -> None:
+        """Take up what has come; a process whose parent has ended could not be found later."""
+        import psutil
+
+        for one in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if one not in self._noted and self._mark <= one.environ().items():
+                    self._noted.append(one)
+
+    def end(self, seconds: float, only: Collection[int] | None = None) -> None:
+        """Ask processes to end, and kill those that have not after a time.
+
+        Parameters
+        ----------
+        seconds
+            That time.
+        only
+            Ids of the processes that are meant; all that were noted if not given.
+        """
+        import psutil
+
+        meant = [one for one in self._noted if only is None or one.pid in only]
+        for one in meant:
+            with contextlib.suppress(psutil.Error):
+                one.terminate()  # psutil signals no other process that has got the same id
+        _, alive = psutil.wait_procs(meant, timeout=seconds)
+        for one in alive:
+            with contextlib.suppress(psutil.Error):
+                one.kill()
+        psutil.wait_procs(alive, timeout=_KILL_SECONDS)

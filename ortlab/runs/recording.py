@@ -1,10 +1,10 @@
-"""The recording of one run: steps are executed, and their times, losses and data are written down."""
+"""The recording of one run: steps are executed, and their times, losses, memory by phase and data are written down."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
@@ -12,7 +12,7 @@ from ortlab.engine.versions import versions
 from ortlab.errors import StepError
 from ortlab.records.coverage import names
 from ortlab.records.density import Density
-from ortlab.records.memory_phases import MemoryPhases
+from ortlab.records.memory_phases import PHASES, MemoryPhase, MemoryPhases, is_read
 from ortlab.records.optimizer_names import optimizer_name
 from ortlab.records.runs import EXECUTED_BY_EAGER, EXECUTED_BY_FALLBACK, Initialization, Run, Step
 from ortlab.runs.exchange import exchange_watched
@@ -21,13 +21,14 @@ from ortlab.runs.measure import (
     MemoryProbe,
     OtherPrograms,
     Stopwatch,
+    allocator_sizes,
     faults_since,
     memory_probe,
     page_faults,
+    resident_bytes,
     synchronizer,
 )
 from ortlab.runs.padded_inputs import DensityProbe
-from ortlab.runs.phase_probe import PhaseProbe
 from ortlab.runs.snapshot import DataDigest
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from ortlab.records.coverage import Coverage
     from ortlab.runs.experiment import Experiment
     from ortlab.runs.progress import Progress
+
+_RESIDENT: Final = {"resident": "VmRSS", "max resident": "VmHWM"}
 
 
 class Engine(Protocol):
@@ -331,3 +334,39 @@ def _loss(result: object, root: torch.Tensor | None) -> float | None:
     if isinstance(loss, torch.Tensor):
         return float(loss.detach().float().item()) if loss.numel() == 1 else None
     return None if loss is None else float(loss)
+
+
+class PhaseProbe:
+    """Reads the memory of a device at the points of a step.
+
+    Parameters
+    ----------
+    device
+        The model's device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._taken: list[MemoryPhase] = []
+
+    def take(self, step: int, phase: str) -> None:
+        """Read the memory, if this step is one that is read.
+
+        Parameters
+        ----------
+        step
+            Number of the step in its run, from 1.
+        phase
+            The point that it has reached; those that are not in `ortlab.records.memory_phases.PHASES` are left out.
+        """
+        if phase in PHASES and is_read(step):
+            self._taken.append(MemoryPhase(step, phase, self._sizes()))
+
+    def read(self) -> tuple[MemoryPhase, ...]:
+        """Return what was taken."""
+        return tuple(self._taken)
+
+    def _sizes(self) -> dict[str, int]:
+        if self._device.type == "cuda":
+            return allocator_sizes(self._device)
+        return {name: resident_bytes(field) for name, field in _RESIDENT.items()}

@@ -1,9 +1,10 @@
-"""The search for the switches responsible: sets of them are run from one start."""
+"""The search for the switches responsible: what is asked, and sets of changes that are run from one start."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
@@ -12,17 +13,18 @@ import torch
 
 from ortlab.analyses.memory import memory
 from ortlab.engine.versions import versions
-from ortlab.errors import OptionError, StepError
+from ortlab.errors import LedgerError, OptionError, StepError
 from ortlab.options.configuration import Configuration
+from ortlab.options.options import Need, Options, check_needs, declaration
+from ortlab.records.comparison import loss_difference
 from ortlab.runs.interrupts import interrupts_kept, say
 from ortlab.runs.snapshot import Snapshot
 from ortlab.studies.bisection import UNFINISHED, Bisection
 from ortlab.studies.bisection_investigation import Access, Investigation
 from ortlab.studies.bisection_metrics import METRICS, STEP_MS, Metric, Own
-from ortlab.studies.bisection_reference import Reference
-from ortlab.studies.bisection_request import check_resumable, read_changes
 
 if TYPE_CHECKING:
+    from ortlab.options.switches import Value
     from ortlab.records.runs import Run
     from ortlab.runs.bench import Bench
     from ortlab.runs.experiment import Experiment
@@ -216,3 +218,153 @@ def _words(bisection: Bisection, names: tuple[str, ...]) -> str:
     return (
         bisection.words(names[0]) if len(names) == 1 else f"{len(names)} of {len(bisection.changes)} changes"
     )
+
+
+class Reference:
+    """What PyTorch made of the steps.
+
+    Parameters
+    ----------
+    module
+        The model; after a run, its parameters are what the run has made of them.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._run: Run | None = None
+        self._parameters: list[torch.Tensor] = []
+
+    @property
+    def known(self) -> bool:
+        """Whether PyTorch has run the steps."""
+        return self._run is not None
+
+    def take(self, run: Run) -> None:
+        """Keep what PyTorch's run has just left behind."""
+        self._run = run
+        self._parameters = [one.detach().clone() for one in self._module.parameters()]
+
+    def distance(self, run: Run) -> float:
+        """Return how far a run's losses, and the parameters that it has just left behind, are from PyTorch's.
+
+        Returns
+        -------
+        float
+            The largest relative difference: of a loss against itself, of a parameter against its largest entry.
+            Infinite where one of the two is no number.
+        """
+        assert self._run is not None  # noqa: S101 - the caller takes it first
+        largest = loss_difference(self._run, run) or 0.0
+        for ours, theirs in zip(self._module.parameters(), self._parameters, strict=True):
+            largest = max(largest, _apart(ours.detach(), theirs))
+        return largest
+
+
+def _apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    if not theirs.numel() or torch.equal(ours, theirs):
+        return 0.0
+    difference = (ours.double() - theirs.double()).abs()
+    alike = (ours == theirs) | (ours.isnan() & theirs.isnan())
+    largest = float(torch.where(alike, 0.0, difference).max())
+    scale = float(theirs.double().abs().max())
+    found = largest / max(scale, 1e-12)
+    return math.inf if math.isnan(found) else found
+
+
+def read_changes(
+    present: Configuration,
+    changes: Mapping[str, object] | None,
+    against: Mapping[str, object] | None,
+    have: Collection[Need],
+) -> tuple[Options, dict[str, Value]]:
+    """Return the baseline's switches, and what differs from them.
+
+    Parameters
+    ----------
+    present
+        The lab's configuration.
+    changes
+        What may be responsible; the baseline is `present`.
+    against
+        The baseline as changes of `present`, which is then what may be responsible; None, without `changes`, for the
+        defaults.
+    have
+        What is present: `ortlab.engine.installation.have()`.
+
+    Returns
+    -------
+    baseline : Options
+        Its switches.
+    changes : dict
+        Values by option, those that act latest first: what is tried first then needs no new export.
+
+    Raises
+    ------
+    OptionError
+        If both are given, neither is a dict, an option is unknown, a value is wrong or cannot act here, or nothing
+        differs.
+    """
+    for given, word in ((changes, "changes"), (against, "against")):
+        if given is not None and not isinstance(given, Mapping):
+            raise OptionError(
+                f"{word} is a dict of values by option, not {given!r}.",
+                fix='For example lab.bisect("loss", changes={"memory_level": 1}).',
+            )
+        if given is not None and "engine" in given:
+            raise OptionError(
+                "The engine is no switch of ONNX Runtime.",
+                fix='To hold ONNX Runtime against PyTorch: lab.bisect("parity").',
+            )
+    if changes is not None and against is not None:
+        raise OptionError(
+            "changes and against do not go together.",
+            why="With changes, the baseline is the lab as it is set.",
+            fix="Leave one of the two out.",
+        )
+    base = whole = present.options
+    if changes is not None:
+        whole = present.changed(changes, have).options
+    elif against is not None:
+        base = present.changed(against, have).options
+    else:
+        base = _defaults(present.options)
+    check_needs(base, have)
+    names = sorted(whole.changed(base), key=lambda name: -declaration(name).effect)
+    if not names:
+        raise OptionError(
+            "Nothing differs from the baseline, so there is nothing responsible.",
+            why="" if changes or against else "All switches stand at their defaults.",
+            fix='Name suspects: lab.bisect("loss", changes={"memory_level": 1, "aten_backward": False}).',
+        )
+    return base, {name: getattr(whole, name) for name in names}
+
+
+def check_resumable(bisection: Bisection, start_digest: str, present: Mapping[str, str]) -> None:
+    """Refuse to go on with a bisection whose other trials would not be comparable.
+
+    Raises
+    ------
+    LedgerError
+        If it is finished, the start is another, or other versions are installed.
+    """
+    from ortlab.studies.bisection import UNFINISHED
+
+    if bisection.outcome != UNFINISHED:
+        raise LedgerError("There is nothing to resume: this bisection is finished.", fix="Start another.")
+    if bisection.start_digest != start_digest:
+        raise LedgerError(
+            "This bisection cannot be resumed here: it started from another point.",
+            fix="Run the same step from the same weights and seed first, or start another.",
+        )
+    other = [name for name, version in bisection.versions.items() if present.get(name) != version]
+    if other:
+        raise LedgerError(
+            f"This bisection cannot be resumed here: {', '.join(other)} had other versions.",
+            fix="Resume it in the environment it was made in, or start another.",
+        )
+
+
+def _defaults(present: Options) -> Options:
+    """Return the defaults, but for where files go: that is no switch to be tried."""
+    kept = {name: getattr(present, name) for name in ("export_cache_dir",)}
+    return dataclasses.replace(Options(), **kept)

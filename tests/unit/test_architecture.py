@@ -36,8 +36,8 @@ OUTSIDE = {"ortlab", "ortlab.loading", "ortlab.optim"}
 
 EXCEPTIONS = {
     # What a rank runs for its notebook is sent there as a function, and finds the lab of that process.
-    ("ortlab.ranks.cluster_variables", "ortlab.lab.lab"),
-    ("ortlab.ranks.cluster_variables", "ortlab.lab.wrapped"),
+    ("ortlab.ranks.cluster", "ortlab.lab.lab"),
+    ("ortlab.ranks.cluster", "ortlab.lab.wrapped"),
     # The page of a recipe, whose record stands beside what writes it.
     ("ortlab.render.headlines", "ortlab.checks.recipes"),
     ("ortlab.render.pages", "ortlab.checks.recipes"),

@@ -14,7 +14,7 @@ from torch import nn
 import ortlab
 from ortlab.errors import LedgerError, OptionError, OrtlabError, StepError
 from ortlab.render import html, text
-from ortlab.render.batch_size_words import best_sentence, closing_sentence
+from ortlab.render.batch_size_page import best_sentence, closing_sentence
 from ortlab.runs.measure import resident_bytes
 from ortlab.studies.batch_size_following import following
 from ortlab.studies.batch_size_points import FAILED, FITS, PREDICTED, RAN_OUT, TOO_LARGE

@@ -1,20 +1,24 @@
-"""A training manager whose backward PyTorch computes in part, and the memory that this takes.
-
-Importing this module needs ONNX Runtime loaded.
-"""
+"""A training manager whose backward PyTorch computes in part, sums in half precision too, and the memory that takes."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+
+from onnx import TensorProto
 
 from ortlab.engine.operators.exact_choice import choose_exact
 from ortlab.engine.operators.kernel_choice import choose_kernels
+from ortlab.engine.operators.kernel_nodes import call_kernel
 from ortlab.engine.operators.output_buffers import OutputBuffers
-from ortlab.engine.operators.short_sums import leave_short_sums
+from ortlab.engine.passes.graph_edits import GraphFacts, declare_aten
 from ortlab.engine.passes.yielded_values import hand_over
 
 if TYPE_CHECKING:
+    import onnx
+
     from ortlab.options.options import Options
+
+_SHORT: Final = frozenset({TensorProto.BFLOAT16, TensorProto.FLOAT16})
 
 
 class TorchBackward:
@@ -81,3 +85,19 @@ class _BufferedAgent:
         """Run the backward graph, as `TrainingAgent.run_backward`."""
         with self._buffers.in_use():
             self._agent.run_backward(feeds, fetches, state)
+
+
+def leave_short_sums(model: onnx.ModelProto) -> None:
+    """Let PyTorch compute the sums of short floats in a gradient graph; it is changed in place.
+
+    Parameters
+    ----------
+    model
+        A gradient graph whose values have their types.
+    """
+    facts = GraphFacts(model)
+    for node in model.graph.node:
+        if node.op_type != "Sum" or node.domain or facts.element_types.get(node.output[0]) not in _SHORT:
+            continue
+        call_kernel(node, "sum_of")
+        declare_aten(model)

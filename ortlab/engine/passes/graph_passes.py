@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from onnx import TensorProto, helper
+from onnx import TensorProto, defs, helper
 
 from ortlab.engine.operators.call_gradients import note_call_gradients
 from ortlab.engine.passes.choice_passes import isolate_choices, slice_partly_used_splits
@@ -20,7 +20,6 @@ from ortlab.engine.passes.graph_edits import (
     GraphFacts,
     aten_operator,
 )
-from ortlab.engine.passes.opset_16 import declare_opset_16
 from ortlab.engine.patching import replace
 
 if TYPE_CHECKING:
@@ -28,6 +27,12 @@ if TYPE_CHECKING:
 
     import onnx
 
+
+_NEWER: Final = 17
+
+_OLDER: Final = 16
+
+_ORT_HAD_IT: Final = "LayerNormalization"
 
 # The inputs of operators that have a gradient, where one of them may be a constant that ortlab has put there.
 _GRADIENT_INPUTS: Final = {
@@ -40,7 +45,6 @@ _GRADIENT_INPUTS: Final = {
     "native_group_norm": (0, 1, 2),
     "scatter_add": (0, 3),
 }
-
 
 _MEETING: Final = frozenset({"Add", "Sub", "Mul", "Div", "MatMul", "Expand"})
 """Operators whose gradients sum over the dimensions that were broadcast."""
@@ -255,9 +259,6 @@ def keep_reduced_dimensions(model: onnx.ModelProto) -> bool:
     return additions.apply()
 
 
-# --- where the passes run --------------------------------------------------------------------------------------
-
-
 def _note_what_needs_gradient(original: Callable[..., Any]) -> Callable[..., Any]:
     def post_export_process(*args: Any, **kwargs: Any) -> Any:
         token = NEEDING_GRADIENT.set(
@@ -294,3 +295,33 @@ def _run_passes(original: Callable[[onnx.ModelProto], onnx.ModelProto]) -> Calla
         return model
 
     return infer_shapes
+
+
+def declare_opset_16(model: onnx.ModelProto) -> bool:
+    """Declare a graph of opset 17 as one of opset 16, if it is one but for its layer normalisations.
+
+    They then mean ORT's own operator, which computes the same, with the same kernels.
+
+    Parameters
+    ----------
+    model
+        The graph, after its shapes are inferred.
+
+    Returns
+    -------
+    bool
+        Whether the model changed.
+    """
+    declared = next((one for one in model.opset_import if not one.domain), None)
+    if declared is None or declared.version != _NEWER:
+        return False
+    operators = {node.op_type for node in model.graph.node if not node.domain}
+    if _ORT_HAD_IT not in operators or not all(_is_older(name) for name in operators - {_ORT_HAD_IT}):
+        return False
+    declared.version = _OLDER
+    return True
+
+
+def _is_older(operator: str) -> bool:
+    """Tell whether an operator means the same in both; those that ONNX does not know are ORT's own."""
+    return not defs.has(operator) or bool(defs.get_schema(operator, _NEWER).since_version <= _OLDER)

@@ -5,21 +5,37 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.errors import OptionError
-from ortlab.graphs.scopes import operator_of
-from ortlab.graphs.viewer.bundle import STATIC, bundle, content_hash, pack
-from ortlab.graphs.viewer.lean import lean
-from ortlab.graphs.viewer.operators import operators_json
+from ortlab.graphs.scopes import node_names, operator_of
+from ortlab.graphs.stripping import stripped
+from ortlab.graphs.viewer.bundle import STATIC, bundle, content_hash, operator_types, pack
+from ortlab.graphs.viewer.order import in_order
 from ortlab.graphs.viewer.preflight import PLACED_GROUPED, cost
 from ortlab.graphs.viewer.reduction import GROUPINGS, reduced
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from onnx import GraphProto, ModelProto, ValueInfoProto
+
     from ortlab.graphs.stages import Graph
     from ortlab.graphs.viewer.grouping import Group
+
+_CATEGORIES = {
+    "Layer": {"FusedMatMul", "FusedGemm", "TransposeMatMul", "ATen", "PythonOp"},
+    "Normalization": {"SkipLayerNormalization", "SimplifiedLayerNormalization", "LayerNormalization"},
+    "Activation": {"BiasGelu", "FastGelu", "Gelu", "QuickGelu", "BiasSoftmax", "BiasSoftmaxDropout"},
+    "Dropout": {"BitmaskDropout", "BiasDropout", "BitmaskBiasDropout", "DropoutGrad", "BitmaskDropoutGrad"},
+}
+"""Colours, by netron's categories, of ORT's own operators, which netron does not know."""
+
+KEPT_BYTES: Final = 256
+"""Values of a constant up to this size are shown; of larger ones the shape and the type are."""
+
+_NEWEST_IR: Final = 10
 
 SANDBOX: Final = "allow-scripts allow-downloads"
 """The `sandbox` of the frame: scripts in an origin of their own, without access to the notebook."""
@@ -165,3 +181,89 @@ def _page(model: bytes, facts: Mapping[str, object], drawn: int, netron: Path | 
 <body><p id="ortlab-wait" role="status">Drawing {drawn:,} nodes …</p>
 {data}<script>{loader}</script></body></html>
 """
+
+
+def lean(model: ModelProto) -> ModelProto:
+    """Return a copy as it is drawn; the model itself stays as it is.
+
+    The nodes stand in an order in which they can be computed, and have unique names. Parameters are constants without
+    values, which netron shows in the nodes that use them, as it shows those of an inference graph; their gradients are
+    no outputs, so that two nodes for each parameter are not drawn.
+    """
+    import onnx
+
+    copy, _ = stripped(model, KEPT_BYTES)
+    # Netron knows an ONNX file by its first bytes: a version of the format up to 10, and a producer with a plain name.
+    copy.ir_version = min(model.ir_version, _NEWEST_IR) or _NEWEST_IR
+    copy.producer_name = "ortlab"
+    for tensor in copy.graph.initializer:  # a small one may name a file, which the page has not
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            tensor.ClearField("external_data")
+            tensor.ClearField("data_location")
+    for name, node in zip(node_names(model.graph), copy.graph.node, strict=True):
+        node.name = name
+    ordered = in_order(copy.graph.node)
+    del copy.graph.node[:]
+    copy.graph.node.extend(ordered)
+    _fold_parameters(copy.graph)
+    return copy
+
+
+def is_parameter(value: ValueInfoProto) -> bool:
+    """Whether an input is a parameter or a buffer: it has a module's path for a name, and a shape without symbols."""
+    sizes = value.type.tensor_type.shape.dim
+    return "." in value.name and not any(size.dim_param for size in sizes)
+
+
+def _fold_parameters(graph: GraphProto) -> None:
+    parameters = [value for value in graph.input if is_parameter(value)]
+    names = {value.name for value in parameters}
+    batch = [value for value in graph.input if value.name not in names]
+    results = [value for value in graph.output if value.name.removesuffix("_grad") not in names]
+    del graph.input[:], graph.output[:]
+    graph.input.extend(batch)
+    graph.output.extend(results)
+    held = {tensor.name for tensor in graph.initializer}
+    for value in parameters:
+        if value.name not in held:
+            tensor = value.type.tensor_type
+            sizes = [size.dim_value for size in tensor.shape.dim]
+            graph.initializer.add(name=value.name, data_type=tensor.elem_type, dims=sizes)
+
+
+def operators_json(model: ModelProto, package: Path | None = None) -> str:
+    """Return netron's description of each operator of a graph, as JSON.
+
+    Parameters
+    ----------
+    model
+        The graph, functions included.
+    package
+        The folder of a netron package; by default the installed one.
+    """
+    imported = {entry.domain or "ai.onnx": entry.version for entry in model.opset_import}
+    used = {(node.domain or "ai.onnx", node.op_type) for node in model.graph.node}
+    for function in model.functions:
+        used |= {(node.domain or "ai.onnx", node.op_type) for node in function.node}
+    newest: dict[tuple[str, str], dict[str, Any]] = {}
+    for entry in operator_types(package):
+        key = (str(entry["module"]), str(entry["name"]))
+        version = int(str(entry.get("version", 0)))
+        known = newest.get(key)
+        if (
+            key in used
+            and version <= imported.get(key[0], 0)
+            and (known is None or version > known["version"])
+        ):
+            newest[key] = {name: value for name, value in entry.items() if name != "examples"}
+    for domain, name in sorted(used - newest.keys()):
+        category = next((category for category, names in _CATEGORIES.items() if name in names), "")
+        if category:
+            newest[domain, name] = {
+                "name": name,
+                "module": domain,
+                "version": 1,
+                "category": category,
+                "description": "",
+            }
+    return json.dumps([newest[key] for key in sorted(newest)], separators=(",", ":"))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from ortlab.graphs.viewer.cutting import without_long_edges
+from ortlab.errors import OptionError
+from ortlab.graphs.viewer.body import DOMAIN
 from ortlab.graphs.viewer.grouping import Group, grouped
-from ortlab.graphs.viewer.neighbourhood import neighbourhood
-from ortlab.graphs.viewer.order import in_backward
+from ortlab.graphs.viewer.order import in_backward, predecessors, reads
 from ortlab.graphs.viewer.preflight import (
     PLACED_AT_ALL,
     PLACED_AT_ONCE,
@@ -16,12 +17,18 @@ from ortlab.graphs.viewer.preflight import (
     PLACED_WITH_PATIENCE,
     cost,
 )
-from ortlab.graphs.viewer.scopes import modules_of
 
 if TYPE_CHECKING:
     from onnx import ModelProto
 
     from ortlab.graphs.stages import Graph
+
+
+MOST: Final = 400
+"""How many nodes a neighbourhood has at most."""
+
+STUB: Final = "… "
+"""What the name of a value that is read from far away begins with."""
 
 GROUPINGS: Final = ("auto", "module", "none")
 
@@ -99,3 +106,123 @@ def reduced(graph: Graph, model: ModelProto, *, around: str, hops: int, group: s
         )
         return Reduction(model, words=words, refused=f"{why} {how}")
     return Reduction(model, groups, words)
+
+
+def modules_of(graph: Graph) -> dict[str, str]:
+    """Return the path of the module of those nodes of which it is known, by the name under which they are drawn."""
+    return {name: origin.module for name, origin in graph.origins.items() if origin.is_known}
+
+
+def without_long_edges(model: ModelProto, span: int) -> tuple[ModelProto, int]:
+    """Return a copy of a graph whose longest edges are cut so that `span` is kept to, and how many were cut.
+
+    Parameters
+    ----------
+    model
+        A lean graph, whose nodes are in an order in which they can be computed.
+    span
+        Sum of the lengths of the edges that stay, as in `preflight.Cost`.
+    """
+    import onnx
+
+    nodes = model.graph.node
+    producers = {name: at for at, node in enumerate(nodes) for name in node.output if name}
+    lengths = sorted(
+        {(at, producers[name]) for at, node in enumerate(nodes) for name in node.input if name in producers},
+        key=lambda edge: edge[0] - edge[1],
+    )
+    kept = set()
+    left = span
+    for at, producer in lengths:
+        left -= at - producer
+        if left < 0:
+            break
+        kept.add((at, producer))
+    shapes = {value.name: value for value in [*model.graph.value_info, *model.graph.output]}
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    stubs: set[str] = set()
+    cut = 0
+    for at, node in enumerate(copy.graph.node):
+        for position, name in enumerate(node.input):
+            if name in producers and (at, producers[name]) not in kept:
+                cut += 1
+                node.input[position] = STUB + name
+                # The head of a node says what it reads from far away; that of a group would be long, its side bar does.
+                if name not in stubs and node.domain != DOMAIN:
+                    stubs.add(name)
+                    stub = copy.graph.initializer.add(name=STUB + name, data_type=onnx.TensorProto.FLOAT)
+                    if name in shapes:
+                        tensor = shapes[name].type.tensor_type
+                        stub.data_type = tensor.elem_type
+                        stub.dims.extend(size.dim_value for size in tensor.shape.dim)
+    return copy, cut
+
+
+def neighbourhood(model: ModelProto, around: str, hops: int) -> tuple[ModelProto, int]:
+    """Return a copy of a graph with the nodes around one, and how many hops they are away at most.
+
+    It reaches less far than asked for if it would have more than `MOST` nodes. What the nodes read from outside are
+    the inputs of the copy, and what is read outside its outputs.
+
+    Parameters
+    ----------
+    model
+        A lean graph, whose nodes are in an order in which they can be computed.
+    around
+        Name of the node.
+    hops
+        How many edges away, in both directions.
+
+    Raises
+    ------
+    OptionError
+        If there is no such node, or `hops` is negative.
+    """
+    import onnx
+
+    nodes = model.graph.node
+    numbers = {node.name: at for at, node in enumerate(nodes)}
+    if around not in numbers:
+        near = difflib.get_close_matches(around, numbers, n=3, cutoff=0.3)
+        raise OptionError(
+            f"The graph has no node {around[:200]!r}.",
+            fix=f"Near it are: {', '.join(near)}."
+            if near
+            else "The names stand in [node.name for node in graph.model.graph.node].",
+        )
+    if hops < 0:
+        raise OptionError(f"A neighbourhood reaches 0 hops or more, not {hops}.")
+    near_to: list[set[int]] = [set(needed) for needed in predecessors(nodes)]
+    for at, needed in enumerate([*map(tuple, near_to)]):
+        for other in needed:
+            near_to[other].add(at)
+    found, edge, reached = {numbers[around]}, {numbers[around]}, 0
+    while reached < hops and edge:
+        edge = {other for at in edge for other in near_to[at]} - found
+        if len(found) + len(edge) > MOST:
+            break
+        found |= edge
+        reached += 1
+    inside = [nodes[at] for at in sorted(found)]
+    outside = {name for at, node in enumerate(nodes) if at not in found for name in reads(node)}
+    outside |= {value.name for value in model.graph.output}
+    made = {name for node in inside for name in node.output if name}
+    read = (
+        {name for node in inside for name in reads(node)}
+        - made
+        - {tensor.name for tensor in model.graph.initializer}
+    )
+    types = {
+        value.name: value for value in [*model.graph.input, *model.graph.value_info, *model.graph.output]
+    }
+    part = onnx.ModelProto()
+    part.CopyFrom(model)
+    for repeated in (part.graph.node, part.graph.input, part.graph.output):
+        del repeated[:]
+    part.graph.node.extend(inside)
+    for name in sorted(read):
+        part.graph.input.append(types.get(name, onnx.ValueInfoProto(name=name)))
+    for name in sorted(made & outside):
+        part.graph.output.append(types.get(name, onnx.ValueInfoProto(name=name)))
+    return part, reached if edge or reached == hops else hops

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+import time
+import weakref
+from typing import TYPE_CHECKING, Final
 
 from IPython.core.magic import Magics, line_magic, magics_class, no_var_expand
+from IPython.display import display
 
 from ortlab.errors import ArgumentError
+from ortlab.lab.following import observe
 from ortlab.notebook.magics import arguments
 from ortlab.notebook.magics.arguments import Parser
 from ortlab.notebook.magics.chosen_lab import chosen_lab
 from ortlab.notebook.magics.command import command
-from ortlab.notebook.magics.live_density import follow, unfollow
+from ortlab.records.density import Density
+from ortlab.records.density_report import DensityReport
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
+    from IPython.display import DisplayHandle
 
     from ortlab.graphs.flop_savings import FlopSavings
     from ortlab.graphs.flops import Flops
+    from ortlab.lab.lab import Lab
     from ortlab.ranks.balance import Balance
-    from ortlab.records.density_report import DensityReport
+
+_REDRAW_SECONDS: Final = 0.25
+"""Shortest time between two drawings while a run goes on: each is a message to the browser."""
 
 _DENSITY = Parser("%ort_density")
 _DENSITY.add_argument("batches", nargs="*", metavar="BATCH")
@@ -171,3 +180,40 @@ class DensityMagics(Magics):
         make_step = arguments.variable(args.step, variables)
         with Cluster(ranks) as cluster:
             return measured(record, cluster, make_step)
+
+
+def follow(lab: Lab) -> None:
+    """Show what a lab counts in the output of this cell, at most four times a second, and once after each run."""
+    if lab not in _followed:
+        _followed[lab] = _Redrawing(lab)
+        observe(lab, _followed[lab])
+    _followed[lab].handle = display(DensityReport(Density(), "no step so far"), display_id=True)
+
+
+def unfollow(lab: Lab) -> None:
+    """Let the table be as it is; does nothing if there is none."""
+    if lab in _followed:
+        _followed[lab].handle = None
+
+
+class _Redrawing:
+    """Told about each event of a lab, draws what the steps have counted; the lab keeps it, and not the other way."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.handle: DisplayHandle | None = None
+        self._lab = weakref.ref(lab)
+        self._drawn_at = 0.0
+
+    def __call__(self, event: str) -> None:
+        """Redraw where a step or a run has ended."""
+        lab, handle = self._lab(), self.handle
+        if lab is None or handle is None or not lab.options.print_input_density:
+            return
+        now = time.monotonic()
+        is_step = event.startswith("progress:Step ") and now - self._drawn_at >= _REDRAW_SECONDS
+        if event == "runs" or is_step:
+            self._drawn_at = now
+            handle.update(lab.density())
+
+
+_followed: Final[weakref.WeakKeyDictionary[Lab, _Redrawing]] = weakref.WeakKeyDictionary()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
@@ -14,7 +15,6 @@ from ortlab.graphs.scopes import node_names
 from ortlab.graphs.viewer.document import SANDBOX
 from ortlab.graphs.viewer.embedded import EmbeddedGraph, drawn
 from ortlab.notebook.widgets.base import close_tree
-from ortlab.notebook.widgets.graph_marks import MARKED, counted
 from ortlab.notebook.widgets.graph_source import GROUPS, HOPS, GraphSource, Wanted
 from ortlab.notebook.widgets.part import Part, Script
 from ortlab.notebook.widgets.saved_form import SavedForm
@@ -28,6 +28,18 @@ if TYPE_CHECKING:
     from ortlab.graphs.stages import Graph
     from ortlab.graphs.viewer.document import Document
     from ortlab.render.page import Page
+
+SIGNS: Final = {
+    "added": "+",
+    "removed": "\N{MINUS SIGN}",
+    "moved": "\N{UP DOWN ARROW}",
+    "changed": "~",
+    "fused": "\N{CIRCLED PLUS}",
+}
+"""Signs of the marks that have a word, as `viewer/static/page.js` writes them."""
+
+MARKED: Final = "#d6336c"
+"""Colour of the nodes that `highlight` marks."""
 
 HEIGHT: Final = 560
 
@@ -368,5 +380,13 @@ def _style(*, with_code: bool) -> str:
 
 
 _DUE: Final = "The switches have changed: the next step builds another graph than this."
+
 _BUILT: Final = "The lab has built another graph since. Refresh shows that."
+
 _INSTEAD: Final = "Here are its modules instead; the neighbourhood of a node can always be drawn."
+
+
+def counted(marks: Iterable[str]) -> str:
+    """Say how many nodes have marks of a known kind, and by which sign they are known."""
+    counts = Counter(kind for kind in marks if kind in SIGNS)
+    return ", ".join(f"{SIGNS[kind]} {count:,} {kind}" for kind, count in counts.most_common())

@@ -1,27 +1,32 @@
-"""The panel's part about runs: a table to tick and open, a chart, and the comparison."""
+"""The panel's part about runs: a table to tick and open, a chart that can be saved, and the comparison."""
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Final
+
+import traitlets
 
 from ortlab.notebook.widgets import lean
 from ortlab.notebook.widgets.fold import Fold
-from ortlab.notebook.widgets.picture import Picture
-from ortlab.notebook.widgets.record_table import Intents, RecordTable
-from ortlab.notebook.widgets.run_rows import run_rows
-from ortlab.render import html, plots
+from ortlab.notebook.widgets.part import Part, packed
+from ortlab.notebook.widgets.record_table import Column, Content, Intents, Look, RecordTable
+from ortlab.render import html, plots, units
 from ortlab.render.page import Mark, Note, Page
 from ortlab.render.pages import compose
-from ortlab.render.run_pages import ledger_page, run_page
+from ortlab.render.run_pages import LISTED, ledger_page, listed, run_page, title
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from ortlab.lab.lab import Lab
     from ortlab.notebook.widgets.base import Looks
-    from ortlab.records.runs import Run
+    from ortlab.records.runs import Run, Step
+    from ortlab.render.page import Cell
 
 NOTES_SHOWN: Final = 50
 """Runs whose cautions stand under the table: the latest."""
-
 
 COMPARED: Final = 12
 """Runs that are compared unless some are ticked: an interval takes some hundredths of a second."""
@@ -138,3 +143,99 @@ class RunsPart(lean.Column):
         shown = runs or list(self._lab.runs)[-plots.RUNS_SHOWN :]
         words = "Loss, step time and step memory of the ticked runs, or of the latest"
         self.picture.show(plots.overview(shown), words)
+
+
+class Picture(Part):
+    """A figure as inline SVG in the colours of the theme; nothing until `show`.
+
+    Parameters
+    ----------
+    file
+        Name of the saved file, without its suffix.
+    looks
+        Layout and styles that the parts of the panel share.
+
+    Attributes
+    ----------
+    svg
+        What is shown; empty for nothing.
+    file
+        Name of the saved file, without its suffix.
+    """
+
+    svg = traitlets.Unicode().tag(sync=True, to_json=packed)
+    file = traitlets.Unicode().tag(sync=True)
+
+    def __init__(self, file: str, looks: Looks) -> None:
+        super().__init__(looks.script("picture.js"), file=file, layout=looks.layout)
+
+    def show(self, figure: Figure, description: str) -> None:
+        """Show a figure of `ortlab.render.plots`; `description` is for readers who do not see it."""
+        self.svg = plots.inline(figure, description)
+
+    def __repr__(self) -> str:
+        """Say what it is, without an address that would change from run to run."""
+        return f"Picture({self.file!r})"
+
+
+def run_rows(runs: Sequence[Run], ticked: Collection[int], opened: int | None) -> Content[Run]:
+    """List runs, the newest first.
+
+    Parameters
+    ----------
+    runs
+        In the order of the ledger.
+    ticked
+        Numbers of the runs that are compared.
+    opened
+        Number of the run whose details are shown; None for none.
+    """
+    return Content(
+        records=runs[::-1],
+        columns=_columns(),
+        key=lambda run: str(run.number),
+        look=lambda run: Look(
+            name=f"compare {title(run)}",
+            ticked=run.number in ticked,
+            chosen=run.number == opened,
+            mark="fallback" if run.fell_back else "",
+            code=f"sweep {units.count(run.sweep)}" if run.sweep else "",
+        ),
+        noun=("run", "runs"),
+        search=lambda run: f"sweep {run.sweep}" if run.sweep else "",
+    )
+
+
+def _median(part: Callable[[Step], float]) -> Callable[[Run], float]:
+    return lambda run: statistics.median(part(step) for step in run.warm_steps)
+
+
+_VALUES: Final[tuple[Callable[[Run], float | str | None], ...]] = (
+    lambda run: run.number,
+    lambda run: len(run.steps),
+    lambda run: run.step_ms,
+    lambda run: run.step_memory_bytes,
+    lambda run: run.losses[-1],
+    _median(lambda step: step.forward_ms),
+    _median(lambda step: step.backward_ms),
+    _median(lambda step: step.optimizer_ms),
+    lambda run: run.initialization.total_ms if run.initialization else None,
+)
+"""What each column of `LISTED` is sorted by."""
+
+
+def _columns() -> list[Column[Run]]:
+    cells: dict[int, tuple[Cell, ...]] = {}  # a row is put into words once, and not once for each column
+
+    def words(position: int) -> Callable[[Run], str]:
+        def of(run: Run) -> str:
+            if run.number not in cells:
+                cells[run.number] = listed(run)
+            return cells[run.number][position].text
+
+        return of
+
+    return [
+        Column(shown.name, value, words(position), numeric=shown.numeric, meaning=shown.meaning)
+        for position, (shown, value) in enumerate(zip(LISTED, _VALUES, strict=True))
+    ]

@@ -11,7 +11,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from ortlab.engine.passes.opset_16 import declare_opset_16
+from ortlab.engine.passes.graph_passes import declare_opset_16
 
 
 def graph(*operators: str, opset: int = 17) -> onnx.ModelProto:

@@ -15,7 +15,7 @@ import pytest
 
 from ortlab.errors import ExecutionError, OptionError
 from ortlab.ranks import Cluster, latest
-from ortlab.ranks.resources import RANK_BYTES
+from ortlab.ranks.cluster import RANK_BYTES
 from ortlab.ranks.waiting import RankDiedError
 from ortlab.render import html, text
 

@@ -22,12 +22,11 @@ from ortlab.graphs.scopes import node_names
 from ortlab.graphs.stages import Graph
 from ortlab.graphs.viewer import document
 from ortlab.graphs.viewer.bundle import assemble, bundle
-from ortlab.graphs.viewer.cutting import STUB, without_long_edges
+from ortlab.graphs.viewer.document import lean
 from ortlab.graphs.viewer.grouping import grouped
-from ortlab.graphs.viewer.lean import lean
 from ortlab.graphs.viewer.order import in_backward, in_order, reads
 from ortlab.graphs.viewer.preflight import PLACED_AT_ALL, PLACED_AT_ONCE, cost
-from ortlab.graphs.viewer.scopes import modules_of
+from ortlab.graphs.viewer.reduction import STUB, modules_of, without_long_edges
 
 LAYERS = 4
 
