@@ -164,10 +164,13 @@ def comparison_page(comparison: Comparison) -> Page:
     base = comparison.baseline
     columns = (_NAME, _TIMES[0], _RATIO, _MEMORY, _MEMORY_CHANGE, _VERDICT, _DIFFERENCE)
     rows = [_compared_base(comparison)] + [_compared(contrast) for contrast in comparison.contrasts]
+    summary = comparison.summary
+    why = ((contrast.name, contrast.time.reason) for contrast in comparison.contrasts)
+    unsaid = [(name, reason) for name, reason in why if reason not in summary]
     blocks: list[Block] = [
-        Note(comparison.summary, Mark.PLAIN),
+        Note(summary, Mark.PLAIN),
         Table("", columns, tuple(rows)),
-        *reasons(((one.name, one.time.reason) for one in comparison.contrasts), MEASURE_IN_TURNS),
+        *reasons(unsaid, MEASURE_IN_TURNS),
     ]
     blocks += [Note(f"{name}: not run. {reason}", Mark.BAD) for name, reason in comparison.failed]
     blocks += [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,3 +105,17 @@ def test_imports_run_one_way():
         if imported not in OUTSIDE and ROOMS.index(room(imported)) > ROOMS.index(room(name))
     }
     assert found == EXCEPTIONS
+
+
+def test_the_engines_page_names_every_file_and_folder_of_the_room():
+    engine = PACKAGE / "engine"
+    page = (engine / "README.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(?:operators/)?([\w*]+)(?:\.py|/)?`", page))
+    there = {
+        path.stem for path in engine.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    operators = {path.stem for path in (engine / "operators").glob("*.py") if "symbolics" not in path.stem}
+    assert (there | operators) - named - {"__init__", "operators"} == set()
+    assert set(re.findall(r"`(?:operators/)?(\w+)(?:\.py|/)`", page)) <= there | operators | {
+        "symbolic_words"
+    }

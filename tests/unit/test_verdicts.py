@@ -23,6 +23,7 @@ from ortlab.records.verdicts import (
     memory_verdict,
     settled,
 )
+from ortlab.render import text
 
 MIB = 1 << 20
 
@@ -70,6 +71,7 @@ def test_a_busy_machine_makes_nothing_faster():
     assert contrast.verdict == NOT_COMPARABLE
     assert "the optimizer's step, the same code in both" in contrast.time.reason
     assert "lab.compare(rerun=True)" in found.summary
+    assert " ".join(text.render(found).split()).count("the same code in both") == 1
 
 
 def test_a_machine_that_did_not_drift_gives_a_verdict():
