@@ -9,7 +9,7 @@ from ortlab.engine.versions import versions
 from ortlab.errors import LedgerError, OptionError
 from ortlab.memory.sizes import read_size
 from ortlab.runs.experiment import check_count, mentioned
-from ortlab.runs.interrupts import interrupts_kept, say
+from ortlab.runs.interrupts import interrupts_kept
 from ortlab.runs.snapshot import Snapshot, is_stateful
 from ortlab.runs.weights import check_weights
 from ortlab.studies.batch_size_batches import check_callable, checked_batch, plain_step
@@ -19,6 +19,7 @@ from ortlab.studies.batch_size_points import plans_name
 from ortlab.studies.batch_size_room import Room
 from ortlab.studies.batch_size_search import BatchSizeSearch
 from ortlab.studies.batch_size_trials import Trials
+from ortlab.studies.study import check_same_ground, kept
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -139,8 +140,6 @@ def find_batch_size(  # noqa: PLR0913 - a limit is of one thing or the other
             versions=versions(),
             **asked,
         )
-    if all(search is not known for known in bench.batch_size_searches):
-        bench.batch_size_searches.append(search)
     trials = Trials(bench, search, lambda size: checked_batch(make_batch, size), step, start, room)
     return _searched(bench, search, trials, show=progress)
 
@@ -174,31 +173,31 @@ def _read(
 
 
 def _searched(bench: Bench, search: BatchSizeSearch, trials: Trials, *, show: bool) -> BatchSizeSearch:
-    position = next(i for i, known in enumerate(bench.batch_size_searches) if known is search)
-    try:
-        with (
-            trials.lab_as_before(had_session=_has_session(bench)),
-            bench.progress.task(show=show) as bar,
-        ):
-            done = 0
-            while (task := following(search)) is not None:
-                # How many points there will be is not known before one does not fit.
-                bar.report(_task_words(task, search), done / (done + remaining(search) + 1))
-                trials.do(task)
-                done += 1
-    except KeyboardInterrupt as interrupt:
+    def stopped(name: str) -> str:
         search.stopped = True
-        kept = f"lab.batch_size_searches[{position}]"
-        say(
-            interrupt,
-            f"Stopped the search after {len(search.points)} points; kept as {kept}. The lab is as it was before; "
-            f"go on: %ort_find_batch_size MAKE_BATCH --resume, or lab.find_batch_size(make_batch, resume={kept}).",
+        return (
+            f"Stopped the search after {len(search.points)} points; kept as {name}. The lab is as it was before; "
+            f"go on: %ort_find_batch_size MAKE_BATCH --resume, or lab.find_batch_size(make_batch, resume={name})."
         )
-        raise
-    except BaseException:
-        if not search.points:  # the first batch failed: there is nothing to keep
-            bench.batch_size_searches.remove(search)
-        raise
+
+    with (
+        # Where the first batch failed there is nothing to keep.
+        kept(
+            bench.batch_size_searches,
+            search,
+            "lab.batch_size_searches",
+            stopped,
+            is_empty=lambda: not search.points,
+        ),
+        trials.lab_as_before(had_session=_has_session(bench)),
+        bench.progress.task(show=show) as bar,
+    ):
+        done = 0
+        while (task := following(search)) is not None:
+            # How many points there will be is not known before one does not fit.
+            bar.report(_task_words(task, search), done / (done + remaining(search) + 1))
+            trials.do(task)
+            done += 1
     return search
 
 
@@ -275,7 +274,7 @@ def check_above_floor(limit_bytes: int, used_bytes: int, device: str) -> None:
 
 
 def check_resumable(
-    search: BatchSizeSearch, start_digest: str, versions: Mapping[str, str], engine: str
+    search: BatchSizeSearch, start_digest: str, present: Mapping[str, str], engine: str
 ) -> None:
     """Refuse to go on with a search whose other points would not be comparable.
 
@@ -284,18 +283,10 @@ def check_resumable(
     LedgerError
         If the start, the engine or an installed version is another.
     """
-    other = [name for name, version in search.versions.items() if versions.get(name) != version]
-    why = ""
-    if search.start_digest != start_digest:
-        why = f"Its points start from {search.start_digest}, and the lab stands at {start_digest} (digests of weights, "
-        why += "buffers, optimizer and random state)."
-    elif search.engine != engine:
-        why = f"Its points were executed by {search.engine}, and the lab is set to {engine}."
-    elif other:
-        why = f"It was made with other versions of {', '.join(other)}."
-    if why:
+    check_same_ground(search, "search", start_digest, search.versions, present)
+    if search.engine != engine:
         raise LedgerError(
-            "This search cannot be resumed here.",
-            why=why,
-            fix="Start another: lab.find_batch_size(make_batch, limit=...).",
+            "This search cannot be resumed here: its points were executed by another engine.",
+            why=f"They were executed by {search.engine}, and the lab is set to {engine}.",
+            fix=f"lab.set(engine={search.engine!r}) first, or start another search.",
         )

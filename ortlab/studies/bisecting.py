@@ -17,11 +17,12 @@ from ortlab.errors import LedgerError, OptionError, StepError
 from ortlab.options.configuration import Configuration
 from ortlab.options.options import Need, Options, check_needs, declaration
 from ortlab.records.comparison import loss_difference
-from ortlab.runs.interrupts import interrupts_kept, say
+from ortlab.runs.interrupts import interrupts_kept
 from ortlab.runs.snapshot import Snapshot
 from ortlab.studies.bisection import UNFINISHED, Bisection
 from ortlab.studies.bisection_investigation import Access, Investigation
 from ortlab.studies.bisection_metrics import METRICS, STEP_MS, Metric, Own
+from ortlab.studies.study import check_same_ground, kept
 
 if TYPE_CHECKING:
     from ortlab.options.switches import Value
@@ -144,16 +145,12 @@ def bisect(
             experiment.start.digest,
             versions(),
         )
-    if all(bisection is not known for known in bench.bisections):
-        bisection.number = len(bench.bisections) + 1
-        bench.bisections.append(bisection)
     return _bisected(bench, bisection, measured, experiment.times(bisection.count), show=progress)
 
 
 def _bisected(
     bench: Bench, bisection: Bisection, metric: Metric, experiment: Experiment, *, show: bool
 ) -> Bisection:
-    position = next(i for i, known in enumerate(bench.bisections) if known is bisection)
     reference = Reference(bench.module)
 
     def run(tried: Configuration) -> Run:
@@ -177,21 +174,21 @@ def _bisected(
         bench.configure(tried)
         return float(memory(bench).peak_bytes)
 
-    try:
-        with bench.as_before(experiment), _bisection_progress(bench, bisection, show=show) as tell:
-            Investigation(bisection, metric, Access(run, distance, peak, redrawn, bench.have), tell).find()
-    except KeyboardInterrupt as interrupt:
-        kept = f"lab.bisections[{position}]"
-        say(
-            interrupt,
-            f"Stopped the search after {len(bisection.trials)} trials; kept as {kept}. "
-            f"The lab is as it was before; go on with %ort_bisect --resume, or lab.bisect(resume={kept}).",
+    def stopped(name: str) -> str:
+        return (
+            f"Stopped the search after {len(bisection.trials)} trials; kept as {name}. "
+            f"The lab is as it was before; go on with %ort_bisect --resume, or lab.bisect(resume={name})."
         )
-        raise
-    except BaseException:
-        if bisection.outcome == UNFINISHED and not bisection.culprits:
-            bench.bisections.remove(bisection)
-        raise
+
+    def is_empty() -> bool:
+        return bisection.outcome == UNFINISHED and not bisection.culprits
+
+    with (
+        kept(bench.bisections, bisection, "lab.bisections", stopped, is_empty=is_empty),
+        bench.as_before(experiment),
+        _bisection_progress(bench, bisection, show=show) as tell,
+    ):
+        Investigation(bisection, metric, Access(run, distance, peak, redrawn, bench.have), tell).find()
     return bisection
 
 
@@ -340,28 +337,16 @@ def read_changes(
 
 
 def check_resumable(bisection: Bisection, start_digest: str, present: Mapping[str, str]) -> None:
-    """Refuse to go on with a bisection whose other trials would not be comparable.
+    """Refuse to go on with a bisection that is finished, or whose other trials would not be comparable.
 
     Raises
     ------
     LedgerError
         If it is finished, the start is another, or other versions are installed.
     """
-    from ortlab.studies.bisection import UNFINISHED
-
     if bisection.outcome != UNFINISHED:
         raise LedgerError("There is nothing to resume: this bisection is finished.", fix="Start another.")
-    if bisection.start_digest != start_digest:
-        raise LedgerError(
-            "This bisection cannot be resumed here: it started from another point.",
-            fix="Run the same step from the same weights and seed first, or start another.",
-        )
-    other = [name for name, version in bisection.versions.items() if present.get(name) != version]
-    if other:
-        raise LedgerError(
-            f"This bisection cannot be resumed here: {', '.join(other)} had other versions.",
-            fix="Resume it in the environment it was made in, or start another.",
-        )
+    check_same_ground(bisection, "bisection", start_digest, bisection.versions, present)
 
 
 def _defaults(present: Options) -> Options:

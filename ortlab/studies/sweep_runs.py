@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ortlab.errors import OrtlabError
-from ortlab.runs.interrupts import say
 
 if TYPE_CHECKING:
     from ortlab.records.runs import Run
@@ -15,9 +14,7 @@ if TYPE_CHECKING:
     from ortlab.studies.sweep_points import Point
 
 
-def make_runs(
-    sweep: Sweep, trial: Callable[[Point], Run], progress: Progress, *, kept_as: str, show: bool
-) -> None:
+def make_runs(sweep: Sweep, trial: Callable[[Point], Run], progress: Progress, *, show: bool) -> None:
     """Make the runs of a sweep that are missing; what fails is written down, and the sweep goes on.
 
     Parameters
@@ -28,31 +25,20 @@ def make_runs(
         Goes back to the start and runs the steps with a point's configuration.
     progress
         The line that says how far it has come.
-    kept_as
-        Where the user finds the sweep after an interrupt.
     show
         Whether the cell or the terminal shows a bar.
-
-    Raises
-    ------
-    KeyboardInterrupt
-        If the user interrupts; it says how to go on. The runs made so far are in the sweep.
     """
-    try:
-        with progress.task(sweep.runs_planned, done=sweep.runs_done, evenly=True, show=show) as bar:
-            while (following := next(sweep.missing(), None)) is not None:
-                number, position = following
-                bar.total = sweep.runs_planned  # a point that failed has dropped its other runs
-                bar.begin(_run_words(sweep, position, number), sweep.runs_done)
-                try:
-                    run = trial(sweep.points[position])
-                except Exception as error:  # noqa: BLE001 - whatever a step raises is a result of the point
-                    sweep.fail(position, reason(error))
-                else:
-                    sweep.add(position, run)
-    except KeyboardInterrupt as interrupt:
-        say(interrupt, interrupted(sweep, kept_as))
-        raise
+    with progress.task(sweep.runs_planned, done=sweep.runs_done, evenly=True, show=show) as bar:
+        while (following := next(sweep.missing(), None)) is not None:
+            number, position = following
+            bar.total = sweep.runs_planned  # a point that failed has dropped its other runs
+            bar.begin(_run_words(sweep, position, number), sweep.runs_done)
+            try:
+                run = trial(sweep.points[position])
+            except Exception as error:  # noqa: BLE001 - whatever a step raises is a result of the point
+                sweep.fail(position, reason(error))
+            else:
+                sweep.add(position, run)
 
 
 def _run_words(sweep: Sweep, position: int, number: int) -> str:
@@ -67,11 +53,3 @@ def reason(error: BaseException) -> str:
         return " ".join(filter(None, (error.what, error.why)))
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def interrupted(sweep: Sweep, kept_as: str) -> str:
-    """Say in one line what is kept of a sweep that was interrupted, and how to go on."""
-    return (
-        f"Stopped the sweep after {sweep.runs_done} of {sweep.runs_planned} runs; kept as {kept_as}. "
-        f"The lab is as it was before; go on with %ort_sweep --resume, or lab.sweep(resume={kept_as})."
-    )

@@ -9,6 +9,7 @@ from ortlab.engine.versions import versions
 from ortlab.errors import LedgerError, OptionError, StepError
 from ortlab.options.options import check_needs
 from ortlab.runs.interrupts import interrupts_kept
+from ortlab.studies.study import check_same_ground, kept
 from ortlab.studies.sweep import Sweep
 from ortlab.studies.sweep_grid import Changes, read_grid, read_point
 from ortlab.studies.sweep_points import Point, same_work
@@ -104,19 +105,14 @@ def sweep(
                 fix="lab.sweep(resume=...) alone.",
             )
         made = resume
-        check_resumable(made, start_digest=experiment.start.digest, versions=versions())
+        check_resumable(made, experiment.start.digest, versions())
         experiment = experiment.times(made.count)
-    if all(made is not known for known in bench.sweeps):
-        made.number = len(bench.sweeps) + 1
-        bench.sweeps.append(made)
     return _swept(bench, made, experiment, memory=memory, progress=progress)
 
 
 def _swept(
     bench: Bench, made: Sweep, experiment: Experiment, *, memory: bool | None, progress: bool
 ) -> Sweep:
-    position = next(i for i, known in enumerate(bench.sweeps) if known is made)
-
     def trial(point: Point) -> Run:
         tried = point.configuration
         assert tried is not None  # noqa: S101 - points without are never run
@@ -128,9 +124,20 @@ def _swept(
         known = min(point.runs, key=lambda run: run.step_memory_bytes or 0) if settled else memory
         return bench.run(experiment, progress=False, sweep=made.number, memory=known)
 
-    with bench.as_before(experiment):
-        make_runs(made, trial, bench.progress, kept_as=f"lab.sweeps[{position}]", show=progress)
+    with (
+        kept(bench.sweeps, made, "lab.sweeps", lambda name: _interrupted(made, name), is_empty=lambda: False),
+        bench.as_before(experiment),
+    ):
+        make_runs(made, trial, bench.progress, show=progress)
     return made
+
+
+def _interrupted(sweep: Sweep, kept_as: str) -> str:
+    """Say in one line what is kept of a sweep that was interrupted, and how to go on."""
+    return (
+        f"Stopped the sweep after {sweep.runs_done} of {sweep.runs_planned} runs; kept as {kept_as}. "
+        f"The lab is as it was before; go on with %ort_sweep --resume, or lab.sweep(resume={kept_as})."
+    )
 
 
 def lay_out(
@@ -186,17 +193,8 @@ def lay_out(
     return Sweep(points=points, baseline=position, rounds=rounds, **facts)
 
 
-def check_resumable(sweep: Sweep, *, start_digest: str, versions: Mapping[str, str]) -> None:
-    """Refuse to go on with a sweep whose other runs would not be comparable.
-
-    Parameters
-    ----------
-    sweep
-        The sweep so far.
-    start_digest
-        Digest of the start of the lab's last step call.
-    versions
-        Versions of the packages that are imported now.
+def check_resumable(sweep: Sweep, start_digest: str, present: Mapping[str, str]) -> None:
+    """Refuse to go on with a sweep that is complete, or whose other runs would not be comparable.
 
     Raises
     ------
@@ -208,21 +206,10 @@ def check_resumable(sweep: Sweep, *, start_digest: str, versions: Mapping[str, s
             "There is nothing to resume: every point of this sweep is done.",
             fix="Start another: lab.sweep({...}).",
         )
-    if sweep.start_digest != start_digest:
-        raise LedgerError(
-            "This sweep cannot be resumed here: it started from another point.",
-            why=f"Its runs start from {sweep.start_digest}, and the last step call from {start_digest} "
-            "(digests of weights, buffers, optimizer and random state).",
-            fix="Run the same step from the same weights and seed first, or start another sweep.",
-        )
-    for run in (run for point in sweep.points for run in point.runs):
-        other = [name for name, version in run.versions.items() if versions.get(name) != version]
-        if other:
-            raise LedgerError(
-                f"This sweep cannot be resumed here: {', '.join(other)} had other versions.",
-                why="Times of two versions in one table would be taken for effects of the switches.",
-                fix="Resume it in the environment it was made in, or start another sweep.",
-            )
+    made_with = {
+        name: one for point in sweep.points for run in point.runs for name, one in run.versions.items()
+    }
+    check_same_ground(sweep, "sweep", start_digest, made_with, present)
 
 
 def _point(

@@ -1,0 +1,91 @@
+"""What all studies of many runs share: the lab keeps one from its first run on, and a later call goes on with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
+
+from ortlab.errors import LedgerError
+from ortlab.runs.interrupts import say
+
+
+class Study(Protocol):
+    """A sweep, a bisection or a search for a batch size."""
+
+    number: int
+    start_digest: str
+
+
+S = TypeVar("S", bound=Study)
+
+
+@contextmanager
+def kept(
+    studies: list[S], study: S, place: str, stopped: Callable[[str], str], *, is_empty: Callable[[], bool]
+) -> Iterator[str]:
+    """Keep a study among the lab's while the block fills it in, and yield where the user finds it.
+
+    Parameters
+    ----------
+    studies
+        The lab's, in order; the study takes the number of its place, unless it is among them already.
+    study
+        The new one, or one that is resumed.
+    place
+        What the user calls the list: "lab.sweeps".
+    stopped
+        Says in a line what Ctrl-C has left, given where it is kept.
+    is_empty
+        Tells after an error that nothing is worth keeping.
+    """
+    if all(study is not known for known in studies):
+        study.number = len(studies) + 1
+        studies.append(study)
+    position = next(index for index, known in enumerate(studies) if known is study)
+    name = f"{place}[{position}]"
+    try:
+        yield name
+    except KeyboardInterrupt as interrupt:
+        say(interrupt, stopped(name))
+        raise
+    except BaseException:
+        if is_empty():
+            del studies[position]
+        raise
+
+
+def check_same_ground(
+    study: Study, what: str, start_digest: str, made_with: Mapping[str, str], present: Mapping[str, str]
+) -> None:
+    """Refuse to go on with a study whose other runs would not be comparable with those that it has.
+
+    Parameters
+    ----------
+    study
+        As far as it has come.
+    what
+        What the user calls it: "sweep".
+    start_digest
+        Digest of the start of the lab's last step call.
+    made_with, present
+        Versions of packages, when its runs were made and now.
+
+    Raises
+    ------
+    LedgerError
+        If the start is another, or other versions are installed.
+    """
+    if study.start_digest != start_digest:
+        raise LedgerError(
+            f"This {what} cannot be resumed here: it started from another point.",
+            why=f"Its runs start from {study.start_digest}, and the lab now from {start_digest} (digests of weights, "
+            "buffers, optimizer and random state).",
+            fix=f"Run the same step from the same weights and seed first, or start another {what}.",
+        )
+    if other := [name for name, version in made_with.items() if present.get(name) != version]:
+        raise LedgerError(
+            f"This {what} cannot be resumed here: {', '.join(other)} had other versions.",
+            why="Differences between two versions in one table would be taken for effects of the switches.",
+            fix=f"Resume it in the environment it was made in, or start another {what}.",
+        )
