@@ -184,7 +184,7 @@ class Subject:
 
     def _make(self, change: Callable[[], object], done: list) -> None:
         change()
-        self._lab._ort._on_built = done.append  # noqa: SLF001 - what the engine measured, and a lab tells runs only
+        self._lab._bench.ort._on_built = done.append  # noqa: SLF001 - what the engine measured, and a lab tells runs only
 
 
 def in_fresh_process(*, quick: bool) -> float:

@@ -98,7 +98,7 @@ def bert():
 @pytest.fixture(scope="module")
 def kept(bert):
     """Return what the BERT keeps, with the places where its memory can come from."""
-    return bert._kept_buffers(bert.activations())
+    return memory_snapshot._kept_buffers(bert._bench, bert.activations())
 
 
 def forward(trace, stack, seed):
@@ -149,7 +149,7 @@ def test_no_block_of_a_real_forward_gets_a_wrong_name(bert, kept, stacks, seed):
 
 def test_places_go_back_over_what_may_be_written_in_place_only(bert):
     activations = bert.activations()
-    execution = bert._engines(None)[""].execution
+    execution = bert._bench.engines(None)[""].execution
     earliest = earliest_places(execution, [row.value for row in activations.rows])
     assert set(earliest) == {row.value for row in activations.rows}
     for row in activations.rows:
