@@ -85,7 +85,8 @@ def predictions(family: str, length: int, rounds: int, *, quick: bool) -> list[d
     lab.step(step, n=1, progress=False)
     plain, ordered = lab.profile(progress=False), lab.profile(memory_efficient_order=True, progress=False)
     places = recompute_places(lab)
-    printed = [row for row in lab.plan().rows if "," not in row.config and row.strategy == 1][:PLANS]
+    printed = [row for row in lab.plan().rows if "," not in row.config and row.strategy == 1]
+    printed = printed[: 1 if quick else PLANS]
     acting = {row.config: places.of(row.config) for row in printed}
     acting[LEVEL] = places.at_level(1)
     changes: dict[str, dict[str, Any]] = {row.config: {"memory_plan": [row.config]} for row in printed}
@@ -110,7 +111,7 @@ def predictions(family: str, length: int, rounds: int, *, quick: bool) -> list[d
         )
         print(family, length, rows[-1], file=sys.stderr, flush=True)
     if length == LENGTHS[0] or quick:
-        sweep = lab.sweep(list(changes.values()), n=STEPS, rounds=rounds, progress=False)
+        sweep = lab.sweep(list(changes.values()), n=STEPS, rounds=1 if quick else rounds, progress=False)
         none = sweep.baseline.runs
         points = {point.number: point for point in sweep.points}
         for number, row in enumerate(rows, start=1):

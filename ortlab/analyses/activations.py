@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ortlab.analyses.builds import builds
-from ortlab.memory.saved_activations import SavedActivations, merged
+from ortlab.memory.saved_activations import ActivationsSource, SavedActivations, merged
 
 if TYPE_CHECKING:
     from ortlab.engine.execution import Execution
@@ -67,7 +67,7 @@ def activations(
         kept = next(iter(by_part.values()))
     else:
         kept = merged(by_part, missing=found.missing)
-    return replace(kept, note=found.note)
+    return replace(kept, note=found.note, source=ActivationsSource(bench.lab, part))
 
 
 def _activations(

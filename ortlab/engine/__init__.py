@@ -63,6 +63,7 @@ def _load() -> ModuleType:
     # Without the user's variables: 1.19.2 takes some for the whole process here, and takes a number only (int("on")).
     with _root_logger_kept(), build_environment({}):
         exporter.prepare_torch()  # the torch.onnx of torch 2.4 imports onnxruntime itself
+        installation.import_apart("onnxruntime.training.ortmodule")
         from onnxruntime.training import ortmodule
 
     with warnings.catch_warnings():

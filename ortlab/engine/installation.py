@@ -7,11 +7,13 @@ it is touched, because the imports fail with messages that name neither the caus
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import platform
 import re
 import shlex
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -239,6 +241,18 @@ def dotted(version: Version) -> str:
     return ".".join(map(str, version))
 
 
+def import_apart(name: str) -> None:
+    """Import a module for the first time in a thread of its own, whose frames are the import's alone.
+
+    On its import onnxruntime tries ORTModule. Beside a current torch that fails, and functions of torch that ORTModule has
+    replaced by then keep the error. Its traceback would lead to the frames of whoever wraps a model here, and that model
+    would never be freed.
+    """
+    if name not in sys.modules:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(importlib.import_module, name).result()
+
+
 @functools.cache
 def have() -> frozenset[Need]:
     """Find out what switches can rely on here. The first call imports torch and onnxruntime.
@@ -254,8 +268,10 @@ def have() -> frozenset[Need]:
         if importlib.util.find_spec(module)
     }
     try:
-        import onnxruntime
         import torch
+
+        import_apart("onnxruntime")
+        import onnxruntime
         from onnxruntime.capi import _pybind_state
     except ImportError:
         return frozenset(present)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from types import MethodType
 from typing import TYPE_CHECKING, Concatenate, Generic, ParamSpec, TypeVar, overload
 
-from ortlab.analyses import graph_changes, memory, memory_snapshot, profiling
+from ortlab.analyses import activations, graph_changes, memory, memory_snapshot, profiling
 from ortlab.analyses import graphs as stages
-from ortlab.analyses.activations import activations as saved_activations
 from ortlab.analyses.flops import count_flops, flops_saved
 from ortlab.errors import OptionError
-from ortlab.memory.saved_activations import ActivationsSource
 from ortlab.parity import subscribing, two_engines
 from ortlab.records.coverage import names
 from ortlab.records.rebuilds import rebuild, rebuild_of_switch
@@ -27,7 +24,6 @@ if TYPE_CHECKING:
 
     from ortlab.graphs.flop_savings import FlopSavings
     from ortlab.graphs.flops import Flops
-    from ortlab.memory.saved_activations import SavedActivations
     from ortlab.options.options import Options
     from ortlab.ranks.ranks import Ranks
     from ortlab.records.messages import Messages
@@ -114,6 +110,7 @@ class Lab(ShownAsPanel):
         **changes: object,
     ) -> None:
         self._bench = bench = Bench(module, only=only, options=options, engine=engine, name=name, **changes)
+        bench.lab = self
         self._ranks: Ranks | None = None
         self.module = module
         self.name = name
@@ -235,6 +232,7 @@ class Lab(ShownAsPanel):
 
     # ---- look at memory, graph and data -------------------------------------------------------------------------
 
+    activations = OnBench(activations.activations)
     memory = OnBench(memory.memory)
     memory_snapshot = OnBench(memory_snapshot.memory_snapshot)
     plan = OnBench(plans.plan)
@@ -244,53 +242,6 @@ class Lab(ShownAsPanel):
     triton_kernels = OnBench(stages.triton_kernels)
     profile = OnBench(profiling.profile)
     density = OnBench(density.density)
-
-    def activations(
-        self,
-        part: str | None = None,
-        *,
-        plans: bool = False,
-        sizes: Mapping[str, int] | None = None,
-        progress: bool = True,
-    ) -> SavedActivations:
-        """Read what the graph of the present switches keeps for its backward, with their memory plans applied.
-
-        If it is not built yet, it is built from the last step, beside what the lab has; see `SavedActivations.note`.
-
-        Parameters
-        ----------
-        part
-            Path of a wrapped part of the model; None for the whole model, or for all its parts together.
-        plans
-            Whether to say which recompute plans remove each activation, and what each keeps instead. Each plan that
-            ORT offers is applied alone, in a session that never runs: some tenths of a second each for a small model.
-            What was found is kept.
-        sizes
-            Bytes by name of a result, as a profiled step has seen them (`Trace.sizes`): for what the graph alone does
-            not tell.
-        progress
-            Whether to show a progress bar on a terminal while plans are looked at.
-
-        Returns
-        -------
-        SavedActivations
-            The activations, the largest first. Bytes are worked out from shapes, for the sizes of the batch that the
-            graph was built with; `SavedActivations.at` evaluates them for others.
-
-        Raises
-        ------
-        OptionError
-            If there is no such part.
-        BuildError
-            If no step has run in this lab yet, or ONNX Runtime cannot build the training graph.
-
-        Examples
-        --------
-        >>> lab.activations().by("operator")[0]
-        ActivationGroup(name='Gelu', count=12, bytes=100663296, unknown=0)
-        """
-        kept = saved_activations(self._bench, part, plans=plans, sizes=sizes, progress=progress)
-        return replace(kept, source=ActivationsSource(self, part))
 
     @overload
     def flops(

@@ -38,6 +38,7 @@ from ortlab.runs.wrapping import Takeover, check_wrappable
 if TYPE_CHECKING:
     import torch
 
+    from ortlab.lab.lab import Lab
     from ortlab.options.options import Need
     from ortlab.parity.subscribers import Subscription
     from ortlab.runs.experiment import Experiment
@@ -70,6 +71,9 @@ class Bench:
     ----------
     module, name, notes, from_environment
         As of `Lab`.
+    lab
+        What the user holds. The model keeps its bench, and so its lab, as long as it lives: magics find a lab that
+        has no name.
     have
         What this machine offers to switches.
     runs
@@ -121,6 +125,7 @@ class Bench:
         engine = check_engine(engine)
         self.have: frozenset[Need] = installed_needs()
         check_needs(options, self.have)
+        self.lab: Lab | None = None
         self.module = module
         self.name = name
         self.runs = Ledger()

@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch import nn
 
+import ortlab
 from ortlab.errors import WrapError
+from ortlab.lab.wrapped import latest
 from ortlab.runs.wrapping import Takeover, is_wrapped
 
 
@@ -141,3 +143,13 @@ def test_a_scripted_module_is_refused():
         scripted = torch.jit.script(nn.Linear(2, 2))
     with pytest.raises(WrapError, match="scripted"):
         Takeover(scripted, answer)
+
+
+def test_a_lab_without_a_name_lives_as_long_as_its_model():
+    model = nn.Linear(2, 2)
+    lab = weakref.ref(ortlab.wrap(model))
+    gc.collect()
+    assert latest() is lab() is not None
+    del model
+    gc.collect()
+    assert lab() is None
