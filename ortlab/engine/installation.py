@@ -244,9 +244,9 @@ def dotted(version: Version) -> str:
 def import_apart(name: str) -> None:
     """Import a module for the first time in a thread of its own, whose frames are the import's alone.
 
-    On its import onnxruntime tries ORTModule. Beside a current torch that fails, and functions of torch that ORTModule has
-    replaced by then keep the error. Its traceback would lead to the frames of whoever wraps a model here, and that model
-    would never be freed.
+    On its import onnxruntime tries ORTModule. Beside a current torch that fails, and functions of torch that
+    ORTModule has replaced by then keep the error. Its traceback would lead to the frames of whoever wraps a model
+    here, and that model would never be freed.
     """
     if name not in sys.modules:
         with ThreadPoolExecutor(1) as pool:
