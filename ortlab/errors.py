@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
+
+def did_you_mean(name: object, known: Iterable[str], *, most: int = 1, cutoff: float = 0.6) -> str:
+    """Ask for the names that are most like one that is unknown, "Did you mean 'opset'?"; empty if none is like it."""
+    near = difflib.get_close_matches(str(name), list(known), n=most, cutoff=cutoff)
+    return f"Did you mean {' or '.join(map(repr, near))}?" if near else ""
+
 
 class OrtlabError(Exception):
     """Base of every error that ortlab raises on purpose.

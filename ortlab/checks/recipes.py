@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.engine.installation import have
-from ortlab.errors import OptionError
+from ortlab.errors import OptionError, did_you_mean
 from ortlab.options.switches import REASONS, Need
 from ortlab.shown import Shown
 
@@ -97,11 +96,8 @@ def recipe(
     >>> print(ortlab.recipe("fused_adam", model="net").code)
     """
     if name not in _TITLES:
-        near = difflib.get_close_matches(str(name), RECIPES, n=1)
-        raise OptionError(
-            f"There is no recipe {name!r}." + (f" Did you mean {near[0]!r}?" if near else ""),
-            fix=f"Recipes: {', '.join(RECIPES)}.",
-        )
+        fix = f"{did_you_mean(name, RECIPES)} Recipes: {', '.join(RECIPES)}.".strip()
+        raise OptionError(f"There is no recipe {name!r}.", fix=fix)
     is_fused = name in {"fused_adam", "all"}
     wrap = "" if wrapped else f"lab = ortlab.wrap({model})"
     if is_fused:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from ortlab.errors import OptionError
+from ortlab.errors import OptionError, did_you_mean
 from ortlab.memory import formulas
 
 _LARGEST: Final = 2**40
@@ -104,13 +103,11 @@ def check_names(sizes: Mapping[str, int], known: Iterable[str]) -> None:
     names = list(known)
     for name in sizes:
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=3, cutoff=0.4)
             raise OptionError(
                 f"There is no symbolic dimension {name!r}.",
                 why=f"Those of this plan are {', '.join(names)}." if names else "This plan has none.",
-                fix=f"Did you mean {' or '.join(near)}?"
-                if near
-                else "plan.symbols has them, with their values.",
+                fix=did_you_mean(name, names, most=3, cutoff=0.4)
+                or "plan.symbols has them, with their values.",
             )
 
 

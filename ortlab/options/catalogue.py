@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
-from ortlab.errors import OptionError
+from ortlab.errors import OptionError, did_you_mean
 from ortlab.options.declarations import Compute, Experimental, Export, Logging, Memory
 from ortlab.options.switches import REASONS, Group, Need, Switch, declared
 
@@ -45,13 +44,9 @@ def declaration(name: str) -> Switch:
     try:
         return _by_name()[name]
     except KeyError:
-        near = difflib.get_close_matches(name, _by_name(), n=1, cutoff=0.5)
-        raise OptionError(
-            f"There is no option {name!r}.",
-            fix=f"Did you mean {near[0]!r}?"
-            if near
-            else "`ortlab.options.options.table()` lists all options.",
-        ) from None
+        meant = did_you_mean(name, _by_name(), cutoff=0.5)
+        fix = meant or "`ortlab.options.options.table()` lists all options."
+        raise OptionError(f"There is no option {name!r}.", fix=fix) from None
 
 
 def variable_names() -> frozenset[str]:

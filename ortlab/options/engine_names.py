@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from typing import Final
 
-from ortlab.errors import OptionError
+from ortlab.errors import OptionError, did_you_mean
 from ortlab.options.switches import shown
 
 ENGINES: Final = ("ort", "eager", "checkpoint", "compile")
@@ -38,9 +37,8 @@ def check_engine(engine: object) -> str:
     text = engine.strip() if isinstance(engine, str) else ""
     kind, colon, told = (part.strip() for part in text.partition(":"))
     if kind not in ENGINES:
-        near = difflib.get_close_matches(kind or str(engine), ENGINES, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise OptionError(f"There is no engine {shown(engine)}.", fix=f"Engines: {', '.join(ENGINES)}.{hint}")
+        fix = f"{did_you_mean(kind or engine, ENGINES)} Engines: {', '.join(ENGINES)}.".strip()
+        raise OptionError(f"There is no engine {shown(engine)}.", fix=fix)
     if not colon:
         return kind
     if kind == "compile":

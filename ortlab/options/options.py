@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ortlab.errors import OptionError
+from ortlab.errors import OptionError, did_you_mean
 from ortlab.options import json_config, variables
 from ortlab.options.catalogue import declaration, markdown, switches, table, unmet, variable_names
 from ortlab.options.declarations import Compute, Experimental, Export, Logging, Memory
@@ -275,12 +274,12 @@ def _check_operators(names: Collection[str]) -> None:
 
     known = {schema.name for schema in get_all_schemas()}
     for name in names:
-        near = difflib.get_close_matches(name, known - {name}, n=1, cutoff=0.9)
-        if name not in known and near:
+        meant = did_you_mean(name, known, cutoff=0.9)
+        if name not in known and meant:
             raise OptionError(
                 f"cast_allow cannot be {name!r}.",
                 why="There is no such operator in ONNX.",
-                fix=f"Did you mean {near[0]}?",
+                fix=meant,
             )
 
 

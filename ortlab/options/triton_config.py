@@ -7,14 +7,13 @@ constructor that is noexcept).
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
-from ortlab.errors import OptionError
+from ortlab.errors import OptionError, did_you_mean
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -218,5 +217,5 @@ def _is_count(value: object) -> TypeGuard[int]:
 
 
 def _near(name: object, known: Collection[str]) -> str:
-    near = difflib.get_close_matches(str(name), sorted(known), n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    meant = did_you_mean(name, sorted(known))
+    return f" {meant}" if meant else ""

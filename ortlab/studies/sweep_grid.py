@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
-from ortlab.errors import OptionError
+from ortlab.errors import OptionError, did_you_mean
 from ortlab.options.engine_names import check_engine
 from ortlab.options.options import declaration, switches
 from ortlab.options.switches import Value
@@ -74,12 +73,8 @@ def read_point(point: object) -> Changes:
 
 def _name(name: Any) -> str:
     known = ["engine", *(one.name for one in switches())]
-    if isinstance(name, str) and name not in known:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        if near == ["engine"]:
-            raise OptionError(f"There is no option {name!r}.", fix="Did you mean 'engine'?")
-    if name != "engine":
-        declaration(str(name))  # raises, and suggests the near name
+    if name not in known:
+        raise OptionError(f"There is no option {name!r}.", fix=did_you_mean(name, known, cutoff=0.5))
     return str(name)
 
 

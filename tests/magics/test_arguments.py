@@ -77,7 +77,7 @@ def test_a_bare_word_is_never_a_variable():
     [
         ("memory_level", "is not option=value"),
         ("memory level=1", "is not option=value"),
-        ("memory_level=$leval", r"no variable 'leval'.*\n.*Did you mean level"),
+        ("memory_level=$leval", r"no variable 'leval'.*\n.*Did you mean 'level'"),
         ("memory_level=$level+1", "evaluates no expressions"),
         ("memory_level=$f()", "evaluates no expressions"),
         ("memory_plan=[open('x')]", "not a list of literals"),
@@ -125,7 +125,7 @@ def test_path(tmp_path):
 
 
 def test_variable_suggests_only_what_fits():
-    with pytest.raises(ArgumentError, match="Did you mean net") as caught:
+    with pytest.raises(ArgumentError, match="Did you mean 'net'") as caught:
         arguments.variable("nett", {"net": 1, "nest": 2}, fitting=["net"])
     assert "nest" not in str(caught.value)
 

@@ -49,7 +49,7 @@ def test_after_a_rerun_on_pytorch_plans_and_graphs_are_there(stepped_shell):
         ("%ort_rerun 5", "'5' is not option=value"),
         ("%ort_rerun memory_level=1 log_level=LOUD", "log_level cannot be 'LOUD'"),
         ("%ort_rerun memory_level=1 -n 0", "whole number from 1 on"),
-        ("%ort_rerun --lab lba", "Did you mean lab"),
+        ("%ort_rerun --lab lba", "Did you mean 'lab'"),
         ("%ort_compare", "only one run"),
         ("%ort_compare 1 7", "There is no run 7"),
         ("%ort_compare 1 --baseline 7", "There is no run 7"),

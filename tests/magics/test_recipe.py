@@ -156,7 +156,7 @@ def test_what_fused_adam_cannot_stand_for_is_refused():
         ("%ort_wrap net --recipe", "expected one argument"),
         ("%ort_wrap net --recipe all memory_level=1", "--recipe goes with no option"),
         ("%ort_wrap inputs --recipe all", "not a torch.nn.Module"),
-        ("%ort_wrap nett --recipe all", "Did you mean net"),
+        ("%ort_wrap nett --recipe all", "Did you mean 'net'"),
     ],
 )
 def test_a_refused_recipe_writes_nothing(recipe_shell, line, said):

@@ -111,7 +111,7 @@ def test_an_optimizer_can_be_named(net_shell):
         ("%%ort_step -n 0\n" + LOSS + REST, "whole number from 1 on"),
         ("%%ort_step -n many\n" + LOSS + REST, "-n takes a whole number, not 'many'"),
         ("%%ort_step -n $missing\n" + LOSS + REST, "no variable 'missing'"),
-        ("%%ort_step --optimizer optimiser\n" + LOSS + REST, "Did you mean optimizer"),
+        ("%%ort_step --optimizer optimiser\n" + LOSS + REST, "Did you mean 'optimizer'"),
         ("%%ort_step --steps 3\n" + LOSS + REST, "unrecognized arguments: --steps 3"),
         ("%%ort_step -n 2\nawait train()", "A training step cannot await"),
         ("%%ort_step -n 2\n%%time\n" + LOSS + REST, "%%time cannot stand inside %%ort_step"),

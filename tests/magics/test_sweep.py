@@ -70,7 +70,7 @@ def test_values_are_written_as_for_set(eager_shell, line, expected):
         ("%ort_sweep memory_level=0 -n two", "-n takes a whole number"),
         ("%ort_sweep memory_level=0 --rounds 0", "whole number from 1 on"),
         ("%ort_sweep memory_level=0 --rounds", "expected one argument"),
-        ("%ort_sweep memory_level=0 --lab lba", "Did you mean lab"),
+        ("%ort_sweep memory_level=0 --lab lba", "Did you mean 'lab'"),
         ("%ort_sweep memory_level=1 memory_plan=Gelu+:1:-1", "No point of this sweep can run"),
         ("%ort_sweep --resume", "no sweep to resume"),
         ("%ort_sweep memory_level=0 --resume", "has its points"),

@@ -68,7 +68,7 @@ def test_unwrap_returns_the_model_and_keeps_the_runs(stepped_shell):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("%ort_wrap nett", "There is no variable 'nett'.\nNext: Did you mean net"),
+        ("%ort_wrap nett", "There is no variable 'nett'.\nNext: Did you mean 'net'"),
         ("%ort_wrap", "the following arguments are required: MODEL"),
         ("%ort_wrap number", "A int cannot be wrapped"),
         ("%ort_wrap nn.Linear(3, 2)", "'nn.Linear(3, 2)' is not the name of a variable"),
@@ -124,7 +124,7 @@ def test_the_lab_wrapped_last_is_meant_unless_one_is_named(torch_shell):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("frist", "There is no variable 'frist'.\nNext: Did you mean first?"),
+        ("frist", "There is no variable 'frist'.\nNext: Did you mean 'first'?"),
         ("net", "'net' is a Sequential, not a lab.\nNext: --lab first"),
     ],
 )

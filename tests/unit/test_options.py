@@ -381,7 +381,7 @@ def test_an_absurd_value_is_refused_with_what_is_allowed(name, value):
 
 
 def test_a_misspelt_operator_is_refused_with_the_near_name():
-    with pytest.raises(OptionError, match="Did you mean Reshape"):
+    with pytest.raises(OptionError, match="Did you mean 'Reshape'"):
         Options(cast_allow=["Cast", "Reshap"])
     assert Options(cast_allow="Reshape,FusedMatMul").cast_allow == (
         "Reshape",

@@ -139,7 +139,7 @@ def test_what_a_step_has_shown_does_not_hold_for_another_batch(plan):
 @pytest.mark.parametrize(
     ("sizes", "says"),
     [
-        ({"input_id_dim0": 4}, "Did you mean input_ids_dim0"),
+        ({"input_id_dim0": 4}, "Did you mean 'input_ids_dim0'"),
         ({"batch": 0}, "whole number"),
         ({"batch": -1}, "whole number"),
         ({"batch": 2.5}, "whole number"),
@@ -242,7 +242,7 @@ def test_plans_of_parts_are_evaluated_together():
     assert again.missing == ("head",)
     assert both.at(y_dim1=1).rows[0].saving_bytes == 8 + 24
     assert both.at(sequence=1).rows[0].saving_bytes == 8 + 24
-    with pytest.raises(OptionError, match="Did you mean y_dim1"):
+    with pytest.raises(OptionError, match="Did you mean 'y_dim1'"):
         both.at(y_dim7=1)
     json.dumps(both.to_dict())
 

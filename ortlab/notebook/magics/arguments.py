@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import ast
-import difflib
 import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from ortlab.errors import ArgumentError
+from ortlab.errors import ArgumentError, did_you_mean
 from ortlab.options.options import declaration, switches
 
 _QUOTED = re.compile(r""""((?:\\.|[^"\\])*)"|'((?:\\.|[^'\\])*)'""")
@@ -459,5 +458,6 @@ def variable(path: str, variables: Mapping[str, object], fitting: Iterable[str] 
 def _suggestion(name: str, variables: Mapping[str, object], fitting: Iterable[str] | None) -> str:
     offered = [key for key in (variables if fitting is None else fitting) if not key.startswith("_")]
     # Of the few that fit, any may be meant; of all variables, only those with a like name.
-    close = difflib.get_close_matches(name, offered, cutoff=0.5) or ([] if fitting is None else offered[:3])
-    return f"Did you mean {' or '.join(close)}?" if close else ""
+    if meant := did_you_mean(name, offered, most=3, cutoff=0.5):
+        return meant
+    return f"Did you mean {' or '.join(map(repr, offered[:3]))}?" if fitting is not None and offered else ""
