@@ -22,7 +22,7 @@ class Shown:
     def __repr__(self) -> str:
         """Say in one line what it is, and the figure that it is for."""
         from ortlab.render.page import printable
-        from ortlab.render.units import fold
+        from ortlab.units import fold
 
         return fold(f"{type(self).__name__}({printable(self._headline())})", REPR_LENGTH)
 

@@ -46,7 +46,8 @@ def main(setting: Setting, show: Callable[[str], None] = print) -> Ledger:
         If the installation cannot train; the error says what to do.
     """
     import ortlab
-    from ortlab.render import text, units
+    from ortlab import units
+    from ortlab.render import text
     from ortlab.render.page import Folded, Note, Page
     from ortlab.render.pages import compose
 

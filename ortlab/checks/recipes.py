@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.engine.installation import have
 from ortlab.errors import OptionError, did_you_mean
 from ortlab.options.switches import REASONS, Need
-from ortlab.shown import Shown
+from ortlab.records.recipe import Recipe
 
 if TYPE_CHECKING:
     import torch
@@ -19,28 +18,6 @@ _ADAMS: Final = ("Adam", "AdamW")
 """Optimizers of torch that FusedAdam can take the place of."""
 
 _OWN_LR: Final = "1e-4"
-
-
-@dataclass(frozen=True, repr=False)
-class Recipe(Shown):
-    """Code that puts ONNX Runtime and an optimizer together.
-
-    Attributes
-    ----------
-    name
-        "fused_adam", "deepspeed", "apex" or "all".
-    title
-        What it puts together.
-    code
-        Python, for a cell of its own.
-    missing
-        What it needs and this machine lacks, a sentence each with what mends it.
-    """
-
-    name: str
-    title: str
-    code: str
-    missing: tuple[str, ...] = ()
 
 
 _TITLES: Final = {

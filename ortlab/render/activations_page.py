@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ortlab import units
 from ortlab.memory.activations import place_of
 from ortlab.records.coverage import names
-from ortlab.render import units
 from ortlab.render.page import Block, Cell, Column, Drawing, Folded, Mark, Note, Page, Table, row
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
+from ortlab import units
 from ortlab.memory.measured import RESIDENT
-from ortlab.render import units
 from ortlab.render.page import Block, Cell, Column, Drawing, Mark, Note, Page, Table, row
 from ortlab.studies.batch_size_following import first_misfit, following
 from ortlab.studies.batch_size_points import (

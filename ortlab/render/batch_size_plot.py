@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING, Final
 
-from ortlab.render import units
+from ortlab import units
 from ortlab.render.page import printable
 from ortlab.render.plots import COLOURS, FALLBACK, INK, MIB, dress, new_figure, say
 from ortlab.studies.batch_size_points import plans_name

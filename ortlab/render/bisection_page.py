@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from ortlab.render import units
+from ortlab import units
 from ortlab.render.bisection_words import name_of, sentences, value_of
 from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, row
 from ortlab.studies.bisection import NO_CHANGE, NOT_COMPARABLE, RESPONSIBLE, UNFINISHED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from ortlab.render import units
+from ortlab import units
 from ortlab.studies.bisection import NO_CHANGE, NOT_COMPARABLE, RESPONSIBLE, TOO_NOISY
 from ortlab.studies.bisection_metrics import LOSS, PARITY, PEAK_BYTES, STEP_MS
 

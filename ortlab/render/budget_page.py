@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from ortlab.render import units
+from ortlab import units
 from ortlab.render.page import Block, Cell, Column, Drawing, Folded, Mark, Note, Page, Table, row
 from ortlab.studies import budget as outcomes
 from ortlab.studies.batch_size_points import plans_name

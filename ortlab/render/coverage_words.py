@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ortlab import units
 from ortlab.records.coverage import names
-from ortlab.render import units
 from ortlab.render.page import Cell, Column, Folded, Mark, Note, Table, row
 
 if TYPE_CHECKING:

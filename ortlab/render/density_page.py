@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
+from ortlab import units
 from ortlab.records.density import EMBED, LABEL
 from ortlab.records.density_report import THRESHOLD
-from ortlab.render import units
 from ortlab.render.page import Block, Cell, Column, Drawing, Mark, Note, Page, Table, row
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ import statistics
 import textwrap
 from typing import TYPE_CHECKING
 
+from ortlab import units
 from ortlab.options.engine_names import engine_kind
-from ortlab.render import units
 from ortlab.render.engines_page import candidate_words
 from ortlab.render.page import printable
 from ortlab.render.plots import COLOURS, FALLBACK, INK, MIB, dress, new_figure, say

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from ortlab.render import units
+from ortlab import units
 from ortlab.render.page import Block, Cell, Column, Drawing, Mark, Note, Page, Table, row
 
 if TYPE_CHECKING:

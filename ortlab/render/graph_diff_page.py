@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
+from ortlab import units
 from ortlab.graphs.diff_words import rows
-from ortlab.render import graph_picture, units
+from ortlab.render import graph_picture
 from ortlab.render.page import Block, Cell, Column, Drawing, Folded, Mark, Note, Page, Table, row
 
 if TYPE_CHECKING:

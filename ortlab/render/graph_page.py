@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Final
 
+from ortlab import units
 from ortlab.graphs.phases import PHASES
-from ortlab.render import units
 from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, row
 
 if TYPE_CHECKING:

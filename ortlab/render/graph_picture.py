@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from html import escape
 from typing import TYPE_CHECKING, Any, Final
 
+from ortlab import units
 from ortlab.graphs.outline import outline, parts_of
-from ortlab.render import units
 from ortlab.render.page import printable
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sized
 from functools import singledispatch
 
-from ortlab.checks.recipes import Recipe
+from ortlab import units
 from ortlab.graphs.diff import GraphDiff
 from ortlab.graphs.flop_savings import FlopSavings
 from ortlab.graphs.flops import Flops
@@ -35,11 +35,11 @@ from ortlab.records.findings import Level
 from ortlab.records.memory_phases import MemoryPhases
 from ortlab.records.messages import Messages
 from ortlab.records.preflight import Preflight
+from ortlab.records.recipe import Recipe
 from ortlab.records.runs import Ledger, Run
 from ortlab.records.selftest import SelfTest
 from ortlab.records.status import Status
 from ortlab.records.tuning_results import TuningResults
-from ortlab.render import units
 from ortlab.studies.batch_size_points import plans_name
 from ortlab.studies.batch_size_search import BatchSizeSearch
 from ortlab.studies.bisection import Bisection

@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 from html import escape
 
-from ortlab.render import code, sorting, units
+from ortlab import units
+from ortlab.render import code, sorting
 from ortlab.render.page import Block, Cell, Code, Column, Drawing, Folded, Frame, Mark, Note, Page, Table
 from ortlab.render.pages import compose
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from ortlab import units
 from ortlab.memory.measured import RESIDENT
 from ortlab.records.memory_phases import PHASES, MemoryPhases
-from ortlab.render import units
 from ortlab.render.page import Cell, Column, Drawing, Mark, Note, Page, Table, row
 
 if TYPE_CHECKING:

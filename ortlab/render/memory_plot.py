@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from ortlab import units
 from ortlab.records.memory_phases import PHASES
-from ortlab.render import units
 from ortlab.render.plots import COLOURS, INK, MIB, dress, new_figure, say
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from ortlab.render import units
+from ortlab import units
 from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, row
 
 if TYPE_CHECKING:

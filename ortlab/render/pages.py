@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import singledispatch
 from typing import TYPE_CHECKING
 
-from ortlab.checks.recipes import Recipe
 from ortlab.graphs.diff import GraphDiff
 from ortlab.graphs.flop_savings import FlopSavings
 from ortlab.graphs.flops import Flops
@@ -34,6 +33,7 @@ from ortlab.records.density_report import DensityReport
 from ortlab.records.memory_phases import MemoryPhases
 from ortlab.records.messages import Messages
 from ortlab.records.preflight import Preflight
+from ortlab.records.recipe import Recipe
 from ortlab.records.runs import Ledger, Run
 from ortlab.records.selftest import SelfTest
 from ortlab.records.status import Status

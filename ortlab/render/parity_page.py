@@ -7,8 +7,8 @@ from collections import Counter
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Final
 
+from ortlab import units
 from ortlab.parity.pairs import DIFFERS, EQUAL, KINDS, NOT_COMPARED, WITHIN
-from ortlab.render import units
 from ortlab.render.page import Block, Cell, Column, Drawing, Folded, Mark, Note, Page, Table, row
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+from ortlab import units
 from ortlab.records.coverage import names
-from ortlab.render import units
 from ortlab.render.page import Cell, Column, Folded, Mark, Note, Page, Table, row
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import quoteattr
 
+from ortlab import units
 from ortlab.records.runs import EXECUTED_BY_FALLBACK, Run
-from ortlab.render import units
 from ortlab.render.page import printable
 from ortlab.render.run_pages import step_parts, title
 

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
+from ortlab import units
 from ortlab.records.findings import Finding, Kind, Level
-from ortlab.render import units
 from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, row
 
 if TYPE_CHECKING:

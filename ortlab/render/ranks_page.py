@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ortlab import units
 from ortlab.records.runs import EXECUTED_BY_FALLBACK
-from ortlab.render import units
 from ortlab.render.page import Block, Cell, Column, Mark, Note, Page, Table, row
 from ortlab.render.run_pages import engine_words
 

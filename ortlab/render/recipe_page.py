@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ortlab.render.page import Folded, Mark, Note, Page
 
 if TYPE_CHECKING:
-    from ortlab.checks.recipes import Recipe
+    from ortlab.records.recipe import Recipe
 
 
 def recipe_page(recipe: Recipe) -> Page:

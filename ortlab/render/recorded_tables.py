@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING
 
+from ortlab import units
 from ortlab.records.density import EMBED
 from ortlab.records.memory_phases import PHASES
-from ortlab.render import units
 from ortlab.render.page import Column, Table, row
 
 if TYPE_CHECKING:

@@ -6,12 +6,12 @@ import itertools
 import statistics
 from typing import TYPE_CHECKING
 
+from ortlab import units
 from ortlab.options.options import Options
 from ortlab.records.cautions import cautions, fallen_share
 from ortlab.records.comparison import MEASURE_IN_TURNS, short_name
 from ortlab.records.runs import EXECUTED_BY_PARTS, Initialization, Ledger, Run
 from ortlab.records.verdicts import MARGIN, MEMORY_MARGIN
-from ortlab.render import units
 from ortlab.render.coverage_words import coverage_blocks, extent
 from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, row
 from ortlab.render.recorded_tables import density_table, phases_table

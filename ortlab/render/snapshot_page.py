@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from ortlab import units
 from ortlab.memory.device_snapshot import block_words
-from ortlab.render import units
 from ortlab.render.page import Block, Cell, Column, Mark, Note, Page, Table, row
 from ortlab.render.run_pages import engine_words
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 import unicodedata
 
-from ortlab.render import units
+from ortlab import units
 from ortlab.render.page import (
     Block,
     Cell,

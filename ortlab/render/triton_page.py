@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from ortlab import units
 from ortlab.errors import BuildError
-from ortlab.render import units
 from ortlab.render.graph_forms import with_picture
 from ortlab.render.graph_page import graph_page
 from ortlab.render.page import Block, Cell, Code, Column, Mark, Note, Page, Table, row

@@ -96,7 +96,7 @@ class Task:
         """Say where the task stands: "Step 37 of 2,000, loss 6.2146, 12.3 ms a step", or what it was told."""
         if not self._counted and self._step_ms is None:
             return self.what
-        from ortlab.render import units
+        from ortlab import units
 
         if self._counted:  # the mean of the steps since the last drawing
             self._step_ms, self._ms, self._counted = self._ms / self._counted, 0.0, 0.0
@@ -195,7 +195,7 @@ class Progress:
         words = ": ".join(filter(None, [*(task.words() for task in self._tasks), self._stage]))
         left = self._tasks[0].left_s(fraction)
         if not math.isnan(left):
-            from ortlab.render import units
+            from ortlab import units
 
             words += f", {units.duration(1000 * left)} left"
         self._tell(words, fraction)

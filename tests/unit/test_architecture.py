@@ -13,6 +13,7 @@ PACKAGE = Path(ortlab.__file__).parent
 
 ROOMS = (
     "errors",
+    "units",
     "shown",
     "options",
     "records",
@@ -39,9 +40,6 @@ EXCEPTIONS = {
     # What a rank runs for its notebook is sent there as a function, and finds the lab of that process.
     ("ortlab.ranks.cluster", "ortlab.lab.lab"),
     ("ortlab.ranks.cluster", "ortlab.lab.wrapped"),
-    # The page of a recipe, whose record stands beside what writes it.
-    ("ortlab.render.headlines", "ortlab.checks.recipes"),
-    ("ortlab.render.pages", "ortlab.checks.recipes"),
     # The base of every record asks for its page when it is shown, and not before.
     ("ortlab.shown", "ortlab.notebook.widgets.lab_display"),
     ("ortlab.shown", "ortlab.notebook.widgets.record_display"),
@@ -50,9 +48,6 @@ EXCEPTIONS = {
     ("ortlab.shown", "ortlab.render.page"),
     ("ortlab.shown", "ortlab.render.pages"),
     ("ortlab.shown", "ortlab.render.text"),
-    ("ortlab.shown", "ortlab.render.units"),
-    # A line of progress rounds as every page does.
-    ("ortlab.runs.progress", "ortlab.render.units"),
 }
 """Imports against the order. This set may only shrink."""
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from ortlab.render import units
+from ortlab import units
 
 
 @pytest.mark.parametrize(

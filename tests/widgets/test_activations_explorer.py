@@ -11,10 +11,11 @@ import pytest
 from ipywidgets.widgets.widget import _instances as open_widgets
 from nbconvert import HTMLExporter
 
+from ortlab import units
 from ortlab.memory.saved_activations import ActivationsSource
 from ortlab.notebook.widgets.activations_display import activations_explorer, bundle_of
 from ortlab.notebook.widgets.activations_explorer import ActivationsExplorer
-from ortlab.render import html, text, units
+from ortlab.render import html, text
 
 VIEW = "application/vnd.jupyter.widget-view+json"
 

@@ -17,12 +17,12 @@ from ipywidgets.widgets.widget import _instances as open_widgets
 from transformers import BertConfig, BertForMaskedLM
 
 import ortlab.notebook.widgets.panel
+from ortlab import units
 from ortlab.errors import OptionError
 from ortlab.notebook.widgets.attendant import Attendant
 from ortlab.notebook.widgets.panel import Panel
 from ortlab.notebook.widgets.record_table import PAGE, RecordTable
 from ortlab.options.options import Group, Options, switches, unmet
-from ortlab.render import units
 
 
 @pytest.fixture

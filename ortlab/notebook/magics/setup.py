@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
     from torch import nn
 
-    from ortlab.checks.recipes import Recipe
     from ortlab.lab.lab import Lab
     from ortlab.records.checks import Report
+    from ortlab.records.recipe import Recipe
 
 _WRAP = Parser("%ort_wrap")
 _WRAP.add_argument("model", metavar="MODEL")

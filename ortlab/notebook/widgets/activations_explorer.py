@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+from ortlab import units
 from ortlab.memory.free_sizes import arguments, free_sizes
 from ortlab.memory.saved_activations import KINDS
 from ortlab.notebook.widgets import lean
@@ -21,7 +22,7 @@ from ortlab.notebook.widgets.attendant import Attendant
 from ortlab.notebook.widgets.base import ErrorBox, Looks, close_tree
 from ortlab.notebook.widgets.record_table import Intents, Picker, RecordTable, Slider
 from ortlab.notebook.widgets.style import PANEL
-from ortlab.render import html, text, units
+from ortlab.render import html, text
 from ortlab.render.activations_page import activations_notes, activations_page, total_sentence
 from ortlab.render.page import Folded, Mark, Note, Page
 

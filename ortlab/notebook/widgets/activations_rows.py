@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ortlab import units
 from ortlab.memory.activations import ActivationGroup, PlanEffect, SavedActivation
 from ortlab.memory.shapes import shape_at
 from ortlab.notebook.widgets.record_table import Column, Content, Look
-from ortlab.render import units
 
 if TYPE_CHECKING:
     from ortlab.memory.saved_activations import Kind, SavedActivations

@@ -7,6 +7,7 @@ from html import escape
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from ortlab import units
 from ortlab.errors import OptionError
 from ortlab.memory.choice import Choice
 from ortlab.memory.free_sizes import arguments, free_sizes
@@ -15,7 +16,7 @@ from ortlab.notebook.widgets.base import Looks
 from ortlab.notebook.widgets.fold import Fold
 from ortlab.notebook.widgets.record_table import Column, Content, Intents, Look, RecordTable, Slider
 from ortlab.options.options import Options
-from ortlab.render import html, units
+from ortlab.render import html
 from ortlab.render.page import Mark, Note, Page
 from ortlab.render.plan_page import (
     NO_OPPORTUNITY,

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Final
 
 import traitlets
 
+from ortlab import units
 from ortlab.notebook.widgets import lean
 from ortlab.notebook.widgets.fold import Fold
 from ortlab.notebook.widgets.part import Part, packed
 from ortlab.notebook.widgets.record_table import Column, Content, Intents, Look, RecordTable
-from ortlab.render import html, plots, units
+from ortlab.render import html, plots
 from ortlab.render.page import Mark, Note, Page
 from ortlab.render.pages import compose
 from ortlab.render.run_pages import LISTED, ledger_page, listed, run_page, title
