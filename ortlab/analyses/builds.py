@@ -29,21 +29,11 @@ _BUILT: Final = (
 
 @dataclass(frozen=True)
 class Found:
-    """What an analysis looks at.
+    """What an analysis looks at."""
 
-    Attributes
-    ----------
-    executions
-        What runs the graph of each wrapped part, by its path; of the model, under the empty path.
-    missing
-        Wrapped parts that have no graph, because nothing has called them.
-    note
-        How a graph came about that the lab did not have; empty where it had them all.
-    """
-
-    executions: Mapping[str, Execution]
-    missing: tuple[str, ...] = ()
-    note: str = ""
+    executions: Mapping[str, Execution]  # by path of the wrapped part; of the model, under the empty path
+    missing: tuple[str, ...] = ()  # wrapped parts that have no graph, because nothing has called them
+    note: str = ""  # how a graph came about that the lab did not have; empty where it had them all
 
     @property
     def only(self) -> tuple[str, Execution]:
@@ -58,25 +48,12 @@ def builds(
 ) -> Iterator[Found]:
     """Yield the graphs for some switches, by default the present ones, whichever engine runs the model.
 
-    A graph that is not there is built from the last step, beside the lab's own; it is gone after the block.
+    A graph that is not there is built from the last step, beside the lab's own; it is gone after the block. `part` is
+    the path of a wrapped part; all parts if None. The mode is by default training, or inference where the last step
+    does not train.
 
-    Parameters
-    ----------
-    part
-        Path of a wrapped part; all parts if not given.
-    options
-        The switches.
-    training
-        Which mode; by default training, or inference where the last step does not train.
-
-    Raises
-    ------
-    BuildError
-        If there is no graph and no step to build it from, or ONNX Runtime cannot build it. The lab is as it was.
-    StepError
-        If a graph has to be built while a step is running.
-    Exception
-        Whatever the step raises. The lab is as it was.
+    Raises BuildError if there is no graph and no step to build it from, or ONNX Runtime cannot build it; StepError if a
+    graph has to be built while a step is running; and whatever the step raises. The lab is then as it was.
     """
     engines, wished = bench.engines(part), bench.configuration.options if options is None else options
     mode = True if training is None and bench.experiment is not None else training
@@ -122,10 +99,7 @@ def _built_beside(
 ) -> Iterator[dict[str, BuildingEngine]]:
     """Build what the last step needs of some parts; the lab keeps everything that it has.
 
-    Yields
-    ------
-    dict of str to BuildingEngine
-        What has built the graph of each part that the step calls, by its path.
+    Yields what has built the graph of each part that the step calls, by its path; StepError if it calls none.
     """
     bench.check_usable("build a graph")
     experiment = bench.last_experiment()

@@ -99,13 +99,7 @@ def _kept_buffers(bench: Bench, kept: SavedActivations) -> list[KeptBuffer]:
 
 
 def _gpu_of(module: torch.nn.Module) -> torch.device:
-    """Return the GPU that a model is on.
-
-    Raises
-    ------
-    StepError
-        If it is on none.
-    """
+    """Return the GPU that a model is on; raises StepError if it is on none."""
     device = next((tensor.device for tensor in module.parameters()), None)
     if device is not None and device.type == "cuda":
         return device

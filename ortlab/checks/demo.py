@@ -28,22 +28,8 @@ TO_TRY: Final = (
 def main(setting: Setting, show: Callable[[str], None] = print) -> Ledger:
     """Train on ONNX Runtime, take 30 % off the memory that a step needs, and compare with PyTorch.
 
-    Parameters
-    ----------
-    setting
-        The size of the experiment.
-    show
-        Called with each piece of text.
-
-    Returns
-    -------
-    Ledger
-        All runs: the first on ONNX Runtime, then those of the comparison in turns.
-
-    Raises
-    ------
-    OrtlabError
-        If the installation cannot train; the error says what to do.
+    Returns all runs: the first on ONNX Runtime, then those of the comparison in turns. Raises OrtlabError, which says
+    what to do, where the installation cannot train.
     """
     import ortlab
     from ortlab import units
@@ -86,10 +72,7 @@ def main(setting: Setting, show: Callable[[str], None] = print) -> Ledger:
 def advice(comparison: Comparison) -> str:
     """Say what to make of ONNX Runtime's time beside PyTorch's.
 
-    Parameters
-    ----------
-    comparison
-        Its baseline is PyTorch, and its first contrast ONNX Runtime without plans.
+    The comparison's baseline is PyTorch, and its first contrast ONNX Runtime without plans.
     """
     plain = comparison.contrasts[0]
     if plain.verdict == SLOWER:

@@ -20,20 +20,10 @@ _DRIVER: Final = (
 
 
 def gpu_checks(findings: Mapping[str, Any], environ: Mapping[str, str]) -> list[Check]:
-    """Judge what `ortlab.engine.selftest.devices` found.
+    """Judge what `ortlab.engine.selftest.devices` found under these environment variables.
 
-    Parameters
-    ----------
-    findings
-        What that function returns, or what JSON makes of it.
-    environ
-        Environment variables that it was found under.
-
-    Returns
-    -------
-    list of Check
-        One saying that there is no GPU, where there is neither a driver nor a CUDA build of ONNX Runtime. What only
-        matters on a GPU is "warn" where none is there, and "fail" where one is.
+    Where there is neither a driver nor a CUDA build of ONNX Runtime, one check says that there is no GPU. What only
+    matters on a GPU is "warn" where none is there, and "fail" where one is. `findings` may have been through JSON.
     """
     by_ort = "CUDAExecutionProvider" in findings["providers"]
     if findings["driver"] is None and not findings["gpus"] and not by_ort:
@@ -57,12 +47,7 @@ def provider_check(findings: Mapping[str, Any]) -> list[Check]:
 def gpu_step(findings: Mapping[str, Any], step: Callable[[str], Check]) -> list[Check]:
     """Judge what `ortlab.engine.selftest.on_gpu` found; nothing where there is no GPU.
 
-    Parameters
-    ----------
-    findings
-        What that function returns.
-    step
-        Judges the step under a name, as on the CPU.
+    `step` judges the step under a name, as on the CPU.
     """
     if not findings:
         return []

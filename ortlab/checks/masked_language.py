@@ -27,25 +27,13 @@ PREDICTED, BECOME_MASK, BECOME_ANYTHING = 0.15, 0.8, 0.1
 
 @dataclass(frozen=True)
 class Setting:
-    """The size of the experiment.
+    """The size of the experiment."""
 
-    Attributes
-    ----------
-    steps
-        Training steps of each run.
-    layers, hidden
-        Transformer layers, and their hidden size, a multiple of 64.
-    batch, length
-        Sequences in a batch, and tokens in a sequence.
-    seed
-        Of weights and batches.
-    """
-
-    steps: int = 15
+    steps: int = 15  # of each run
     layers: int = 4
-    hidden: int = 256
-    batch: int = 8
-    length: int = 128
+    hidden: int = 256  # size of a layer, a multiple of 64
+    batch: int = 8  # sequences
+    length: int = 128  # tokens in a sequence
     seed: int = 2024
 
 
@@ -68,16 +56,8 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 class MaskedText:
     """Batches for masked-language modelling, drawn from torch's random state.
 
-    A rerun restores that state, so it sees the same batches without being told to.
-
-    Parameters
-    ----------
-    tokens
-        Token ids of the whole text, shape (tokens,), int64.
-    mask_id
-        Id of the token that hides another.
-    batch, length
-        Shape of a batch.
+    A rerun restores that state, so it sees the same batches without being told to. `tokens` are the ids of the whole
+    text, shape (tokens,), int64; `mask_id` is the id of the token that hides another.
     """
 
     def __init__(self, tokens: Tensor, mask_id: int, batch: int, length: int) -> None:
@@ -89,12 +69,8 @@ class MaskedText:
     def draw(self) -> dict[str, Tensor]:
         """Cut random passages and hide 15 % of their tokens.
 
-        Of those, 80 % become the mask, 10 % a random token, and 10 % stay.
-
-        Returns
-        -------
-        dict
-            `input_ids`, `attention_mask` and `labels`, each of shape (batch, length), int64.
+        Of those, 80 % become the mask, 10 % a random token, and 10 % stay. Returns `input_ids`, `attention_mask` and
+        `labels`, each of shape (batch, length), int64.
         """
         starts = torch.randint(len(self._tokens) - self._length, (self._batch, 1))
         original = self._tokens[starts + torch.arange(self._length)]
@@ -133,14 +109,9 @@ def bert(setting: Setting, vocabulary: int) -> nn.Module:
 
 
 def prepare(setting: Setting) -> tuple[nn.Module, Callable[[], Tensor]]:
-    """Make the model and its training step.
+    """Make the model, with the weights of the seed, and its training step.
 
-    Returns
-    -------
-    model : torch.nn.Module
-        With the weights of the seed.
-    step : callable
-        Draws a batch, trains on it and returns the loss.
+    The step draws a batch, trains on it and returns the loss.
     """
     texts = english_text()
     tokenizer = train_tokenizer(texts)

@@ -24,10 +24,7 @@ class Call(NamedTuple):
 def as_call(batch: object) -> Call:
     """Read a batch: a mapping has keyword arguments, a tuple or list positional ones, anything else is the only one.
 
-    Raises
-    ------
-    StepError
-        If it is a mapping whose keys are no names.
+    Raises StepError for a mapping whose keys are no names.
     """
     if isinstance(batch, Mapping):
         if not all(isinstance(key, str) for key in batch):
@@ -45,19 +42,7 @@ def as_call(batch: object) -> Call:
 def findings_in(
     call: Call, forward: Callable[..., Any], place: Place, device: torch.device
 ) -> Iterator[Finding]:
-    """Yield what is wrong with a call before anything runs.
-
-    Parameters
-    ----------
-    call
-        The arguments.
-    forward
-        Of the model.
-    place
-        The model's.
-    device
-        Of the model.
-    """
+    """Yield what is wrong with a call before anything runs; place and device are the model's."""
     try:
         inspect.signature(forward).bind(*call.args, **call.kwargs)
     except TypeError as error:

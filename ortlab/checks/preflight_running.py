@@ -222,7 +222,7 @@ class _Built(BaseException):
 
 
 def _stands_in(finding: Finding) -> bool:
-    """Tell whether a finding is about the module that it names; some errors name no place, and stand for the whole."""
+    """Say whether a finding is about the module that it names; some errors name no place, and stand for the whole."""
     return finding.kind is not Kind.BUILD or bool(finding.place.module)
 
 

@@ -35,7 +35,7 @@ runpy.run_module("ortlab.checks.selftest_parts", run_name="__main__", alter_sys=
 
 
 def command(part: str, device: Device, size: Size) -> list[str]:
-    """Return what runs a part; the names of the trials to leave out, as JSON, come behind."""
+    """Return the command that runs a part; the names of the trials to leave out, as JSON, come behind it."""
     return [sys.executable, "-c", _RUN, str(Path(__file__).parents[2]), part, device, size]
 
 
@@ -45,23 +45,11 @@ def findings_of(
     limit_s: float,
     tick: Callable[[str, float], object] = lambda _trial, _seconds: None,
 ) -> Iterator[Finding]:
-    """Run a part; where its process ends in the middle of a trial, that has failed, and another goes on behind it.
+    """Yield the findings of a part, each as soon as it is made.
 
-    Parameters
-    ----------
-    part
-        Its name.
-    command
-        See :func:`command`.
-    limit_s
-        Seconds that it may take; then its process is ended.
-    tick
-        Told about every second what is being tried, and for how many seconds the part has been running.
-
-    Yields
-    ------
-    Finding
-        As soon as it is made.
+    Where the part's process ends in the middle of a trial, that trial has failed, and another process goes on behind
+    it. After `limit_s` seconds the process is ended. `tick` is told about every second what is being tried, and for how
+    many seconds the part has been running.
     """
     began = time.monotonic()
     tried: list[str] = []

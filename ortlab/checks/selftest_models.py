@@ -17,23 +17,9 @@ _IDS: Final = 128
 def small_model(
     name: str, device: str, *, wide: bool = False
 ) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """Make a model and a batch with labels.
+    """Make a model of `NAMES`, in training mode, and a batch of its keyword arguments, labels included.
 
-    Parameters
-    ----------
-    name
-        One of `NAMES`.
-    device
-        "cpu" or "cuda".
-    wide
-        Four layers of 256 and 8 sequences of 128, where memory is to be told; otherwise two of 64, and 2 of 16.
-
-    Returns
-    -------
-    module : torch.nn.Module
-        In training mode.
-    batch : dict of str to torch.Tensor
-        Its keyword arguments.
+    `wide` means four layers of 256 and 8 sequences of 128, for measuring memory; otherwise two of 64, and 2 of 16.
     """
     import torch
 
@@ -75,23 +61,11 @@ def parted(
     ends: tuple[torch.Tensor, torch.Tensor],
     start: torch.Tensor,
 ) -> float:
-    """Tell how far two trainings from one start have parted.
+    """Return how far two trainings from one start have parted; nan where something is not a number.
 
-    Parameters
-    ----------
-    losses
-        Of the one, and of the other, step by step.
-    ends
-        `weights` after the one, and after the other.
-    start
-        `weights` before.
-
-    Returns
-    -------
-    float
-        The largest of: the relative difference of a loss; the difference of the ends over the way of the other from the
-        start (2-norms). Not that of single weights: a key's bias has no gradient but rounding, and nothing to compare
-        with. nan where something is not a number.
+    That is the largest of the relative differences of a loss, step by step, and of the difference of the ends over the
+    way of the other from the start (2-norms of `weights`). Single weights are not compared: a key's bias has no
+    gradient but rounding, and nothing to compare with.
     """
     import torch
 

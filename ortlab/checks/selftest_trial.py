@@ -26,35 +26,23 @@ FINDING: Final = "FINDING"
 
 @dataclass(frozen=True)
 class Trial:
-    """One thing to try.
-
-    Attributes
-    ----------
-    part, name
-        As in its findings.
-    run
-        Tries it, and returns what it found; an error is a finding, too.
-    """
+    """One thing to try."""
 
     part: str
     name: str
-    run: Callable[[], Iterable[Finding]]
+    run: Callable[[], Iterable[Finding]]  # an error that it raises is a finding, too
 
 
 def not_run(part: str, name: str, why: str) -> Trial:
-    """Return a trial that only says why it is none."""
+    """Return a trial that only says why it is not run."""
     return Trial(part, name, lambda: [Finding(part, name, "not run", why)])
 
 
 def report(trials: Iterable[Trial], tried: Collection[str]) -> None:
     """Run trials, and print a line before and after each, and a line for each finding.
 
-    Parameters
-    ----------
-    trials
-        They may be made one by one, while others run.
-    tried
-        Names of those to leave out, because an earlier process got as far.
+    Trials may be made one by one, while others run. Those named in `tried` are left out, because an earlier process got
+    as far.
     """
     for one in trials:
         if one.name in tried:

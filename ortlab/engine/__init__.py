@@ -17,24 +17,14 @@ _loaded: ModuleType | None = None
 
 
 def load() -> ModuleType:
-    """Import ORTModule, ready to train beside the torch that is installed.
+    """Import ORTModule, ready to train beside the installed torch, and return ``onnxruntime.training.ortmodule``.
 
-    The first call takes seconds; later calls, from any thread, return at once. No file of an installed
-    package is changed.
+    The first call takes seconds; later calls, from any thread, return at once. No file of an installed package is
+    changed. Raises `InstallError`, which says what to install, where the installed packages cannot train.
 
-    Importing ORTModule changes torch for the whole process, and that is left as it is, because ORTModule
-    needs it: :func:`torch.manual_seed` and :func:`torch.cuda.manual_seed` seed ONNX Runtime too, and
+    Importing ORTModule changes torch for the whole process. That stays, because ORTModule needs it:
+    :func:`torch.manual_seed` and :func:`torch.cuda.manual_seed` seed ONNX Runtime too, and
     :func:`torch.utils.checkpoint.checkpoint` steps aside while ORTModule exports a model at memory level 1.
-
-    Returns
-    -------
-    module
-        ``onnxruntime.training.ortmodule``.
-
-    Raises
-    ------
-    InstallError
-        If the installed packages cannot train with ONNX Runtime; the error says what to install.
     """
     global _loaded  # noqa: PLW0603 - the process has one torch and one ORT to adapt
     with _loading:

@@ -40,18 +40,8 @@ _NEVER_IN_PLACE: Final = frozenset(
 def earliest_places(execution: Execution, values: Iterable[str]) -> dict[str, int]:
     """Return for each kept value the place of the first node in whose turn its memory can have been allocated.
 
-    Parameters
-    ----------
-    execution
-        A training execution.
-    values
-        Names of results that fill a buffer: `SavedActivation.value`.
-
-    Returns
-    -------
-    dict of str to int
-        Places in the order of execution, from 0, at most those of the values' own nodes; values that the forward does
-        not make are left out.
+    Places count from 0 in the order of execution. `values` are names of results that fill a buffer
+    (`SavedActivation.value`); those that the forward does not make are left out.
     """
     graph = onnx.load_model_from_string(execution.serialized_graph("execution"))
     places = _Places(ForwardOfGraph(graph))

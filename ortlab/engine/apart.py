@@ -25,19 +25,9 @@ _STATE: Final = (
 
 @contextmanager
 def built_apart(engine: OrtEngine, **changes: object) -> Iterator[Callable[[], None]]:
-    """Let an engine build what it needs in the block anew; afterwards it has again what it had before.
+    """Let an engine build anew, with changed options, what it needs in the block, and give it its state back.
 
-    Parameters
-    ----------
-    engine
-        The engine.
-    **changes
-        Options that have other values in the block.
-
-    Yields
-    ------
-    callable
-        Frees the sessions of the block, so that the next call makes one of the graph that is there.
+    Yields a function that frees the sessions of the block, so that the next call makes one of the graph that is there.
     """
     before = {name: getattr(engine, name) for name in _STATE}
     engine._sessions, engine._failed, engine._starts_over = BuiltSessions(), None, False

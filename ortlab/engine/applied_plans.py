@@ -37,15 +37,7 @@ _EMPTY: Final = re.compile(r"\bempty_dim_param\d+\b")
 
 @dataclass(frozen=True)
 class Recomputed:
-    """What runs again in the backward of a session.
-
-    Attributes
-    ----------
-    nodes
-        Names of the nodes of the forward that do.
-    operators
-        Their operators.
-    """
+    """What runs again in the backward of a session: names of nodes of the forward, and their operators."""
 
     nodes: frozenset[str] = frozenset()
     operators: frozenset[str] = frozenset()
@@ -61,22 +53,10 @@ def plans_of(
 ) -> MemoryPlan:
     """Read the recompute plans of an execution: what ORT offers, and what its session applies of what was asked for.
 
-    Parameters
-    ----------
-    execution
-        A training execution.
-    model
-        The whole model, which layers are counted in.
-    part
-        Path of the wrapped part that is executed; empty for the whole model.
-    level
-        What this memory level would ask for, in the place of what the options ask for; nobody has looked then whether
-        ORT applies it.
-
-    Raises
-    ------
-    BuildError
-        If the execution has no backward, or the places of its plans cannot be told at a level.
+    `model` is the whole model, in which layers are counted; `part` is the path of the wrapped part that is executed,
+    empty for the whole model. `level` asks for a memory level in the place of the options; whether ORT would apply it
+    is not known then. Raises `BuildError` where the execution has no backward, or the places of plans at a level cannot
+    be told.
     """
     if not execution.training:
         raise BuildError(
@@ -120,9 +100,10 @@ def _places(execution: Execution, *, needed: bool) -> RecomputePlaces | None:
 
 
 def _with_label_filter(report: MemoryReport) -> tuple[dict[str, int], dict[str, str]]:
-    """Give the number of labels that count to what finds them, too: its results have sizes that ORT calls empty.
+    """Return symbols and totals that know the sizes of the label filter's results: the number of valid labels.
 
-    ORT inserts Sub, NonZero and Squeeze behind the labels (``insert_gather_before_sceloss.cc``).
+    ORT calls those sizes empty. It inserts Sub, NonZero and Squeeze behind the labels
+    (``insert_gather_before_sceloss.cc``).
     """
     symbols, totals = dict(report.symbols), dict(report.label_totals)
     counting = next((name for name in totals if name in symbols), "")
@@ -134,7 +115,7 @@ def _with_label_filter(report: MemoryReport) -> tuple[dict[str, int], dict[str, 
 
 
 def create_session(manager: Any, choice: RecomputeChoice) -> Recomputed:
-    """Create the session that a manager runs, and see what runs again in it."""
+    """Create the session that a manager runs, and return what runs again in it."""
     if not choice.plans:
         manager.create_session(choice.plans, choice.kept)
         return Recomputed()
@@ -180,7 +161,7 @@ def _names(config: str) -> list[str]:
 
 
 def recomputed_in(serialized: bytes) -> Recomputed:
-    """Read it from an execution graph, serialised."""
+    """Read what runs again from a serialised execution graph."""
     nodes = [node for node in onnx.load_model_from_string(serialized).graph.node if node.name.endswith(COPY)]
     return Recomputed(
         frozenset(node.name.removesuffix(COPY) for node in nodes),
@@ -189,22 +170,7 @@ def recomputed_in(serialized: bytes) -> Recomputed:
 
 
 def applied_counts(plans: Iterable[str], places: RecomputePlaces, done: Recomputed) -> dict[str, int]:
-    """Count the places in which each plan is applied.
-
-    Parameters
-    ----------
-    plans
-        What was asked for.
-    places
-        All places of all plans.
-    done
-        What runs again.
-
-    Returns
-    -------
-    dict
-        Number of places by "<cluster>:<strategy>"; 0 for a plan that is not applied at all.
-    """
+    """Count the places in which each plan is applied, by "<cluster>:<strategy>"; 0 for one that is not applied."""
     counts = {plan.rsplit(":", 1)[0]: 0 for plan in plans}
     best: dict[str, tuple[str, RecomputePlace]] = {}
     for name in counts:
@@ -220,13 +186,9 @@ def applied_counts(plans: Iterable[str], places: RecomputePlaces, done: Recomput
 
 
 def layers_of(places: RecomputePlaces, modules: Places) -> Mapping[str, int]:
-    """Count the layers of the model that the places of each plan are in.
+    """Count the layers of the model that the places of each plan are in, by "<cluster>:<strategy>".
 
-    Returns
-    -------
-    dict
-        Number of layers by "<cluster>:<strategy>"; without plans that have a place outside of all layers, or one whose
-        module is not known.
+    Leaves out a plan with a place outside of all layers, or with one whose module is not known.
     """
     found: dict[str, set[str]] = {}
     for place in places.places:

@@ -30,7 +30,7 @@ _WITHOUT_VALUES: Final = frozenset({"Shape", "Size"})
 
 
 class GuardedBackward:
-    """Mixed into ORTModule's training manager: the autograd node of a forward pass, with PyTorch's care."""
+    """Mixin of ORTModule's training manager: its autograd nodes refuse in backward what PyTorch refuses."""
 
     recomputes = False
     _onnx_models: Any
@@ -94,7 +94,7 @@ class GuardedBackward:
 
 
 class _FirstDerivative(torch.autograd.Function):
-    """Hands gradients on and refuses theirs."""
+    """Hands gradients on, and refuses to compute their gradients."""
 
     @staticmethod
     def forward(_ctx: Any, _anchor: torch.Tensor, *gradients: torch.Tensor | None) -> Any:  # type: ignore[override]
@@ -110,13 +110,7 @@ class _FirstDerivative(torch.autograd.Function):
 
 
 def read_in_backward(model: onnx.ModelProto) -> set[str]:
-    """Return the inputs of a gradient graph whose values its backward part reads.
-
-    Parameters
-    ----------
-    model
-        A graph with forward and backward in one; ORT's `YieldOp` is between them.
-    """
+    """Return the inputs of a gradient graph whose values its backward, the part behind ORT's `YieldOp`, reads."""
     graph = model.graph
     makers = {name: node for node in graph.node for name in node.output if name}
     forward: set[str] = set()

@@ -46,20 +46,10 @@ class EagerEngine:
 class CompileEngine:
     """Run the module's forward through `torch.compile`.
 
-    Compilation happens inside the first forward and cannot be told apart from running, so that counts as
-    initialisation.
-
-    Parameters
-    ----------
-    original_forward
-        The module's own forward.
-    on_built
-        Told what the first forward took.
-    name
-        What the engine is called: "compile", with the budget if there is one.
-    budget
-        Share of the activations, 0 to 1, that the partitioner of forward and backward may keep, as it counts them
-        (`torch._functorch.config.activation_memory_budget`, from torch 2.4 on); None leaves torch's setting alone.
+    Compilation happens inside the first forward and cannot be told apart from running, so all of that forward counts as
+    initialisation. `budget` is the share of the activations, 0 to 1, that the partitioner of forward and backward may
+    keep, as it counts them (`torch._functorch.config.activation_memory_budget`, from torch 2.4 on); None leaves torch's
+    setting alone.
     """
 
     fallback_reason = ""
@@ -88,10 +78,7 @@ class CompileEngine:
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the compiled forward, which is compiled at the first call.
 
-        Raises
-        ------
-        BuildError
-            If there is no C++ compiler, or nothing of the forward was compiled.
+        Raises `BuildError` where there is no C++ compiler, or nothing of the forward was compiled.
         """
         start = time.perf_counter()
         if self._forward is None:
@@ -166,25 +153,10 @@ def baseline(
     run_original: Callable[..., Any],
     on_built: Callable[[Initialization], None],
 ) -> Baseline:
-    """Make the engine of a name that is not "ort".
+    """Make the engine of a name that is not "ort"; raises `OptionError` where the engine cannot run this model.
 
-    Parameters
-    ----------
-    engine
-        As `ortlab.options.engine_names.check_engine` returns it.
-    module
-        The model.
-    original_forward
-        Its own forward, which is compiled.
-    run_original
-        Runs its own forward as it is at that moment.
-    on_built
-        Told what a compilation took.
-
-    Raises
-    ------
-    OptionError
-        If the engine cannot run this model.
+    `engine` is as `ortlab.options.engine_names.check_engine` returns it. torch.compile compiles `original_forward`; the
+    other engines call `run_original`, which runs the module's own forward as it is at that moment.
     """
     kind = engine_kind(engine)
     if kind == "compile":
@@ -195,7 +167,7 @@ def baseline(
 
 
 def _lacks_compiler(error: BaseException | None) -> bool:
-    """Tell whether a compiler that is missing stands behind an error; torch wraps it, by release in other ways."""
+    """Tell whether a missing compiler caused an error; releases of torch wrap its error in different ways."""
     while error is not None:
         if "InvalidCxxCompiler" in f"{type(error).__name__}: {error}":
             return True

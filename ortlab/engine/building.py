@@ -12,18 +12,12 @@ from ortlab.records.runs import EXECUTED_BY_EAGER
 class BuildingEngine(OrtEngine):
     """Build, at each call of the module, the graph and the session for it, and run the module's own forward.
 
-    ONNX Runtime draws no random numbers then: the state of its generator can be set but not read, so that what it
-    draws later could not be made what it would have been.
+    ONNX Runtime draws no random numbers then. The state of its generator can be set but not read, so nothing could put
+    right what it would draw later.
     """
 
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Build what the call needs, and run it in PyTorch.
-
-        Raises
-        ------
-        BuildError
-            Export, graph or session failed.
-        """
+        """Build what the call needs, and run it in PyTorch; raises `BuildError` where the build fails."""
         self.prepare(args, kwargs)
         self.executed_by = EXECUTED_BY_EAGER
         return self._original_forward(*args, **kwargs)

@@ -22,7 +22,7 @@ one backward.
 
 @dataclass(frozen=True, eq=False)
 class Built:
-    """What runs calls of one kind: an execution, and what it was made for and of."""
+    """An execution that runs calls of one kind, with what it was made for and of."""
 
     kept: KeptExport
     graph: BuiltGraph
@@ -54,14 +54,10 @@ class BuiltSessions:
         return [built.kept for built in self._last.values()]
 
     def keep(self, built: Built, usable: Callable[[Built], bool]) -> None:
-        """Make it what runs in its mode, and keep what ran before, whose backward may be to come.
+        """Make `built` what runs in its mode, and keep what ran before, whose backward may be to come.
 
-        Parameters
-        ----------
-        built
-            New, or one of `earlier`.
-        usable
-            Tells of an earlier one whether it could run a call again; if not, its session is freed.
+        `built` is new, or one of `earlier`. Of the earlier sessions, those that `usable` refuses, and all but the
+        latest `_EARLIER_KEPT` of each kind, are freed.
         """
         training = built.execution.training
         before = self._last.get(training)
@@ -73,12 +69,9 @@ class BuiltSessions:
 
     @contextmanager
     def beside(self, usable: Callable[[Built], bool]) -> Iterator[None]:
-        """Free nothing that is there while the block runs; what ran last before it runs next.
+        """Free none of the present sessions while the block runs; what ran last before it is what runs next after it.
 
-        Parameters
-        ----------
-        usable
-            Tells, after the block, whether a session could run a call again; if not, it is freed.
+        After the block, sessions that `usable` refuses are freed.
         """
         before, last = self._held, dict(self._last)
         self._held = (*before, *self._last.values(), *self._earlier)

@@ -35,29 +35,18 @@ _PRIMES: Final = (
 
 
 class CallSizes(NamedTuple):
-    """Dimensions of what torch returns inside a graph, by the names that they have there.
+    """Dimensions of what torch returns inside a graph, by the names that they have there."""
 
-    Attributes
-    ----------
-    expressions
-        What they are in terms of the input's dimensions; those that are no dimension of an operand are left out.
-    values
-        What they are for the present sizes of the input.
-    """
-
+    # In terms of the input's dimensions; without those that are neither constant nor a dimension of an operand.
     expressions: dict[str, str]
-    values: dict[str, int]
+    values: dict[str, int]  # for the present sizes of the input
 
 
 def call_sizes(model: onnx.ModelProto, symbols: Mapping[str, int]) -> CallSizes:
-    """Find the dimensions of what torch returns.
+    """Find the dimensions of what torch returns in `model`, the exported graph with shapes.
 
-    Parameters
-    ----------
-    model
-        The graph that was exported, with shapes.
-    symbols
-        The input's dimensions, and their present sizes.
+    `symbols` are the input's dimensions and their present sizes. If they are more than one set of primes, nothing is
+    found.
     """
     found = CallSizes({}, {})
     if len(symbols) > len(_PRIMES[0]):

@@ -22,12 +22,7 @@ _first: BaseException | None = None
 def keep_error(operator: str, error: BaseException) -> None:
     """Keep the exception of a callback, unless one is kept: what follows the first is its consequence.
 
-    Parameters
-    ----------
-    operator
-        The operator or ``autograd.Function`` that failed, as the user knows it.
-    error
-        What it raised.
+    `operator` is the operator or ``autograd.Function`` that failed, as the user knows it.
     """
     global _first  # noqa: PLW0603 - ORT may call back from any of its threads, so this is the process's
     with _lock:
@@ -36,15 +31,11 @@ def keep_error(operator: str, error: BaseException) -> None:
 
 
 def take_error() -> BaseException | None:
-    """Return the exception that a callback left, and forget it.
+    """Return the exception that a callback left, and forget it; None if nothing failed.
 
-    Call it after every ORT call that failed, and before one whose failure will be looked at.
-
-    Returns
-    -------
-    error
-        An `ExecutionError` that names the operator, with the original exception as its ``__cause__``;
-        `KeyboardInterrupt` and `SystemExit` themselves, because the user meant those; None if nothing failed.
+    Call it after every ORT call that failed, and before one whose failure will be looked at. It returns an
+    `ExecutionError` that names the operator, with the original exception as its ``__cause__``; `KeyboardInterrupt` and
+    `SystemExit`, which the user meant, and errors of ortlab come as they are.
     """
     global _first
     with _lock:
@@ -54,16 +45,11 @@ def take_error() -> BaseException | None:
 
 @contextmanager
 def border_watched() -> Iterator[None]:
-    """Let nothing get lost at the border to C while ORT runs, and raise what a callback left behind.
+    """Lose no exception at the border to C while ORT runs, and raise what a callback left if ORT has come to its end.
 
-    A signal that arrives while C++ code runs is raised where Python goes on, which is the first instruction of the
-    next callback: before its own code can keep the exception. ctypes hands that to `sys.unraisablehook`, and ORT goes
-    on with an output that was never written.
-
-    Raises
-    ------
-    BaseException
-        What a callback raised, if ORT came to its end all the same.
+    A signal that arrives while C++ code runs is raised where Python goes on, which is the first instruction of the next
+    callback: before its own code can keep the exception. ctypes hands that to `sys.unraisablehook`, and ORT goes on
+    with an output that was never written.
     """
     before = sys.unraisablehook
 

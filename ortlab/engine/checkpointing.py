@@ -18,33 +18,14 @@ from ortlab.records.coverage import Coverage
 class CheckpointEngine:
     """Run the module's own forward, with each layer under `torch.utils.checkpoint.checkpoint`.
 
-    Of each layer only the inputs are kept for the backward pass, which runs its forward again. The random state is
-    kept with them, so that dropout draws the same masks and all numbers are those of plain PyTorch, bit for bit. Layers
-    get their other forward for the time of a call only; between calls the model is as the user made it.
+    Of each layer only the inputs are kept for the backward pass, which runs its forward again. The random state is kept
+    with them, so that dropout draws the same masks and all numbers are those of plain PyTorch, bit for bit. Layers get
+    their other forward for the time of a call only; between calls the model is as the user made it.
 
-    Layers run plainly where no gradients are recorded. In training, a layer gets no cache of keys and values, which
-    the second forward would fill once more; transformers' own checkpointing does the same, and is off in the meantime.
+    Layers run plainly where no gradients are recorded. In training, a layer gets no cache of keys and values, which the
+    second forward would fill once more; transformers' own checkpointing does the same, and is off in the meantime.
 
-    Parameters
-    ----------
-    module
-        The model.
-    original_forward
-        Its own forward.
-    name
-        What the engine is called: "checkpoint", with the paths if the user named some.
-    paths
-        These paths; see `find_layers`.
-
-    Attributes
-    ----------
-    layers
-        What is checkpointed.
-
-    Raises
-    ------
-    OptionError
-        If the model has no such layers.
+    `paths` are those that the user named; see `find_layers`. Raises `OptionError` where the model has no such layers.
     """
 
     fallback_reason = ""
@@ -70,10 +51,7 @@ class CheckpointEngine:
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the forward in PyTorch, its layers checkpointed.
 
-        Raises
-        ------
-        StepError
-            If a layer in training is given a cache that holds something.
+        Raises `StepError` where a layer in training is given a cache that holds something.
         """
         with ExitStack() as meanwhile:
             meanwhile.enter_context(_own_checkpointing_off(self._module))
@@ -96,7 +74,7 @@ class CheckpointEngine:
 
 @contextmanager
 def _replaced(layer: torch.nn.Module) -> Iterator[None]:
-    """Put a checkpointed forward on a layer in the block; one that a library has put there is called by it."""
+    """Put a checkpointed forward on a layer in the block; it calls the one that a library may have put there."""
     on_instance = layer.__dict__.get("forward")
     layer.__dict__["forward"] = partial(_checkpointed, layer, layer.forward)
     try:
@@ -133,10 +111,8 @@ def _checkpointed(layer: torch.nn.Module, forward: Callable[..., Any], *args: An
 def _is_cache(layer: torch.nn.Module, value: object) -> bool:
     """Tell whether an argument is a cache of transformers.
 
-    Raises
-    ------
-    StepError
-        If it holds something and the layer trains: with it, the layer's outputs depend on more than its inputs.
+    Raises `StepError` if it holds something and the layer trains: with it, the layer's outputs depend on more than its
+    inputs.
     """
     caches = sys.modules.get("transformers.cache_utils")
     if caches is None or not isinstance(value, caches.Cache):

@@ -32,24 +32,12 @@ _PROVIDER: Final = "libonnxruntime_providers_cuda.so"
 
 @dataclass(frozen=True)
 class Library:
-    """One library that the provider needs.
-
-    Attributes
-    ----------
-    name
-        As people call it.
-    soname
-        Its file name, with the major version.
-    package
-        What pip installs it by.
-    folder
-        Where that package keeps it, below ``nvidia``.
-    """
+    """One library that the provider needs."""
 
     name: str
-    soname: str
-    package: str
-    folder: str
+    soname: str  # file name with the major version
+    package: str  # requirement that pip installs it by
+    folder: str  # where that package keeps it, below ``nvidia``
 
     @property
     def stem(self) -> str:
@@ -69,24 +57,12 @@ LIBRARIES: Final = (  # in the order in which they need each other
 
 @dataclass(frozen=True)
 class Found:
-    """Where a library is.
-
-    Attributes
-    ----------
-    library
-        Which.
-    path
-        Its file; only its name where the system's loader finds it; "" if it is nowhere.
-    others
-        Files of it in other versions, which do not serve.
-    fault
-        What the loader says of the file, if it cannot be loaded.
-    """
+    """Where a library is."""
 
     library: Library
-    path: str = ""
-    others: tuple[str, ...] = ()
-    fault: str = ""
+    path: str = ""  # only the file's name where the system's loader finds it; "" if it is nowhere
+    others: tuple[str, ...] = ()  # files of it in other versions, which do not serve
+    fault: str = ""  # what the loader says of a file that it cannot load
 
     @property
     def serves(self) -> bool:
@@ -96,18 +72,11 @@ class Found:
 
 @dataclass(frozen=True)
 class Driver:
-    """The NVIDIA driver, as its library tells.
+    """The NVIDIA driver, as its library tells."""
 
-    Attributes
-    ----------
-    cuda
-        The newest CUDA that it runs, as (12, 4); None if there is no driver.
-    fault
-        What its library says on being started, such as that there is no device; "" if it starts.
-    """
-
+    # The newest that it runs, as (12, 4); None without a driver, or if it does not tell.
     cuda: tuple[int, int] | None = None
-    fault: str = ""
+    fault: str = ""  # what its library says on being started, such as "it sees no GPU"; "" if it starts
 
 
 def provider() -> Path | None:
@@ -120,10 +89,9 @@ def provider() -> Path | None:
 
 
 def driver() -> Driver:
-    """Ask the NVIDIA driver which CUDA it runs, and start it.
+    """Ask the NVIDIA driver which CUDA it runs, and start it; call it in a process of its own.
 
-    Started, it takes no more notice of ``CUDA_VISIBLE_DEVICES``, and no CUDA in forked processes: this is for a process
-    of its own.
+    Once the driver is started, it ignores changes of ``CUDA_VISIBLE_DEVICES``, and forked processes cannot use CUDA.
     """
     library = _driver_library()
     if library is None:
@@ -155,10 +123,7 @@ def examine() -> tuple[Found, ...]:
 def preload() -> tuple[Found, ...]:
     """Load the libraries, so that the provider finds them; call it before a session is made for CUDA.
 
-    Returns
-    -------
-    tuple of Found
-        What was loaded and what was not; empty where there is nothing to do: no CUDA provider, or no driver.
+    Returns what was loaded and what was not; nothing where there is nothing to do: no CUDA provider, or no driver.
     """
     if provider() is None or _driver_library() is None:
         return ()
@@ -220,18 +185,10 @@ def _system_folders() -> list[Path]:
 
 
 def kernels_for(capability: tuple[int, int]) -> str:
-    """Say which of the provider's kernels a GPU runs.
+    """Say which of the provider's kernels a GPU with a compute capability, as (8, 6), runs: "native", "ptx" or "none".
 
-    Parameters
-    ----------
-    capability
-        Its compute capability, as (8, 6).
-
-    Returns
-    -------
-    str
-        "native"; "ptx" where the driver compiles them at their first use, which takes minutes, once; or "none". Machine
-        code runs on its own major capability, from its minor one on (CUDA C++ Programming Guide, compatibility).
+    With "ptx" the driver compiles them at their first use, which takes minutes, once. Machine code runs on its own
+    major capability, from its minor one on (CUDA C++ Programming Guide, compatibility).
     """
     if any(capability[0] == major and capability[1] >= minor for major, minor in NATIVE):
         return "native"

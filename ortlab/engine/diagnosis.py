@@ -20,7 +20,7 @@ class ForwardError(BuildError):
 
 
 class OutOfMemoryError(ExecutionError):
-    """ONNX Runtime had no memory left for a step; what PyTorch would say to the same call is not asked."""
+    """ONNX Runtime had no memory left for a step; nobody asks what PyTorch would say to the same call."""
 
 
 _LESS: Final = (
@@ -36,17 +36,10 @@ def explain_build_failure(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> OrtlabError:
-    """Find out why a build failed and return the error to raise from it.
+    """Find out why a build failed and return the error to raise from what ORTModule raised.
 
     The module's own forward is run once more in PyTorch, without gradients and with its buffers put back, because
     1.19.2 reports the user's exception, an output it cannot flatten and an operator it cannot export alike.
-
-    Parameters
-    ----------
-    error
-        What ORTModule raised.
-    module, original_forward, args, kwargs
-        The call that was to be built.
     """
     said = _said_by_ortlab(error)
     if said is not None:
@@ -104,19 +97,9 @@ def own_fault(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> ForwardError | None:
-    """Run a module's own forward in PyTorch, to see whether a call fails there, too.
+    """Run a module's own forward in PyTorch, and return what is wrong with the model or the batch; None if it runs.
 
     Gradients are off; buffers and random state are put back.
-
-    Parameters
-    ----------
-    module, original_forward, args, kwargs
-        The call.
-
-    Returns
-    -------
-    ForwardError or None
-        What is wrong with the model or the batch; None if PyTorch runs the call.
     """
     random = RandomState.read()
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
@@ -168,7 +151,7 @@ def _root(error: BaseException) -> BaseException:
 
 
 def _said_by_ortlab(error: BaseException) -> OrtlabError | None:
-    """Return what ortlab's own code in a forward has raised, which says it best."""
+    """Return what ortlab's own code in a forward has raised, which explains it best; None if nothing."""
     link: BaseException | None = error
     while link is not None:
         if isinstance(link, OrtlabError):

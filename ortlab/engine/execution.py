@@ -62,26 +62,9 @@ class Execution(ExecutionView):
     """A module that ONNX Runtime can run, for one mode, one input schema and one set of options.
 
     It is made in three stages - export, graph, session - of which the first two can be taken from another execution.
-
-    Parameters
-    ----------
-    module
-        The user's module. Its parameters are read at each step, its forward only while it is exported.
-    options
-        The switches.
-    log
-        Where what is said is kept.
-    training
-        Whether a gradient graph is built; otherwise outputs carry no gradient.
-    part
-        The module's path in the model that it is a part of; names the files of `save_onnx`.
-
-    Attributes
-    ----------
-    has_run
-        Whether its session has run yet.
-    recomputed
-        What its session runs again in backward.
+    The module's parameters are read at each step, its forward only while it is exported. Without `training` there is no
+    gradient graph, and outputs carry no gradient. `part` is the module's path in the model that it is a part of; it
+    names the files of `save_onnx`.
     """
 
     def __init__(
@@ -224,12 +207,7 @@ class Execution(ExecutionView):
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], state: tuple[object, ...]) -> Any:
         """Run the forward graph; the result's backward runs the gradient graph.
 
-        Parameters
-        ----------
-        args, kwargs
-            The arguments of the module's forward.
-        state
-            What `schema.module_state` returned; another object than in the last call if any tensor was replaced.
+        `state` is what `schema.module_state` returned; another object than in the last call if any tensor was replaced.
         """
         if state is not self._state:
             # The manager keeps references to parameters and buffers from its first run on: make it look again.
@@ -287,7 +265,7 @@ class Execution(ExecutionView):
             print_memory_stats=False,
             export_cache_dir="",
         )
-        if self.options.static_shape:  # how many rows the sparsity optimizers keep is another in each batch
+        if self.options.static_shape:  # the sparsity optimizers keep another number of rows in each batch
             options = options.replace(label_sparse_optimizer=False, embedding_sparse_optimizer=False)
         with build_environment(options.environment()), building_with(self.options):
             yield

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class ExecutionView:
-    """The base of `Execution` that changes nothing; what it looks at is the execution's."""
+    """The base class of `Execution` whose methods only look at an execution, and change nothing."""
 
     options: Options
     log: MessageLog
@@ -69,16 +69,10 @@ class ExecutionView:
         return any("Dropout" in node.op_type for node in nodes) and bool(self.plans)
 
     def initialization_since(self, stage: str, total_ms: float, reason: str = "") -> Initialization:
-        """Read ORT's own tracker for the stages that were run.
+        """Read ORT's own tracker for the stages that were run: `stage` and those after it.
 
-        Parameters
-        ----------
-        stage
-            The earliest of them: "export", "graph" or "session".
-        total_ms
-            Wall time of the whole build, in ms; shape inference, for one, is in no phase of the tracker.
-        reason
-            What had changed, if no change of options asked for it.
+        `stage` is "export", "graph" or "session". `total_ms` is the wall time of the whole build; shape inference, for
+        one, is in no phase of the tracker. `reason` says what had changed, if no change of options asked for the build.
         """
         order = ("export", "graph", "session")
         done = order[order.index(stage) :]
@@ -97,7 +91,7 @@ class ExecutionView:
         return Initialization(stage=stage, **phases, total_ms=total_ms, reason=reason)
 
     def memory_report(self, probe: str = PROBE_ANYWHERE) -> MemoryReport:
-        """Ask ORT what is kept for backward and which plans there are; asked once per gradient graph."""
+        """Ask ORT what is kept for backward and which plans there are, once per gradient graph and probe."""
         answers, question = self._export.savings, (self._graph.digest, probe)
         if question not in answers:
             with runtime_messages(self.log, "session"):
@@ -109,10 +103,7 @@ class ExecutionView:
     def serialized_graph(self, stage: str) -> bytes:
         """Return one of the five graphs of this execution as a serialised ONNX model.
 
-        Parameters
-        ----------
-        stage
-            "exported", "processed", "optimized" (before the gradient is built), "gradient" or "execution".
+        `stage` is "exported", "processed", "optimized" (before the gradient is built), "gradient" or "execution".
         """
         manager = self._manager
         if stage == "exported":
@@ -128,12 +119,9 @@ class ExecutionView:
         return self._execution_graph(self.recompute_choice())
 
     def traced_model(self, model: torch.nn.Module) -> TracedModel:
-        """Return what is known of the module that the graphs are of, and that stands in none of them.
+        """Return what is known of the module that the graphs are of, and stands in none of them; sizes are in bytes.
 
-        Parameters
-        ----------
-        model
-            The whole model, whose modules are named.
+        `model` is the whole model, whose modules are named.
         """
         flattened = self._manager._flattened_module
         return TracedModel(
@@ -151,10 +139,7 @@ class ExecutionView:
     def recompute_places(self) -> RecomputePlaces:
         """Ask ORT where it would recompute for each of its plans; asked once per gradient graph, of another session.
 
-        Raises
-        ------
-        BuildError
-            If it names other places than it counts, or none, as where its messages cannot be read.
+        Raises `BuildError` where ORT names other places than it counts, or none, as where its messages cannot be read.
         """
         known, digest = self._export.places, self._graph.digest
         if digest not in known:
@@ -167,7 +152,7 @@ class ExecutionView:
 
     @property
     def known_places(self) -> RecomputePlaces | None:
-        """The same, if ORT has been asked; None if not."""
+        """Where ORT would recompute for each of its plans; None if it has not been asked."""
         return self._export.places.get(self._graph.digest)
 
     def recompute_choice(self) -> RecomputeChoice:

@@ -42,7 +42,7 @@ def ran_out(error: BaseException) -> bool:
 
 
 def says_ran_out(text: str) -> bool:
-    """Tell the same of the words of an error, such as the reason of a fallback."""
+    """Tell whether the words of an error, such as the reason of a fallback, mean that memory ran out."""
     return any(saying in text.lower() for saying in _SAYINGS)
 
 

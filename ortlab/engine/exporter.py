@@ -51,21 +51,9 @@ _MODULES_USED_BY_ORT: Final = {
 def prepare_torch() -> None:
     """Give ORTModule the exporter modules it imports; call it before ORTModule is imported.
 
-    Modules that torch has moved are made importable under their old names, and private functions that the
-    thin public modules lack are added to them. Calling it again changes nothing.
-
-    Raises
-    ------
-    InstallError
-        If torch is missing, older than `OLDEST_TORCH`, or has no TorchScript exporter any more.
-
-    Examples
-    --------
-    >>> from ortlab.engine import exporter
-    >>> exporter.prepare_torch()
-    >>> from torch.onnx._internal import jit_utils
-    >>> jit_utils.GraphContext.__name__
-    'GraphContext'
+    Modules that torch has moved are made importable under their old names, and private functions that the thin public
+    modules lack are added to them. Calling it again changes nothing. Raises `InstallError` where torch is missing,
+    older than `OLDEST_TORCH`, or has no TorchScript exporter any more.
     """
     _check_version()
     _undo_failed_import()
@@ -83,8 +71,8 @@ def prepare_torch() -> None:
 def adapt_ort() -> None:
     """Adapt ORTModule to the torch that is installed; call it after ORTModule is imported.
 
-    ORTModule's own export asks for the TorchScript exporter by name, and its NVTX marks, which a torch
-    without CUDA answers with an error, are left out there. Calling it again changes nothing.
+    ORTModule's own export then asks for the TorchScript exporter by name. Its NVTX marks do nothing on a torch without
+    CUDA, which would answer them with an error. Calling it again changes nothing.
     """
     _choose_torchscript_exporter()
     _leave_out_nvtx()
@@ -93,15 +81,8 @@ def adapt_ort() -> None:
 def symbolic_module(name: str) -> ModuleType:
     """Import one of the modules of torch's TorchScript exporter, wherever this torch keeps it.
 
-    Parameters
-    ----------
-    name
-        ``"symbolic_helper"``, ``"symbolic_opset9"`` ... ``"symbolic_opset20"``, ``"registration"``.
-
-    Returns
-    -------
-    module
-        The module with the private names, not the thin public one.
+    `name` is ``"symbolic_helper"``, ``"symbolic_opset9"`` ... ``"symbolic_opset20"`` or ``"registration"``. The module
+    has the private names; the thin public one does not.
     """
     places = (f"{_MOVED_TO}.{name}", f"torch.onnx.{name}", f"torch.onnx._internal.{name}")
     return importlib.import_module(next(filter(_find, places), places[0]))

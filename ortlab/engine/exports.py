@@ -32,83 +32,41 @@ KEPT_GRAPHS: Final = 4
 
 @dataclass(frozen=True, eq=False)
 class BuiltGraph:
-    """A graph that is ready for a session: optimised and, for training, with its gradient.
-
-    Attributes
-    ----------
-    options
-        The switches that it was built with.
-    forward
-        The optimised graph before the gradient is built, serialised.
-    info, models, gradient_map
-        What ORTModule's manager needs of it: `_graph_info`, `_onnx_models`, `_gradient_map`; the last is empty
-        without a gradient.
-    digest
-        SHA-256 of the graph that sessions are created from.
-    symbols
-        Values of the symbolic dimensions in the batch that it was built with.
-    messages
-        What was said meanwhile.
-    """
+    """A graph that is ready for a session: optimised and, for training, with its gradient."""
 
     options: Options
-    forward: bytes
+    forward: bytes  # the optimised graph before the gradient is built, serialised
+    # `_graph_info`, `_onnx_models` and `_gradient_map` of ORTModule's manager; the last is empty without a gradient.
     info: Any
     models: Any
     gradient_map: tuple[int, ...]
-    digest: str
-    symbols: Mapping[str, int]
+    digest: str  # SHA-256 of the graph that sessions are created from
+    symbols: Mapping[str, int]  # values of the symbolic dimensions in the batch that it was built with
     messages: tuple[Message, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Export:
-    """A module as an ONNX model, with everything that a manager of ORTModule needs to go on from there.
-
-    Attributes
-    ----------
-    options
-        The switches that it was made with.
-    training
-        Whether it was made for a gradient graph.
-    exported, inputs, processed
-        ORTModule's `ExportedModelInfo`, `ModelInfoForExport` and `PostExportProcessedModelInfo`; the last without
-        module and tensors.
-    flattened
-        What the export noted on the module that ORTModule puts around the user's.
-    device
-        The module's device.
-    inert
-        Switches that have made no difference to this export and could make none.
-    messages
-        What was said meanwhile.
-    numbers
-        Whether the forward made Python numbers of traced values; see `input_sizes`.
-    lines
-        By name of a node: "file:line" that it comes from; empty where the export came from the disk, since lines move
-        without the code changing.
-    graphs
-        Graphs built from it, the last used one last.
-    savings
-        ORT's answers about memory, by digest of the graph and kind of probe.
-    places
-        Where recompute plans act, by digest of the graph.
-    """
+    """A module as an ONNX model, with everything that a manager of ORTModule needs to go on from there."""
 
     options: Options
     training: bool
+    # ORTModule's `ExportedModelInfo`, `ModelInfoForExport` and `PostExportProcessedModelInfo`, the last without module
+    # and tensors.
     exported: Any
     inputs: Any
     processed: Any
-    flattened: Mapping[str, Any]
+    flattened: Mapping[str, Any]  # what the export noted on the module that ORTModule puts around the user's
     device: torch.device
-    inert: frozenset[str]
+    inert: frozenset[str]  # switches that have made no difference to this export and could make none
     messages: tuple[Message, ...]
-    numbers: bool = False
+    numbers: bool = False  # whether the forward made Python numbers of traced values; see `input_sizes`
+    # "file:line" by name of a node; empty for an export from the disk, since lines move without the code changing.
     lines: Mapping[str, str] = field(default_factory=dict)
-    graphs: list[BuiltGraph] = field(default_factory=list)
+    graphs: list[BuiltGraph] = field(default_factory=list)  # the last used one last
+    # ORT's answers about memory, by digest of the graph and kind of probe.
     savings: dict[tuple[str, str], tuple[str, Mapping[str, tuple[str, int]]]] = field(default_factory=dict)
-    places: dict[str, RecomputePlaces] = field(default_factory=dict)
+    places: dict[str, RecomputePlaces] = field(default_factory=dict)  # by digest of the graph
 
     def serves(self, options: Options) -> bool:
         """Tell whether it is what these switches would export."""
@@ -131,29 +89,17 @@ class Export:
 
 @dataclass(frozen=True, eq=False)
 class KeptExport:
-    """An export and the inputs and the state of the module that it is valid for.
-
-    Attributes
-    ----------
-    schema
-        Of the call and the module.
-    export
-        The export.
-    bound_to
-        Sizes of the inputs that it is bound to.
-    """
+    """An export, with the schema of the call and the module that it is valid for."""
 
     schema: Schema
     export: Export
-    bound_to: Sizes = frozenset()
+    bound_to: Sizes = frozenset()  # sizes of the inputs that it is bound to
 
     def loosened_by(self, others: Iterable[KeptExport]) -> KeptExport:
-        """Return it bound to those sizes only that were the same whenever this graph was exported.
+        """Return it bound only to those sizes that were the same whenever this graph was exported.
 
-        Parameters
-        ----------
-        others
-            What is kept already; where the graph is among it, that export with its gradient graphs takes its place.
+        `others` are kept already; where one has the same graph, its export with its gradient graphs takes this one's
+        place.
         """
         result = self
         for other in others if self.bound_to else ():
@@ -183,20 +129,9 @@ def find(
     training: bool,
     sizes: Sizes | None = None,
 ) -> KeptExport | None:
-    """Return the first export that is valid for a call; the one with a fitting graph, if there are several.
+    """Return the first export with a fitting graph that is valid for a call, else the first valid one, else None.
 
-    Parameters
-    ----------
-    candidates
-        Where to look.
-    schema
-        Of the call and the module.
-    options
-        The switches.
-    training
-        Whether a gradient is wanted.
-    sizes
-        Sizes of the call's inputs; None if they do not matter.
+    `sizes` are those of the call's inputs; None if they do not matter.
     """
     found = None
     for kept in candidates:

@@ -38,25 +38,14 @@ _OWN: Final = "ONNX Runtime's own extension"
 
 @dataclass(frozen=True)
 class ExtensionStatus:
-    """How ONNX Runtime calls PyTorch here.
+    """How ONNX Runtime calls PyTorch here."""
 
-    Attributes
-    ----------
-    aten
-        How PyTorch's operators are called: ``"ctypes"``, or ORT's own extension.
-    functions
-        How autograd Functions are run: ``"ctypes x86-64 System V"``, ``"compiled"``, ORT's own extension, or
-        ``"unavailable: ..."`` with the reason.
-    cache
-        The folder for what is compiled; it need not exist.
-    allocator
-        How ORT takes GPU memory from torch's pool: ``"ctypes"``, or ORT's own extension.
-    """
-
-    aten: str
+    aten: str  # how PyTorch's operators are called: "ctypes", or ORT's own extension
+    # How autograd Functions are run: "ctypes x86-64 System V", "compiled", ORT's own extension, "not chosen yet", or
+    # "unavailable: ..." with the reason.
     functions: str
-    cache: Path
-    allocator: str = "ctypes"
+    cache: Path  # the folder for what is compiled; it need not exist
+    allocator: str = "ctypes"  # how ORT takes GPU memory from torch's pool: "ctypes", or ORT's own extension
 
     @property
     def functions_available(self) -> bool:
@@ -102,14 +91,7 @@ def install() -> None:
 
 
 def use_runners(runners: Runners) -> None:
-    """Make ORT run Functions through other runners, from the next call on.
-
-    Parameters
-    ----------
-    runners
-        From :func:`~ortlab.engine.functions.abi.system_v_runners` or
-        :func:`~ortlab.engine.functions.abi.compiled_runners`.
-    """
+    """Make ORT run Functions through other runners, from the next call on."""
     extension = ModuleType(f"{_PACKAGE}.{_FUNCTIONS}", "Runs autograd Functions for ONNX Runtime (ortlab).")
     extension.get_custom_function_forward_runner = lambda: runners.forward  # type: ignore[attr-defined]
     extension.get_custom_function_backward_runner = lambda: runners.backward  # type: ignore[attr-defined]
@@ -126,22 +108,9 @@ def use_runners(runners: Runners) -> None:
 
 
 def build(progress: Progress | None = None) -> Path:
-    """Compile the Function runner into the user's cache, unless it is there.
+    """Compile the Function runner into the user's cache, unless it is there, and return the compiled library.
 
-    Parameters
-    ----------
-    progress
-        Called with each stage and the fraction done.
-
-    Returns
-    -------
-    library
-        The compiled library.
-
-    Raises
-    ------
-    BuildError
-        If there is no compiler, it fails, or the cache folder cannot be written.
+    Raises `BuildError` where there is no compiler, it fails, or the cache folder cannot be written.
     """
     return function_library.build(progress)
 

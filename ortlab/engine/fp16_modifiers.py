@@ -50,21 +50,10 @@ def ort_fused_adam(groups: Sequence[dict[str, Any]], **values: Any) -> torch.opt
 
 
 def modify(optimizer: Any, **groups: Any) -> None:
-    """Replace the methods of an optimizer that 1.19.2 knows by its own.
+    """Replace the methods of an optimizer, in place, by those that 1.19.2 has for its type.
 
-    Parameters
-    ----------
-    optimizer
-        Is changed in place.
-    **groups
-        What the modifier of its kind takes.
-
-    Raises
-    ------
-    InstallError
-        If its library is missing, or of a version that 1.19.2 does not know.
-    OptionError
-        If 1.19.2 does not know its type.
+    `groups` are what the modifier of its kind takes. Raises `InstallError` where the optimizer's library is missing, or
+    of a version that 1.19.2 does not know, and `OptionError` where 1.19.2 does not know its type.
     """
     from ortlab import engine
 

@@ -73,21 +73,12 @@ def multi_tensor_adam(  # noqa: PLR0917 - the signature of ORT's extension
 ) -> None:
     """Take one step of Adam, in place (``multi_tensor_adam.cu``).
 
+    `tensor_lists` are gradients, parameters, their first moments and their second moments; `step` counts from 1 on;
+    `mode` is `L2`, `TRANSFORMERS` or `TORCH`; `bias_correction` is 1 to correct the moments for having started at zero,
+    or 0.
+
     ORT adds epsilon to ``sqrt(v)`` in modes 0 and 1, PyTorch to ``sqrt(v / (1 - beta2 ** step))``, as mode 2 does. So
     PyTorch's kernel is given the epsilon and the learning rate that make its step ORT's.
-
-    Parameters
-    ----------
-    tensor_lists
-        Gradients, parameters, their first moments and their second moments.
-    lr, beta1, beta2, epsilon, weight_decay
-        Of the parameter group.
-    step
-        Number of this step, from 1 on.
-    mode
-        `L2`, `TRANSFORMERS` or `TORCH`.
-    bias_correction
-        1 to correct the moments for having started at zero, or 0.
     """
     from torch.optim.adam import adam
 
@@ -133,10 +124,8 @@ def multi_tensor_l2norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the 2-norm of a list of tensors (``multi_tensor_l2norm_kernel.cu``).
 
-    Returns
-    -------
-    norm, norms : Tensor
-        Of all entries, shape (1,), and of each tensor, shape (n,) or, unless asked for, (0,); both float32.
+    Returns that of all entries, shape (1,), and that of each tensor, shape (n,) or, without `per_tensor`, (0,); both in
+    float32.
     """
     (tensors,) = tensor_lists
     if all(one.dtype == torch.float32 for one in tensors):
@@ -162,19 +151,11 @@ def multi_tensor_scale(
 def unscale_fp16_grads_into_fp32_grads(
     halves: Sequence[torch.Tensor], masters: Sequence[torch.Tensor], overflow: torch.Tensor, scale: float
 ) -> None:
-    """Divide the gradients of float16 parameters by the loss scale and add them to those of their masters.
+    """Divide the gradients of float16 parameters by the loss scale and add them to those of their float32 masters.
 
-    As ``fused_ops_frontend.cpp`` does for apex: a master without a gradient gets one; `overflow` becomes 1 if a
-    float16 gradient is not finite.
-
-    Parameters
-    ----------
-    halves, masters
-        Parameters in float16 and, in the same order, in float32.
-    overflow
-        One integer.
-    scale
-        What the loss was multiplied by.
+    As ``fused_ops_frontend.cpp`` does for apex: a master without a gradient gets one; `overflow`, one integer, becomes
+    1 if a float16 gradient is not finite. Halves and masters come in the same order; `scale` is what the loss was
+    multiplied by.
     """
     for half, master in zip(halves, masters, strict=True):
         if half.grad is None:

@@ -26,13 +26,7 @@ _PROBE_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True)
 class Bridge:
-    """Three C functions; they live as long as this record.
-
-    Attributes
-    ----------
-    allocate, free, empty_cache
-        Callable from C, and from Python.
-    """
+    """Three C functions, callable from C and from Python; they live as long as this record."""
 
     allocate: Any
     free: Any
@@ -44,15 +38,9 @@ def bridge(
 ) -> Bridge:
     """Make C functions of Python's.
 
-    Parameters
-    ----------
-    allocate
-        Takes bytes, returns an address. What it raises, such as torch's OutOfMemoryError, is kept for whoever called
-        ORT (`callback_error`), and ORT gets no memory.
-    free
-        Takes the address.
-    empty_cache
-        Gives unused memory back to the device.
+    `allocate` takes bytes and returns an address, `free` takes the address, and `empty_cache` gives unused memory back
+    to the device. What one of them raises, such as torch's OutOfMemoryError, is kept for whoever called ORT
+    (`callback_error`); where `allocate` raises, ORT gets no memory.
     """
 
     def allocating(size: int) -> int | None:
@@ -84,17 +72,17 @@ _torch: Final = bridge(
 
 
 def gpu_caching_allocator_raw_alloc_address() -> int:
-    """Return the address of what allocates."""
+    """Return the address of the C function that allocates."""
     return _address(_torch.allocate)
 
 
 def gpu_caching_allocator_raw_delete_address() -> int:
-    """Return the address of what frees."""
+    """Return the address of the C function that frees."""
     return _address(_torch.free)
 
 
 def gpu_caching_allocator_empty_cache_address() -> int:
-    """Return the address of what gives unused memory back to the device."""
+    """Return the address of the C function that gives unused memory back to the device."""
     return _address(_torch.empty_cache)
 
 
@@ -107,10 +95,7 @@ def _address(function: Any) -> int:
 def fault() -> str:
     """Try the bridge on the current GPU: take 1 MiB through its address, as ORT does, and give it back.
 
-    Returns
-    -------
-    str
-        What is wrong, as a sentence; "" if torch's pool has grown by that, and shrunk again.
+    Returns what is wrong, in words; "" if torch's pool has grown by that, and shrunk again.
     """
     allocate = Allocate(gpu_caching_allocator_raw_alloc_address())
     free = Free(gpu_caching_allocator_raw_delete_address())

@@ -49,16 +49,8 @@ def register(
 ) -> None:
     """Put an optimizer into ORT's table; one of the same name, from a cell that is run again, is replaced.
 
-    Parameters
-    ----------
-    function
-        Changes a graph in place.
-    modules
-        Names of the classes that it is meant for, with "|" between them, or "all".
-    devices
-        "cpu", "cuda", "rocm", with "|" between them, or "all".
-    priority
-        Those with a higher one run first.
+    `function` changes a graph in place. `modules` are names of the classes that it is meant for, `devices` "cpu",
+    "cuda" or "rocm": several with "|" between them, or "all". Those with a higher `priority` run first.
     """
     unregister(function)
     _registry().register(modules, devices, priority, function)
@@ -74,13 +66,7 @@ def unregister(function: Callable[[GraphProto], None]) -> None:
 
 
 def registered(module_name: str) -> tuple[tuple[str, str], ...]:
-    """Describe the user's optimizers for a module as entries of a `Schema`: a graph depends on what they are.
-
-    Parameters
-    ----------
-    module_name
-        Name of the module's class.
-    """
+    """Describe the user's optimizers for a class of module as entries of a `Schema`: graphs depend on them."""
     entries = [entry for entry in _for_module(module_name) if not _switch(entry[0])]
     return tuple(
         (f"graph optimizer {_name(function)}", f"{id(function)} for {devices}, priority {priority}")

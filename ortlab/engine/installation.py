@@ -43,21 +43,11 @@ _NEIGHBOURS: Final = frozenset({"onnxruntime-extensions", "onnxruntime-tools", "
 
 @dataclass(frozen=True)
 class Distribution:
-    """One installed distribution that provides the package `onnxruntime`.
+    """One installed distribution that provides the package `onnxruntime`."""
 
-    Attributes
-    ----------
-    name
-        Normalised, as pip shows it: "onnxruntime-training-cpu".
-    version
-        As its metadata says, "1.19.2".
-    location
-        Folder that it is installed in.
-    """
-
-    name: str
-    version: str
-    location: Path
+    name: str  # normalised, as pip shows it: "onnxruntime-training-cpu"
+    version: str  # as its metadata says
+    location: Path  # folder that it is installed in
 
     @property
     def is_training(self) -> bool:
@@ -66,12 +56,9 @@ class Distribution:
 
 
 def distributions() -> tuple[Distribution, ...]:
-    """Every installed distribution that provides the package `onnxruntime`.
+    """Return every installed distribution that provides the package `onnxruntime`, sorted by name.
 
-    Returns
-    -------
-    tuple of Distribution
-        By name. More than one have overwritten each other's files.
+    If there are several, they have overwritten each other's files.
     """
     found: dict[str, Distribution] = {}
     for each in metadata.distributions():
@@ -94,26 +81,14 @@ def _provides_onnxruntime(name: str, distribution: metadata.Distribution) -> boo
 
 
 def check() -> None:
-    """Make sure that the installed packages can train with ONNX Runtime.
-
-    Raises
-    ------
-    InstallError
-        They cannot; the error holds the command that mends it.
-    """
+    """Raise `InstallError`, with the command that repairs it, unless the installed packages can train together."""
     check_python()
     check_packages()
     check_onnxruntime()
 
 
 def check_python() -> Version:
-    """Check the version of Python, and return it.
-
-    Raises
-    ------
-    InstallError
-        There is no onnxruntime-training 1.19.2 for this Python.
-    """
+    """Return the version of Python; raise `InstallError` if there is no onnxruntime-training 1.19.2 for it."""
     first, too_new = PYTHONS
     present = sys.version_info[:2]
     if not first <= present < too_new:
@@ -129,10 +104,7 @@ def check_python() -> Version:
 def check_packages() -> dict[str, str]:
     """Check the packages that ONNX Runtime trains with, and return their versions by name.
 
-    Raises
-    ------
-    InstallError
-        One is missing, too old or too new.
+    Raises `InstallError` where one is missing, too old or too new.
     """
     versions: dict[str, str] = {}
     for name, (first, too_new) in PACKAGES.items():
@@ -153,10 +125,8 @@ def check_packages() -> dict[str, str]:
 def check_onnxruntime() -> Distribution:
     """Check that exactly one training release of ONNX Runtime is installed, whole, and return it.
 
-    Raises
-    ------
-    InstallError
-        None is, another release or kind is, several are, or files have been overwritten or removed.
+    Raises `InstallError` where none is, another release or kind is, several are, files have been overwritten or
+    removed, or packages that it needs are missing.
     """
     found = distributions()
     if not found:
@@ -232,7 +202,7 @@ def _wanted(found: tuple[Distribution, ...]) -> str:
 
 
 def pip(*arguments: str) -> str:
-    """Command line of the pip that belongs to this very Python; a bare `pip` may be another one's."""
+    """Return a command line of the pip that belongs to this very Python; a bare `pip` may be another one's."""
     return shlex.join([sys.executable, "-m", "pip", *arguments])
 
 
@@ -255,12 +225,9 @@ def import_apart(name: str) -> None:
 
 @functools.cache
 def have() -> frozenset[Need]:
-    """Find out what switches can rely on here. The first call imports torch and onnxruntime.
+    """Find out what switches can rely on here; the first call imports torch and onnxruntime.
 
-    Returns
-    -------
-    frozenset of Need
-        What is present. A package that cannot be imported is not.
+    A package that cannot be imported is not part of the result.
     """
     present = {
         need

@@ -20,34 +20,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class Kept:
-    """A buffer that the forward fills and the backward reads, or the caller gets.
+    """A buffer that the forward fills and the backward reads, or the caller gets."""
 
-    Attributes
-    ----------
-    root
-        Name of the result that fills it, or of the graph's input that it is.
-    views
-        Names of the results over it, other than the root, that are read.
-    readers
-        Names of the backward nodes that read it.
-    returned
-        Whether the YieldOp reads it.
-    """
-
-    root: str
-    views: list[str] = field(default_factory=list)
-    readers: list[str] = field(default_factory=list)
-    returned: bool = False
+    root: str  # the result that fills it, or the graph's input that it is
+    views: list[str] = field(default_factory=list)  # results over it, other than the root, that are read
+    readers: list[str] = field(default_factory=list)  # backward nodes that read it
+    returned: bool = False  # whether the YieldOp reads it
 
 
 class ForwardOfGraph:
-    """The forward part of an execution graph.
-
-    Parameters
-    ----------
-    model
-        The execution graph of a training session.
-    """
+    """The forward part of a training session's execution graph."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
         graph = model.graph
@@ -61,7 +43,7 @@ class ForwardOfGraph:
 
     @cached_property
     def made(self) -> dict[str, tuple[int, int]]:
-        """By result: place of its node, and which of the node's outputs it is."""
+        """By result: the place of its node among `nodes`, and which of the node's outputs it is."""
         return {
             name: (place, output)
             for place, node in enumerate(self.nodes)
@@ -79,10 +61,7 @@ class ForwardOfGraph:
         return name
 
     def kept(self) -> tuple[Kept, ...]:
-        """Return the buffers that outlive the forward, in the order of their first reader.
-
-        Constants are none of them: they are there anyway.
-        """
+        """Return the buffers that outlive the forward, in the order of their first reader; constants are left out."""
         found: dict[str, Kept] = {}
         for node in (self._yield, *self._backward):
             for name in dict.fromkeys(node.input):

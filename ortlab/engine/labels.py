@@ -28,24 +28,14 @@ _IGNORED: Final = 3
 
 @dataclass(frozen=True)
 class LabelRange:
-    """What the labels of a graph's input may be.
+    """What the labels of a graph's input may be: 0 to `classes` - 1, or `ignored`."""
 
-    Attributes
-    ----------
-    read
-        Returns the labels from the arguments of a call.
-    classes
-        Labels are 0 to `classes` - 1,
-    ignored
-        or this; None where the loss leaves none out.
-    """
-
-    read: Callable[[Sequence[Any], Mapping[str, Any]], Any]
+    read: Callable[[Sequence[Any], Mapping[str, Any]], Any]  # returns the labels from the arguments of a call
     classes: int
-    ignored: int | None
+    ignored: int | None  # None where the loss leaves none out
 
     def holds(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Tell whether all labels of a call name a class; on other devices than the CPU the kernels look themselves."""
+        """Tell whether all labels of a call are allowed; on other devices than the CPU the kernels check them."""
         labels = self.read(args, kwargs)
         if not isinstance(labels, torch.Tensor) or labels.device.type != "cpu" or not labels.numel():
             return True
@@ -63,17 +53,9 @@ class LabelRange:
 def label_ranges(model: onnx.ModelProto, readers: Mapping[str, Any]) -> tuple[LabelRange, ...]:
     """Find the inputs of a graph whose values its losses take for numbers of classes.
 
-    Parameters
-    ----------
-    model
-        The exported graph with inferred shapes, before its optimisation.
-    readers
-        By the name of each input that a user gives: what returns it from the arguments of a call.
-
-    Returns
-    -------
-    tuple of LabelRange
-        Labels that are computed inside the model, and losses over an unknown number of classes, are left out.
+    `model` is the exported graph with inferred shapes, before its optimisation; `readers` has, for each input that a
+    user gives, a function that returns it from the arguments of a call. Labels that are computed inside the model, and
+    losses over an unknown number of classes, are left out.
     """
     graph = model.graph
     made_by = {output: node for node in graph.node for output in node.output}

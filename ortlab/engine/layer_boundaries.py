@@ -25,20 +25,11 @@ _ON_THE_WAY: Final = _NORMS | {"Dropout", "BitmaskDropout", "Cast"}
 
 
 def boundaries(graph: onnx.GraphProto, stashed: Collection[str]) -> frozenset[str]:
-    """Find what transformer layers hand to each other.
+    """Return the values that transformer layers hand to each other, among those that backward needs (`stashed`).
 
-    Parameters
-    ----------
-    graph
-        A training graph, as it is executed.
-    stashed
-        Values that backward needs.
-
-    Returns
-    -------
-    frozenset of str
-        Values among `stashed` that are enough to recompute a layer from: one for each attention whose residual was
-        found. Where a layer normalisation comes last, its input: its result is then recomputed, too.
+    They are enough to recompute a layer from: one for each attention whose residual is found. Where a layer
+    normalisation comes last, it is the normalisation's input, so that its result is recomputed, too. `graph` is a
+    training graph, as it is executed.
     """
     forward = _forward(graph)
     producers = {output: node for node in forward for output in node.output if output}
@@ -68,7 +59,7 @@ def _residual(
     readers: Mapping[str, list[onnx.NodeProto]],
     order: Mapping[int, int],
 ) -> str:
-    """Return the value that is added to the attention's result and that it was made of; empty if there is none."""
+    """Return the value that an attention is made of and that is added to its result; empty if there is none."""
     above = _ancestors(attention, producers)
     waiting = deque(node for value in attention.output for node in readers.get(value, ()))
     below = set(attention.output)

@@ -21,7 +21,7 @@ _arena: bool | None = None
 
 
 def install() -> None:
-    """Put the repair in. Calling it again changes nothing."""
+    """Install the repair; a second call changes nothing."""
     from onnxruntime import InferenceSession
 
     replace(InferenceSession, "_create_inference_session", _with_its_own_arena)

@@ -24,21 +24,10 @@ if TYPE_CHECKING:
 
 
 def node_flops(profile: Profile, model: torch.nn.Module, part: str = "") -> tuple[NodeFlops, ...]:
-    """Count the FLOPs of the step that was profiled last.
+    """Count the FLOPs of the step that was profiled last, node by node.
 
-    Parameters
-    ----------
-    profile
-        What was seen of an execution.
-    model
-        The whole model, which modules are named in.
-    part
-        Path of the wrapped part that was executed; empty for the whole model.
-
-    Raises
-    ------
-    ExecutionError
-        If no step has run to its end meanwhile.
+    `model` is the whole model, which modules are named in; `part` is the path of the wrapped part that was executed,
+    empty for the whole model. Raises ExecutionError if no step has run to its end meanwhile.
     """
     origins = _Origins(Places(model, part))
     graph = profile.graph
@@ -72,7 +61,7 @@ def node_flops(profile: Profile, model: torch.nn.Module, part: str = "") -> tupl
 
 
 class _Origins:
-    """Finds the module of each node, asked in the order in which they ran.
+    """Finds the module of each node; nodes have to be asked for in the order in which they ran.
 
     Nodes are named after their module, and so are those of their gradients. Those that ORT puts in without such a name
     take the module of what they read.
@@ -87,7 +76,7 @@ class _Origins:
         return self._of_value.get(name, "")
 
     def of(self, node: onnx.NodeProto) -> str:
-        """Return the path of the module; empty for the model itself."""
+        """Return the path of a node's module; empty for the model itself."""
         named = next((name for name in (node.name, *node.output) if "/" in name), "")
         if named:
             module = self._places.of_name(named[named.index("/") :]).module

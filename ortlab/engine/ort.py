@@ -58,41 +58,20 @@ _STATE: Final = (
 _NOTHING: Final = ("", "step")
 
 _NO_FAILURES: Final = (OrtlabError, _StopRecomputationError)
-"""What is raised on: explained already, or how torch.utils.checkpoint ends a recomputation."""
+"""What is passed on as it is: explained already, or how torch.utils.checkpoint ends a recomputation."""
 
 
 class OrtEngine:
     """Run a module on ONNX Runtime.
 
-    Parameters
-    ----------
-    module
-        The user's module.
-    original_forward
-        The module's own forward, for diagnosis and, where the user allows it, for fallback.
-    options
-        The switches; assign to `options` to change them, the next call rebuilds what they touch.
-    progress
-        Told about each stage of a build.
-    on_built
-        Told what was redone and how long it took, after each build and before the module runs.
-    log
-        Where what is said meanwhile is kept; by default in a log of its own.
-    instance_forward
-        The forward that stood on the object itself, if there was one; an export depends on its code.
-    part
-        Where the module is in a larger model, the rest of which PyTorch runs: its dotted path; empty for a whole model.
-        Autograd may then want gradients in eval mode, too, and calls may differ within a step: a layer that the model
-        uses twice, first for a batch and then for an activation, which requires a gradient.
+    Assign to `options` to change switches; the next call rebuilds what they touch. The module's `original_forward`
+    serves for diagnosis and, where the user allows it, for fallback. `instance_forward` is the forward that stood on
+    the object itself, if there was one: an export depends on its code. `on_built` is told what was redone and how long
+    it took, after each build and before the module runs.
 
-    Attributes
-    ----------
-    executed_by
-        Who executed the last call: "ort" or "fallback"; empty before the first.
-    fallback_reason
-        Why the last call fell back; empty if it did not.
-    rebuild_reason
-        Why the last build was needed, in words.
+    `part` is the module's dotted path in a larger model, the rest of which PyTorch runs; empty for a whole model.
+    Autograd may then want gradients in eval mode, too, and calls may differ within a step: a layer that the model uses
+    twice, first for a batch and then for an activation, which requires a gradient.
     """
 
     name = "ort"
@@ -112,9 +91,9 @@ class OrtEngine:
         self._part = part
         self._log = MessageLog() if log is None else log
         self.options = options
-        self.executed_by = ""
-        self.fallback_reason = ""
-        self.rebuild_reason = ""
+        self.executed_by = ""  # who executed the last call: "ort" or "fallback"; empty if nobody did
+        self.fallback_reason = ""  # empty if the last call did not fall back
+        self.rebuild_reason = ""  # why the last build was needed, in words
         self._module = module
         self._original_forward = original_forward
         self._progress = progress
@@ -133,12 +112,8 @@ class OrtEngine:
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the module's forward on ORT, after building what is missing or out of date.
 
-        Raises
-        ------
-        BuildError
-            Export, graph or session failed; the last working form is kept.
-        ExecutionError
-            ORT failed while it ran.
+        Raises BuildError where export, graph or session failed (the last working form is kept), and ExecutionError
+        where ORT failed while it ran.
         """
         refuse_transforms()
         schema = self._schema(args, kwargs)
@@ -184,13 +159,7 @@ class OrtEngine:
         return self._original_forward(*args, **kwargs)
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Build what a call of the module's forward needs, down to the session, and do not run it.
-
-        Raises
-        ------
-        BuildError
-            Export, graph or session failed.
-        """
+        """Build what a call of the forward needs, down to the session, without running it; may raise BuildError."""
         self._execution(self._schema(args, kwargs), args, kwargs)
 
     def _say_fallback(self, reason: str) -> None:
@@ -200,7 +169,7 @@ class OrtEngine:
         warnings.warn(text, FallbackWarning, stacklevel=2)
 
     def _say_absent_plans(self, execution: Execution) -> None:
-        """Say which recompute plans this model does not have: ORT passes over them without a word."""
+        """Say which recompute plans this model does not have: ORT passes over them silently."""
         from ortlab.engine.applied_plans import absent_words
 
         words = absent_words(execution)
@@ -247,23 +216,15 @@ class OrtEngine:
 
     @property
     def built_options(self) -> Options | None:
-        """Switches of what the next training call would find built; None if nothing is."""
+        """Switches of what the next training call would find built; None if nothing is built."""
         current = self._sessions.last()
         return None if current is None else current.options
 
     def stage_of(self, options: Options) -> str:
-        """Return what these options would redo at the next training call, for this module and its last input.
+        """Return what some options, which are not set, would redo at the next training call for the last input.
 
-        Parameters
-        ----------
-        options
-            The switches to ask about; they are not set.
-
-        Returns
-        -------
-        str
-            "export", "graph", "session", "step" (they act in the next step, with nothing to redo) or "" (nothing
-            changes). What was built before and is still kept counts as there.
+        That is "export", "graph", "session", "step" (they act in the next step, with nothing to redo) or "" (nothing
+        changes). What was built before and is still kept counts as there.
         """
         current = self._sessions.last()
         if current is None:
@@ -282,37 +243,18 @@ class OrtEngine:
     def execution(self) -> Execution:
         """The training execution, or the inference one where no training step has run.
 
-        Raises
-        ------
-        BuildError
-            Nothing has been built for the present options yet.
+        Raises BuildError where nothing has been built for the present options yet.
         """
         return self.execution_of(self.options)
 
     def execution_for(self, *, training: bool) -> Execution:
-        """Return what runs in one mode.
-
-        Raises
-        ------
-        BuildError
-            Nothing has been built for the present options in that mode yet.
-        """
+        """Return what runs in one mode; raises BuildError where nothing has been built for the present options yet."""
         return self.execution_of(self.options, training=training)
 
     def execution_of(self, options: Options, *, training: bool | None = None) -> Execution:
-        """Return what runs with some switches; nothing is built for that.
+        """Return what runs with some switches, without building; raises BuildError where nothing is built for them.
 
-        Parameters
-        ----------
-        options
-            The switches.
-        training
-            Which mode; by default training, or inference where no training step has run.
-
-        Raises
-        ------
-        BuildError
-            Nothing has been built for them yet.
+        Without a mode it is the training execution, or the inference one where no training step has run.
         """
         found = self.ready(options, training=training)
         if found is not None:
@@ -344,13 +286,7 @@ class OrtEngine:
         return next((one.execution for one in reversed(kept) if self._stage(one, options) in _NOTHING), None)
 
     def check_buildable(self, options: Options) -> None:
-        """Refuse to look for the graph of a model that ONNX Runtime has just refused with these switches.
-
-        Raises
-        ------
-        BuildError
-            PyTorch executed the last step as a fallback.
-        """
+        """Raise BuildError if PyTorch executed the last step with these switches, as a fallback: there is no graph."""
         if self._failed is not None and self._failed[1] == options:
             raise BuildError(
                 "There is no graph: PyTorch executed the last step, not ONNX Runtime.",
@@ -369,13 +305,7 @@ class OrtEngine:
         }
 
     def close(self, *, forget: bool = False) -> None:
-        """Free all sessions.
-
-        Parameters
-        ----------
-        forget
-            Whether to drop the exports and graphs as well, which are otherwise kept for the module's next lab.
-        """
+        """Free all sessions; the exports and graphs are kept for the module's next lab, unless `forget` drops them."""
         self._sessions.release()
         if forget:
             exports.forget(self._module)
@@ -416,7 +346,7 @@ class OrtEngine:
         return any(isinstance(one, torch.Tensor) and one.requires_grad for one in tensors)
 
     def _serves(self, built: Built, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Tell whether a call can run as it was built."""
+        """Tell whether what was built can run a call as it is."""
         return (
             built.kept.schema == schema
             and built.deterministic == torch.are_deterministic_algorithms_enabled()

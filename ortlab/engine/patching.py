@@ -20,16 +20,8 @@ _done: set[tuple[str, str, str]] = set()
 def replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replace ``owner.name`` by ``make(original)``, unless `make` has been applied there before.
 
-    Several replacements of one function nest; the one applied last is called first.
-
-    Parameters
-    ----------
-    owner
-        The class or module that holds the function.
-    name
-        The function's name there. A static method stays one.
-    make
-        Takes the present function, returns the one to put in its place.
+    `owner` is a class or a module; a static method stays one. Several replacements of one function nest; the one
+    applied last is called first.
     """
     place = f"{owner.__module__}.{owner.__qualname__}" if inspect.isclass(owner) else owner.__name__
     key = (place, name, f"{make.__module__}.{make.__qualname__}")

@@ -51,12 +51,8 @@ _BYTES: Final = {
 class Profile:
     """What is seen of an execution while its session is profiled.
 
-    Parameters
-    ----------
-    prefix
-        Where the profiler writes: a path that it completes.
-    graph
-        File that the session writes its graph to.
+    The profiler completes `prefix` to the path of the file that it writes; `graph` is the file that the session writes
+    its graph to.
     """
 
     def __init__(self, prefix: Path, graph: Path) -> None:
@@ -99,18 +95,11 @@ class Profile:
         return self._graph
 
     def kernels(self) -> Iterator[tuple[onnx.NodeProto, Mapping[str, Any], bool, float]]:
-        """Yield the nodes of the last step in the order in which they ran.
+        """Yield the nodes of the last step in the order in which they ran, as (node, event, backward, ms).
 
-        Yields
-        ------
-        node, event, backward, ms
-            The node, the profiler's event of it, whether it ran after the forward had returned, and the shortest time
-            of its kernel in ms.
-
-        Raises
-        ------
-        ExecutionError
-            If no step has run to its end meanwhile.
+        `event` is the profiler's; `backward` says whether the node ran after the forward had returned; `ms` is the
+        shortest time of its kernel in the profiled steps. Raises ExecutionError if no step has run to its end
+        meanwhile.
         """
         rounds = _steps(self._events, len(self._graph.node) - 1)
         if not rounds:
@@ -120,18 +109,7 @@ class Profile:
             yield node, event, position >= behind, min(one[position]["dur"] for one, _ in rounds) / 1000
 
     def trace(self, plans: Sequence[str], order: str) -> Trace:
-        """Return what the profiler saw.
-
-        Parameters
-        ----------
-        plans, order
-            See `Trace`.
-
-        Raises
-        ------
-        ExecutionError
-            If no step has run to its end meanwhile.
-        """
+        """Return what the profiler saw; raises ExecutionError if no step has run to its end meanwhile."""
         return read_trace(
             self._events, self._graph, held=self._held, given=self._given, plans=tuple(plans), order=order
         )
@@ -139,14 +117,10 @@ class Profile:
 
 @contextmanager
 def profiled(execution: Execution, *, memory_efficient_order: bool = False) -> Iterator[Profile]:
-    """Let an execution run in a session that is profiled; afterwards it has its own session again.
+    """Let a training execution run in a session that is profiled; afterwards it has its own session again.
 
-    Parameters
-    ----------
-    execution
-        A training execution.
-    memory_efficient_order
-        Whether nodes run in the order that ORT gives to sessions with plans, though there may be none.
+    With `memory_efficient_order` nodes run in the order that ORT gives to sessions with plans, though there may be
+    none.
     """
     with tempfile.TemporaryDirectory(prefix="ortlab-") as folder:
         profile = Profile(Path(folder) / "profile", Path(folder) / "execution.onnx")
@@ -165,23 +139,9 @@ def read_trace(
 ) -> Trace:
     """Make the trace of one step from a profile of several alike.
 
-    Parameters
-    ----------
-    events
-        The profiler's events, in order.
-    graph
-        The execution graph.
-    held
-        Which inputs of the YieldOp PyTorch still held when the backward started.
-    given
-        Bytes of each output of the YieldOp, as PyTorch gave them.
-    plans, order
-        See `Trace`.
-
-    Raises
-    ------
-    ExecutionError
-        If there is no forward with a backward behind it.
+    `events` are the profiler's, in order; `held` says which inputs of the YieldOp PyTorch still held when the backward
+    started, by position; `given` has the bytes of each output of the YieldOp, as PyTorch gave them. Raises
+    ExecutionError if there is no forward with a backward behind it.
     """
     boundary = next(node for node in graph.node if node.op_type == "YieldOp")
     rounds = _steps(events, len(graph.node) - 1)
@@ -227,7 +187,7 @@ def _nothing_profiled() -> ExecutionError:
 
 
 def _in_order(events: Sequence[Mapping[str, Any]], graph: onnx.GraphProto) -> list[onnx.NodeProto]:
-    """Find the node of each event; those that ORT made without a name go by operator, once their inputs are there."""
+    """Find the node of each event; those that ORT left without a name go by operator, once their inputs are there."""
     named = {node.name: node for node in graph.node if node.name}
     nameless = [node for node in graph.node if not node.name]
     made_here = {name for node in graph.node for name in node.output if name and node.op_type != "YieldOp"}
@@ -255,7 +215,7 @@ def _in_order(events: Sequence[Mapping[str, Any]], graph: onnx.GraphProto) -> li
 def _steps(events: Sequence[Mapping[str, Any]], count: int) -> list[tuple[list[Mapping[str, Any]], int]]:
     """Return the kernels of each step, and how many of them ran before its backward.
 
-    ORT writes one event more at the end of each pass. A forward that no backward follows is left out.
+    ORT writes an extra event at the end of each pass. A forward that no backward follows is left out.
     """
     passes: list[list[Mapping[str, Any]]] = [[]]
     for event in events:

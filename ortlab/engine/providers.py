@@ -23,17 +23,7 @@ _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 def check_device(device: torch.device, available: Collection[str]) -> None:
     """Refuse a device that the installed ONNX Runtime cannot execute on, before anything is exported.
 
-    Parameters
-    ----------
-    device
-        Where the model's parameters are.
-    available
-        Execution providers: `onnxruntime.get_available_providers()`.
-
-    Raises
-    ------
-    BuildError
-        If there is no provider for the device, or a library that it needs.
+    Raises BuildError if there is no provider for it among the `available` ones, or a library that it needs is missing.
     """
     provider = PROVIDERS.get(device.type)
     if provider is None:
@@ -55,14 +45,9 @@ def check_device(device: torch.device, available: Collection[str]) -> None:
 def device_made_current(device: torch.device) -> AbstractContextManager[object]:
     """Make a GPU the current one of this thread while a session of it is made or run; nothing on the CPU.
 
-    PyTorch trains a model on cuda:1 while cuda:0 is current. ORT's session would take its memory from torch's pool of
-    the current GPU then (`ortlab.engine.gpu_allocator`, and the extension that it stands in for), and leave its own GPU
-    current behind it.
-
-    Parameters
-    ----------
-    device
-        Of the model.
+    PyTorch trains a model on cuda:1 while cuda:0 is current. ORT's session would then take its memory from torch's pool
+    of the current GPU (`ortlab.engine.gpu_allocator`, and the extension that it stands in for), and would leave its own
+    GPU the current one.
     """
     if device.type != "cuda":
         return nullcontext()
@@ -72,13 +57,7 @@ def device_made_current(device: torch.device) -> AbstractContextManager[object]:
 
 
 def check_gpu() -> None:
-    """Make sure that PyTorch and ONNX Runtime both see a GPU.
-
-    Raises
-    ------
-    InstallError
-        They do not; it says which of them does not, and why.
-    """
+    """Raise InstallError unless PyTorch and ONNX Runtime both see a GPU; the error says why they do not."""
     import onnxruntime
     import torch
 
@@ -100,23 +79,10 @@ def check_gpu() -> None:
 def gpu_faults(
     torch_version: str, torch_cuda: str | None, gpus: int, available: Collection[str], visible: str | None
 ) -> list[str]:
-    """Say why no GPU can be used.
+    """Say in sentences why no GPU can be used; none if one can be used.
 
-    Parameters
-    ----------
-    torch_version, torch_cuda
-        Of PyTorch, and of the CUDA that it was built for; None if for none.
-    gpus
-        How many PyTorch sees.
-    available
-        Execution providers: `onnxruntime.get_available_providers()`.
-    visible
-        The variable CUDA_VISIBLE_DEVICES; None if it is not set.
-
-    Returns
-    -------
-    list of str
-        Sentences; empty if one can be used.
+    `torch_cuda` is the CUDA that PyTorch was built for (None if for none), `gpus` how many PyTorch sees, and `visible`
+    the variable CUDA_VISIBLE_DEVICES (None if it is not set).
     """
     lacking = []
     if torch_cuda is None:
@@ -130,17 +96,9 @@ def gpu_faults(
 
 
 def check_libraries(found: Collection[cuda_libraries.Found]) -> None:
-    """Refuse to go on without a library of CUDA 11 that the provider needs.
+    """Raise BuildError if a library of CUDA 11 that the provider needs is missing.
 
-    Parameters
-    ----------
-    found
-        What `cuda_libraries.examine` found.
-
-    Raises
-    ------
-    BuildError
-        It names each that is missing, what was found in its place, and the command that installs all of them.
+    The error names each that is missing, what was found in its place, and the command that installs all of them.
     """
     lacking = [one for one in found if not one.serves]
     if not lacking:

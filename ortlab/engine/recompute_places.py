@@ -36,20 +36,10 @@ class _Found(NamedTuple):
 
 
 def find_places(lines: Sequence[Line], graph: onnx.GraphProto) -> RecomputePlaces:
-    """Read the places from ORT's messages.
+    """Read the places from ORT's messages; they come in the order of the forward.
 
-    Parameters
-    ----------
-    lines
-        What it said at VERBOSE while it was asked for its plans anywhere in the graph (``recompute_analysis.cc``,
-        ``CheckNodeForRecompute``): node by node from the graph's end to its start.
-    graph
-        The graph that it looked at.
-
-    Returns
-    -------
-    RecomputePlaces
-        In the order of the forward.
+    `lines` are what it said at VERBOSE while it was asked for its plans anywhere in `graph` (``recompute_analysis.cc``,
+    ``CheckNodeForRecompute``): node by node from the graph's end to its start.
     """
     makers = {output: node for node in graph.node for output in node.output if output}
     outputs: dict[str, list[str]] = {}
@@ -107,7 +97,7 @@ class _Nameless:
                 self._left.setdefault(node.op_type, []).append(_known_as(node))
 
     def next(self, operator: str) -> str:
-        """Return what the next one that ORT looks at is known as."""
+        """Return what the next node of an operator that ORT looks at is known as; empty if none is left."""
         left = self._left.get(operator)
         return left.pop() if left else ""
 
@@ -118,20 +108,7 @@ def _known_as(node: onnx.NodeProto) -> str:
 
 
 def check_places(places: RecomputePlaces, report: str) -> None:
-    """Compare the places that were found with those that ORT counts.
-
-    Parameters
-    ----------
-    places
-        What was found.
-    report
-        ORT's MemoryInsight table of the same graph.
-
-    Raises
-    ------
-    BuildError
-        If they are not the same.
-    """
+    """Raise BuildError unless the places found are those that ORT counts in `report`, its MemoryInsight table."""
     counted: Counter[tuple[str, int]] = Counter()
     for row in insight.read(report).rows:
         counted.update({(option.cluster, option.strategy): row.places for option in row.options})

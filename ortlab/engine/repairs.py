@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def install_all() -> None:
-    """Mend everything that is mended by replacing a function. Calling it again changes nothing."""
+    """Install every repair that replaces a function; a second call changes nothing."""
     arguments.install()
     buffers.install()
     gradient_stops.install()
@@ -86,7 +86,7 @@ def _raise_refusal(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refusal_in(error: BaseException | None) -> BuildError | None:
-    """Find the BuildError among the exceptions that led to one."""
+    """Return the BuildError among an exception and those that led to it; None if there is none."""
     pending, seen = [error], set[int]()
     while pending:
         error = pending.pop()
@@ -209,7 +209,7 @@ _RETIREMENTS: Final = (
 
 
 def install_export_silence() -> None:
-    """Keep quiet that torch's TorchScript exporter will be retired: ORTModule has no other.
+    """Ignore the warnings that torch's TorchScript exporter will be retired: ORTModule has no other.
 
     All other warnings of an export pass, above all those of the tracer, which may be about the user's model.
     """
@@ -268,10 +268,10 @@ _SPREAD: Final = 1_103_515_245
 def install_seed() -> None:
     """Let ``torch.manual_seed(0)`` give different dropout masks in the first two steps.
 
-    On the CPU, ONNX Runtime draws dropout masks from ``std::default_random_engine``, seeded with a counter that
-    starts at the seed. That engine (minstd) treats seed 0, and every multiple of 2**31 - 1, as seed 1. And seed 8 would
-    give in its first step the masks that seed 7 gave in its second: runs under seeds that follow one another, as they
-    are taken for error bars, would share their masks. So seeds are spread first.
+    On the CPU, ONNX Runtime draws dropout masks from ``std::default_random_engine``, seeded with a counter that starts
+    at the seed. That engine (minstd) treats seed 0, and every multiple of 2**31 - 1, as seed 1. And seed 8 would give
+    in its first step the masks that seed 7 gave in its second: runs under consecutive seeds, which people take for
+    error bars, would share their masks. So seeds are spread first.
     """
     from onnxruntime.training import ortmodule
 
@@ -314,7 +314,7 @@ def _count_buffers_in(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _argument(access: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Return an argument, or for a number something that needs no gradient either."""
+    """Return an argument or, instead of a number, an empty tensor, which needs no gradient either."""
     import torch
 
     value = access(args, kwargs)

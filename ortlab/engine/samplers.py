@@ -31,7 +31,7 @@ def samplers() -> tuple[Any, Any]:
 
 
 def install(sampler: Any, batch_sampler: Any) -> None:
-    """Mend both classes; a second call changes nothing."""
+    """Repair both classes; a second call changes nothing."""
     replace(sampler, "_sort_shard_and_shuffle_dataset", _sort_in_each_epoch)
     replace(batch_sampler, "generate_batches", _as_many_for_each_rank)
 

@@ -42,23 +42,11 @@ def read_activations(
     part: str = "",
     sizes: Mapping[str, int] | None = None,
 ) -> SavedActivations:
-    """Read what an execution keeps for its backward, with the memory plans that it applies.
+    """Read what a training execution keeps for its backward, with the memory plans that it applies.
 
-    Parameters
-    ----------
-    execution
-        A training execution.
-    model
-        The whole model, which modules are named in.
-    part
-        Path of the wrapped part that is executed; empty for the whole model.
-    sizes
-        Bytes by name of a result, as a profiled step has seen them: for what the graph does not tell.
-
-    Raises
-    ------
-    BuildError
-        If the execution has no backward.
+    `model` is the whole model, which modules are named in; `part` is the path of the wrapped part that is executed,
+    empty for the whole model. `sizes` has bytes by name of a result, as a profiled step has seen them: for what the
+    graph does not tell. Raises BuildError if the execution has no backward.
     """
     if not execution.training:
         raise BuildError(
@@ -80,18 +68,8 @@ def with_plans(
 ) -> SavedActivations:
     """Say for each activation which plans remove it, and for each plan what it does to the saved activations.
 
-    Each plan is applied alone, in a session that never runs; that is asked once for each graph.
-
-    Parameters
-    ----------
-    activations
-        What the execution keeps.
-    execution, model, part
-        As for `read_activations`.
-    configs
-        The plans.
-    tell
-        Told about each session.
+    Each plan in `configs` is applied alone, in a session that never runs, once for each graph. The execution, `model`
+    and `part` are those of `read_activations`.
     """
     effects = []
     try:
@@ -113,13 +91,13 @@ def with_plans(
 
 
 _ACTIVATIONS: Final[WeakKeyDictionary[BuiltGraph, dict[object, SavedActivations]]] = WeakKeyDictionary()
-"""By graph, then by what decides what a session makes of it: to read it takes another session."""
+"""By graph, then by the options and plans of the session: reading takes another session."""
 
 
 def _activations(
     execution: Execution, model: torch.nn.Module, part: str, plans: tuple[str, ...] | None
 ) -> SavedActivations:
-    """Read the graph with these plans, or, with None, with those that are applied."""
+    """Read the graph with these plans; None means with those that are applied."""
     known = _ACTIVATIONS.setdefault(execution.built, {})
     applied = execution.plans if plans is None else plans
     question = (execution.options, applied)
@@ -190,7 +168,7 @@ def _shape(
 ) -> tuple[Shape | None, tuple[int, ...] | None]:
     """Return the shape of a buffer, symbolic and in numbers; a view of it has as many elements.
 
-    A symbolic shape that comes to other numbers is none.
+    A symbolic shape that comes to another number of elements than the numbers is left out.
     """
     names = (kept.root, *kept.views)
     shape = next((found for name in names if (found := shapes.shape(name)) is not None), None)

@@ -31,13 +31,8 @@ def call_schema(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Schema:
     """Describe the inputs of a call as far as an export depends on them.
 
     Sizes are left out, since they are symbolic in the exported graph, except those of 1, which are not (see
-    `input_sizes`); dtype, number of dimensions, device and `requires_grad` of each tensor are in. So are the values of
-    Python numbers, strings, booleans and None, because tracing follows one branch for one value.
-
-    Parameters
-    ----------
-    args, kwargs
-        The arguments of the module's forward.
+    `input_sizes`), and of 0; dtype, number of dimensions, device and `requires_grad` of each tensor are in. So are the
+    values of Python numbers, strings, booleans and None, because tracing follows one branch for one value.
     """
     entries = list(_leaves("input", list(args)))
     for name, value in kwargs.items():
@@ -46,13 +41,7 @@ def call_schema(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Schema:
 
 
 def surroundings(device_type: str) -> Schema:
-    """Describe what a trace finds around the call: automatic mixed precision, and the dtype of new tensors.
-
-    Parameters
-    ----------
-    device_type
-        Where the module is: "cpu" or "cuda".
-    """
+    """Describe what a trace finds around the call: automatic mixed precision, and the dtype of new tensors."""
     mixed = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
     precision = str(torch.get_autocast_dtype(device_type)) if mixed else "off"
     return (("autocast", precision), ("default dtype", str(torch.get_default_dtype())))
@@ -61,21 +50,15 @@ def surroundings(device_type: str) -> Schema:
 def module_schema(module: torch.nn.Module, functions: Iterable[object] = ()) -> Schema:
     """Describe a module as far as an export depends on it, in terms that another process would use, too.
 
-    - Of each part its class, the code of that class, whether it trains, its forward hooks (but a `Looker`), and what
+    - Of each part its class, the code of that class, whether it trains, its hooks (but a `Looker`), and what
       a trace makes a constant of: numbers, flags, texts, tensors and functions among its attributes, also in lists
-      and dicts.
+      and dicts. Hooks on the module itself do not count, as its caller runs them.
     - Of the model's `config` the same.
     - Of each parameter and buffer its dtype, shape, device, `requires_grad` and the name it is tied to; not its values,
       which ORT reads anew in each step. Buffers that are not in the `state_dict` are constants, with their values.
 
-    Out of sight are global variables and functions that a forward uses, and what is inside objects of other classes.
-
-    Parameters
-    ----------
-    module
-        The module. Hooks on itself do not count, as its caller runs them.
-    functions
-        More functions that its forward consists of.
+    `functions` are more functions that its forward consists of. Out of sight are global variables and functions that a
+    forward uses, and what is inside objects of other classes.
     """
     entries: list[Entry] = [
         (f"config.{key}", baked_in.describe(value)) for key, value in _settings(module).items()
@@ -115,14 +98,9 @@ def module_schema(module: torch.nn.Module, functions: Iterable[object] = ()) -> 
 class ModuleReader:
     """Reads what `module_schema` describes, and which tensors it is about, fast enough for every step.
 
-    Equal states have equal schemas. Of an unequal one the schema has to be made to see whether the difference matters:
+    Equal states have equal schemas. If states differ, the schema has to be made to see whether the difference matters:
     a parameter that was replaced by another of its kind needs no new export, only to be handed to ORT. A reader keeps
     what it has seen of the module's structure and code; after a change, make another.
-
-    Parameters
-    ----------
-    module, functions
-        As for `module_schema`.
     """
 
     def __init__(self, module: torch.nn.Module, functions: Iterable[object] = ()) -> None:
@@ -206,8 +184,8 @@ def difference(before: Schema, after: Schema) -> str:
 def _constant_names(attributes: Mapping[str, object]) -> tuple[str, ...]:
     """Name the attributes of a part that a trace bakes into a graph as constants, branches or code.
 
-    A list of nothing but the part's own parameters and buffers is none, such as the `_flat_weights` of an LSTM: these
-    are read anew in each step.
+    A list of nothing but the part's own parameters and buffers does not count, such as the `_flat_weights` of an LSTM:
+    these are read anew in each step.
     """
     tables: Any = attributes
     own = {id(one) for table in ("_parameters", "_buffers") for one in tables[table].values()}

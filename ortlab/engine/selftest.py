@@ -21,13 +21,9 @@ Findings: TypeAlias = dict[str, Any]
 
 
 def load() -> Findings:
-    """Import ORTModule beside the installed torch.
+    """Import ORTModule beside the installed torch; return the versions imported and the state of the extensions.
 
-    Returns
-    -------
-    dict
-        "torch" and "onnxruntime": the versions imported; "aten", "functions", "cache": see
-        `ortlab.engine.extensions.ExtensionStatus`.
+    "aten", "functions" and "cache" are those of `ortlab.engine.extensions.ExtensionStatus`.
     """
     from ortlab import engine
     from ortlab.engine import extensions
@@ -44,13 +40,9 @@ def load() -> Findings:
 def devices() -> Findings:
     """Look for the driver, GPUs, and what ONNX Runtime needs to use them.
 
-    Returns
-    -------
-    dict
-        "driver", "driver_fault": see `ortlab.engine.cuda_libraries.Driver`; "gpus": a dict for each GPU that torch
-        sees, with its name, compute capability, and free and total memory in bytes (None where it cannot be asked);
-        "torch_cuda": CUDA version that torch was built for, or None; "providers": execution providers that ORT has;
-        "libraries": see `ortlab.engine.cuda_libraries.Found`, empty unless ORT has a CUDA provider.
+    "driver" and "driver_fault" are those of `ortlab.engine.cuda_libraries.Driver`; "gpus" are those that torch sees,
+    with free and total memory in bytes (None where it cannot be asked); "torch_cuda" is the CUDA that torch was built
+    for, or None; "libraries" are `ortlab.engine.cuda_libraries.Found`, none unless ORT has a CUDA provider.
     """
     import onnxruntime
     import torch
@@ -85,10 +77,7 @@ def _gpu(index: int) -> Findings:
 def provider() -> Findings:
     """Load ORT's CUDA provider, where there is a driver and every library; it ends the process if it cannot start.
 
-    Returns
-    -------
-    dict
-        "loaded": whether it was; "why" it was not tried.
+    "why" says why it was not tried.
     """
     file = cuda_libraries.provider()
     if file is None:
@@ -109,10 +98,7 @@ def provider() -> Findings:
 def on_gpu() -> Findings:
     """Take the step of `train` on the first GPU, with ORT's memory from torch's pool; nothing where there is none.
 
-    Returns
-    -------
-    dict
-        See :func:`_compare`, and "allocator": what is wrong with the bridge; empty if there is no GPU.
+    "allocator" says what is wrong with the bridge to that pool; the rest is from `_compare`.
     """
     import torch
 
@@ -126,13 +112,7 @@ def on_gpu() -> Findings:
 
 
 def train() -> Findings:
-    """Take one step of an embedding, which ORT calls PyTorch back for, and a 4-unit linear layer.
-
-    Returns
-    -------
-    dict
-        See :func:`_compare`.
-    """
+    """Take one step of an embedding, which ORT calls PyTorch back for, and a 4-unit linear layer."""
     import torch
 
     model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4))
@@ -140,13 +120,7 @@ def train() -> Findings:
 
 
 def functions() -> Findings:
-    """Take one step of a 4-unit linear layer and an autograd Function, which ORT calls back as Python code.
-
-    Returns
-    -------
-    dict
-        See :func:`_compare`.
-    """
+    """Take one step of a 4-unit linear layer and an autograd Function, which ORT calls back as Python code."""
     import torch
 
     class Square(torch.autograd.Function):
@@ -173,18 +147,10 @@ def functions() -> Findings:
 
 
 def _compare(model: torch.nn.Module, value: torch.Tensor) -> Findings:
-    """Take a step with PyTorch and one with ORT.
+    """Take a step with PyTorch and one with ORT; raises RuntimeError where it was not ORT that took it.
 
-    Returns
-    -------
-    dict
-        "difference": largest difference of the loss and the gradients, relative to the largest value of each;
-        "nodes": types of the nodes that call PyTorch back.
-
-    Raises
-    ------
-    RuntimeError
-        It was not ORT that took the step.
+    "difference" is the largest difference of the loss and the gradients, relative to the largest value of each; "nodes"
+    are the types of the nodes that call PyTorch back.
     """
     from ortlab import engine
 
@@ -201,7 +167,7 @@ def _compare(model: torch.nn.Module, value: torch.Tensor) -> Findings:
 
 
 def _step(model: torch.nn.Module, value: torch.Tensor) -> list[torch.Tensor]:
-    """Loss and the gradient of each parameter; the gradients are cleared."""
+    """Return the loss and the gradient of each parameter; the gradients are cleared."""
     loss = model(value).square().mean()
     loss.backward()
     gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
@@ -220,12 +186,9 @@ STAGES: Final[dict[str, Callable[[], Findings]]] = {
 
 
 def main() -> int:
-    """Run the stages one after the other.
+    """Run the stages one after the other, and return 1 if a stage failed, otherwise 0.
 
-    Returns
-    -------
-    int
-        0, or 1 if a stage failed; its line has "error" and "fix". Without ORTModule there are no more stages.
+    The line of a stage that failed has "error" and "fix". Without ORTModule there are no more stages.
     """
     failed = False
     for stage, run in STAGES.items():

@@ -142,15 +142,7 @@ class _SessionOptions:
                 self._execution_agent, self.recomputes = agent, recomputes
 
     def create_session(self, plans: Sequence[str], kept: Kept = ()) -> None:
-        """Create the session that the manager runs.
-
-        Parameters
-        ----------
-        plans
-            Memory plans that are applied, each in all its places.
-        kept
-            Results, by node, that no plan recomputes.
-        """
+        """Create the session that the manager runs; each plan acts in all its places, but for results in `kept`."""
         deterministic = torch.are_deterministic_algorithms_enabled()
         _use_deterministic_algorithms(deterministic)
         runtime = self._runtime_options  # type: ignore[attr-defined]
@@ -237,13 +229,7 @@ class _ReleasedAgent:
     """What is left of an agent whose session was freed: it tells a backward that comes too late why it cannot run."""
 
     def run_backward(self, feeds: Any, fetches: Any, state: Any) -> None:  # noqa: ARG002 - as TrainingAgent
-        """Refuse.
-
-        Raises
-        ------
-        ExecutionError
-            Always.
-        """
+        """Raise an ExecutionError that says why."""
         raise ExecutionError(
             "The ONNX Runtime session that ran this forward has been freed.",
             why="A switch or the input's schema was changed and the model called again, or the model was unwrapped, "
@@ -253,7 +239,7 @@ class _ReleasedAgent:
 
 
 def released_agent(agent: Any) -> Any:
-    """Return what stands in for an agent that is let go: nothing for one that had not been made."""
+    """Return what stands in for an agent whose session is freed; None if there was no agent yet."""
     return None if agent is None else _ReleasedAgent()
 
 
@@ -277,14 +263,8 @@ class _Training(_SessionOptions, TorchBackward, GuardedBackward, TrainingManager
     def probe_places(self) -> tuple[list[Line], bytes, Answer]:
         """Ask a session without plans where it would recompute, and have it explain every place.
 
-        Returns
-        -------
-        lines : list of Line
-            What ORT's memory optimizer said.
-        graph : bytes
-            The graph that the session executes, as a serialised ONNX model.
-        answer : tuple
-            What it answered, as `probe_memory`.
+        Returns what ORT's memory optimizer said, the graph that the session executes, as a serialised ONNX model, and
+        what it answered, as `probe_memory`.
         """
         agent, level = self._execution_agent, self._runtime_options.memory_optimization_level
         recomputes = self.recomputes
@@ -334,27 +314,10 @@ class _FlattenedModule(_io._FlattenedModule):  # type: ignore[misc] # untyped ba
 def make_manager(
     module: torch.nn.Module, options: Options, log: MessageLog, *, training: bool, part: str = ""
 ) -> Any:
-    """Make the manager that ORTModule would make, with these options.
+    """Make the manager that ORTModule would make, with these options; it has not exported anything yet.
 
-    Call it inside `build_environment`: 1.19.2 reads most options from the environment in its constructor.
-
-    Parameters
-    ----------
-    module
-        The user's module.
-    options
-        The switches.
-    log
-        Where what it says is kept.
-    training
-        Whether it shall build a gradient graph.
-    part
-        The module's path in the model that it is a part of; empty for a whole model.
-
-    Returns
-    -------
-    _Training or _Inference
-        A manager that has not exported anything yet.
+    Call it inside `build_environment`: 1.19.2 reads most options from the environment in its constructor. `part` is the
+    module's path in the model that it is a part of; empty for a whole model.
     """
     # 1.19.2 looks at permission bits only, and may trip over the folder in the export.
     check_onnx_folder(options)
@@ -404,10 +367,7 @@ def register_operators(opset: int) -> None:
 def seed(value: int) -> None:
     """Seed ONNX Runtime's own generator, from which its Dropout draws; its state cannot be read, only set.
 
-    Parameters
-    ----------
-    value
-        At least 2: seeds 0 and 1 start the same stream on the CPU (row T13).
+    The value is at least 2: seeds 0 and 1 start the same stream on the CPU (row T13).
     """
     onnxruntime.set_seed(value)
 

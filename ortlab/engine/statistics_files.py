@@ -102,7 +102,7 @@ def _right_statistics(_original: Callable[..., Any]) -> Callable[..., None]:
 
 
 def _printed(sample: torch.Tensor) -> str:
-    """Print a tensor as upstream does, who leaves these settings behind for the user's own prints."""
+    """Return a tensor's text as upstream prints it; upstream leaves these settings behind for the user's own prints."""
     before = dict(vars(torch._tensor_str.PRINT_OPTS))
     torch.set_printoptions(precision=6, linewidth=128)
     try:

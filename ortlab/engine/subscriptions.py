@@ -61,18 +61,8 @@ def seen_in_each_step(
 ) -> torch.Tensor:
     """Return a tensor with its value, and let two functions see it and its gradient whenever they are computed.
 
-    Parameters
-    ----------
-    name
-        What to call it.
-    tensor
-        The tensor.
-    run
-        Upstream's `RuntimeStates`.
-    module_index
-        Number of the module that it is the output of; None for none.
-    forward, backward
-        See copies of the tensor and of its gradient.
+    They see copies. `run` is upstream's `RuntimeStates`; `module_index` is the number of the module that the tensor is
+    the output of, None for none.
     """
     inspect: Any = hooks()._statistics_subscriber._InspectActivation
     seen: torch.Tensor = inspect.apply(name, module_index, run, tensor, forward, backward)
@@ -83,12 +73,7 @@ def seen_in_each_step(
 def subscribed(module: torch.nn.Module, subscribers: Sequence[Any]) -> Iterator[None]:
     """Let subscribers see a module in the block; hooks and attributes are afterwards as they were.
 
-    Parameters
-    ----------
-    module
-        The module that steps call.
-    subscribers
-        Objects of upstream's `SubscriberBase`.
+    The module is the one that steps call; subscribers are objects of upstream's `SubscriberBase`.
     """
     # One of its own: upstream's shared one drops whoever is subscribed already.
     shared: Any = hooks()._subscriber_manager.SubscriberManager()

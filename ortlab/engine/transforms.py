@@ -11,12 +11,9 @@ from ortlab.errors import ExecutionError
 
 
 def refuse_transforms() -> None:
-    """Say so where a call comes from inside a transform, whose tensors ONNX Runtime cannot see through.
+    """Raise ExecutionError if a call comes from inside a transform, whose tensors ONNX Runtime cannot see through.
 
-    Raises
-    ------
-    ExecutionError
-        In `torch.func.grad`, `vmap`, `jvp`, `jacrev` and their like, and in `torch.autograd.forward_ad.dual_level`.
+    That is in `torch.func.grad`, `vmap`, `jvp`, `jacrev` and their like, and in `torch.autograd.forward_ad.dual_level`.
     """
     functorch: Any = torch._C._functorch
     layer = functorch.peek_interpreter_stack()

@@ -49,15 +49,7 @@ def prepare(options: Options) -> None:
 def stepping(
     options: Options, collecting: Callable[[], AbstractContextManager[None]] | None
 ) -> Iterator[None]:
-    """Let kernels that are generated in a step of this lab ask for its options.
-
-    Parameters
-    ----------
-    options
-        Those of the session that runs.
-    collecting
-        Makes another block to be in meanwhile, if there is one.
-    """
+    """Let kernels generated in a step of this lab ask for its options, in the block of `collecting`, if any."""
     with building_with(options), nullcontext() if collecting is None else collecting():
         yield
 
@@ -76,7 +68,7 @@ def _configuration_of_build(_original: Callable[[], str]) -> Callable[[], str]:
 
 
 def _apart_while_debugging(original: Callable[..., int]) -> Callable[..., int]:
-    """Look a kernel up anew, since its code is written out only when it is generated."""
+    """Give kernels keys of their own for debugging: a kernel's code is written out only when it is generated."""
 
     def gen_key(*args: Any) -> int:
         return hash((original(*args), acts("triton_debug")))

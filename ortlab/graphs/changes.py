@@ -39,27 +39,14 @@ class Changed:
 
 
 class Changes:
-    """The differences of two aligned graphs.
-
-    Attributes
-    ----------
-    repeated, repeated_before
-        Copies of nodes that run again in backward, in `after` only and in `before` only.
-    moved
-        Nodes that do the same elsewhere.
-    rewritten
-        Nodes of `before`, and those of `after` that make their results instead.
-    removed, added
-        The other nodes that are in one graph only.
-    changed
-        What is different about nodes that are in both.
-    """
+    """The differences of two aligned graphs."""
 
     def __init__(self, alignment: Alignment) -> None:
         self._both = alignment
         before, after = alignment.before, alignment.after
         old = [number for number in before.order if number not in alignment.forth]
         new = [number for number in after.order if number not in alignment.back]
+        # Copies of nodes that run again in backward.
         self.repeated_before = [number for number in old if is_copy(before.nodes[number])]
         self.repeated = [number for number in new if is_copy(after.nodes[number])]
         old = [number for number in old if not is_copy(before.nodes[number])]
@@ -121,11 +108,6 @@ class Sizes:
     ORT names a size that two inputs share after either of them, in one process after this and in another after that;
     and names that shape inference makes up mean nothing. A name is another size only if the other graph does not have
     it, while the name that it takes the place of is still there.
-
-    Parameters
-    ----------
-    before, after
-        Types and shapes by name of the value.
     """
 
     def __init__(self, before: Mapping[str, Value], after: Mapping[str, Value]) -> None:
@@ -171,33 +153,20 @@ def _is_nameless(size: int | str) -> bool:
 
 @dataclass(frozen=True)
 class Regions:
-    """The nodes that are in one of two graphs only, by what became of them.
+    """The nodes that are in one of two graphs only, by what became of them."""
 
-    Attributes
-    ----------
-    rewritten
-        Nodes of the first graph, and those of the second that make their results instead.
-    removed, added
-        The others.
-    """
-
+    # Nodes of the first graph, and those of the second that make their results instead.
     rewritten: list[tuple[tuple[int, ...], tuple[int, ...]]]
-    removed: list[int]
-    added: list[int]
+    removed: list[int]  # neither rewritten nor in the second graph
+    added: list[int]  # neither rewritten nor in the first graph
 
 
 def regions(both: Alignment, old: list[int], new: list[int]) -> Regions:
     """Put together what belongs together: nodes of the second graph and those of the first whose work they do.
 
     A node that makes a value of the other graph stands for the nodes there that led to it, back to values that are in
-    both graphs; nodes are also together that hand on a value that the other graph does not have.
-
-    Parameters
-    ----------
-    both
-        The graphs.
-    old, new
-        Nodes of the first and of the second graph that are not in the other.
+    both graphs; nodes are also together that hand on a value that the other graph does not have. `old` and `new` are
+    the nodes of the first and of the second graph that are not in the other.
     """
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components

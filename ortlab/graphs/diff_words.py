@@ -32,18 +32,7 @@ class Row(NamedTuple):
 
 
 def sentences(diff: GraphDiff) -> tuple[str, ...]:
-    """Say what is different, like differences together.
-
-    Parameters
-    ----------
-    diff
-        The differences.
-
-    Returns
-    -------
-    tuple of str
-        What was moved, fused and replaced, repeated, taken out, put in, changed; empty if nothing is different.
-    """
+    """Say what was moved, rewritten, repeated, removed, added and changed, like ones together; empty if nothing."""
     return (
         *_moved(diff.moved),
         *_rewritten(diff.rewritten),

@@ -17,13 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class GraphSet(Shown):
-    """All stages of one build, in the order in which they were made; `lab.graphs()` returns it.
-
-    Attributes
-    ----------
-    graphs
-        One of each stage.
-    """
+    """All stages of one build, in the order in which they were made; `lab.graphs()` returns it."""
 
     graphs: tuple[Graph, ...]
 
@@ -36,13 +30,7 @@ class GraphSet(Shown):
         return len(self.graphs)
 
     def __getitem__(self, stage: str) -> Graph:
-        """Return the graph of a stage.
-
-        Raises
-        ------
-        OptionError
-            If there is no such stage.
-        """
+        """Return the graph of a stage, or raise OptionError where there is none."""
         found = next((graph for graph in self.graphs if graph.stage == stage), None)
         if found is None:
             raise OptionError(
@@ -53,7 +41,7 @@ class GraphSet(Shown):
 
     @property
     def mode(self) -> str:
-        """Whether they are of "training" or of "inference"."""
+        """Whether the graphs are of "training" or of "inference"."""
         return self.graphs[0].mode
 
     @property
@@ -67,7 +55,7 @@ class GraphSet(Shown):
         return next((one.stage for one in earlier if one.serialized == graph.serialized), "")
 
     def table(self) -> pd.DataFrame:
-        """One row per stage: its nodes by pass, constants, bytes, and of how many forward nodes the module is known."""
+        """Return one row per stage: nodes by pass, constants, bytes, and the share of forward nodes of known module."""
         import pandas as pd
 
         return pd.DataFrame([{**_row(graph), "same as": self.same_as(graph)} for graph in self.graphs])

@@ -32,14 +32,9 @@ class Moved:
 
 
 def moves(both: Alignment, old: list[int], new: list[int]) -> Iterator[Moved]:
-    """Find nodes that now read what stood before the nodes that they followed, and the other way round.
+    """Find nodes that moved up, to read what stood before the nodes that they followed, or that moved down.
 
-    Parameters
-    ----------
-    both
-        The graphs.
-    old, new
-        Nodes of the first and of the second graph that are not in the other.
+    `old` and `new` are the nodes of the first and of the second graph that are not in the other.
     """
     told: set[int] = set()
     come: set[int] = set()

@@ -50,25 +50,16 @@ _KNOWN_OTHERS: Final = (
 
 @dataclass(frozen=True, repr=False)
 class FileGraph(Graph):
-    """A graph that was read from a file, without the values of its weights.
-
-    Attributes
-    ----------
-    path
-        The file.
-    left_out
-        How many tensors were read without their values.
-    missing
-        Names of the files with weights that the graph names and that are not beside it.
-    """
+    """A graph that was read from a file, without the values of its weights."""
 
     path: Path = field(default=Path(), kw_only=True)
-    left_out: int = field(default=0, kw_only=True)
+    left_out: int = field(default=0, kw_only=True)  # tensors that were read without their values
+    # Names of the files with weights that the graph names and that are not beside it.
     missing: tuple[str, ...] = field(default=(), kw_only=True)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is to be known about the reading, in sentences."""
+        """What a user should know about the reading, in sentences."""
         said = []
         if self.left_out:
             tensors = "1 tensor was" if self.left_out == 1 else f"{self.left_out:,} tensors were"
@@ -79,13 +70,7 @@ class FileGraph(Graph):
         return tuple(said)
 
     def save(self, path: str | Path) -> Path:
-        """Write the graph as an ONNX file; a graph whose weights were left out is not written without them.
-
-        Raises
-        ------
-        BuildError
-            If weights were left out, or the file cannot be written.
-        """
+        """Write the graph as an ONNX file; raise BuildError where weights were left out, or it cannot be written."""
         if self.left_out:
             raise BuildError(
                 f"The graph of {self.path.name} is not saved: it was read without its weights.",

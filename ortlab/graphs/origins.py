@@ -23,30 +23,18 @@ names of what the node makes or of its neighbours; or neither."""
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a node comes from.
+    """Where a node comes from."""
 
-    Attributes
-    ----------
-    module
-        Path of the module that it is computed in, as in `model.named_modules()`; empty for the model's own forward,
-        and where it is not known (see `how`).
-    source
-        "file:line". The line that the export recorded for the node, or for the one that ORT's is named after; where it
-        recorded none, the line where the forward of its module begins. Empty where neither is known, as for a module of
-        torch's.
-    layer
-        Path of the layer that the module is in, "encoder.layer.3"; empty outside the layers.
-    how
-        "recorded", "inferred" or "not known"; see `HOW`.
-    line_recorded
-        Whether `source` is a line that the export recorded, and not just where the module begins.
-    """
-
+    # Path of the module that it is computed in, as in `model.named_modules()`; empty for the model's own forward, and
+    # where it is not known (see `how`).
     module: str
+    # "file:line". The line that the export recorded for the node, or for the one that ORT's is named after; where it
+    # recorded none, the line where the forward of its module begins. Empty where neither is known, as for a module of
+    # torch's.
     source: str
-    layer: str
+    layer: str  # path of the layer that the module is in, "encoder.layer.3"; empty outside the layers
     how: How
-    line_recorded: bool = False
+    line_recorded: bool = False  # whether `source` was recorded, and is not just where the module begins
 
     @property
     def is_known(self) -> bool:
@@ -59,18 +47,10 @@ UNKNOWN: Final = Origin("", "", "", "not known")
 
 
 def origins(graph: Graph) -> dict[str, Origin]:
-    """Return where each node of a graph comes from.
+    """Return where each node of a graph comes from, by name as `node_names` gives it, in the order of the graph.
 
-    Parameters
-    ----------
-    graph
-        Any graph of a lab, or one that was read from a file. The names in a file lead to modules, too, but nobody there
-        knows which of them exist: every scope of a name is taken for a module.
-
-    Returns
-    -------
-    dict
-        By name of the node, as `ortlab.graphs.node_names` gives it, in the order of the graph.
+    The names in a file lead to modules, too, but nobody there knows which of them exist: every scope of a name is taken
+    for a module.
     """
     return _Origins(graph).all()
 

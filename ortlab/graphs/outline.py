@@ -34,46 +34,24 @@ _LAST: Final = "\uffff"  # sorts behind every path
 
 @dataclass(frozen=True)
 class Module:
-    """The nodes of one module, or of several that are put together.
+    """The nodes of one module, or of several that are put together."""
 
-    Attributes
-    ----------
-    title
-        Its path; for several what they have in common.
-    forward, backward
-        Names of its nodes, in the order of the graph, as `node_names` gives them.
-    forward_operators, backward_operators
-        Their count by operator, most frequent first.
-    recomputed
-        How many of the backward's nodes compute again what the forward had.
-    """
-
-    title: str
-    forward: tuple[str, ...]
+    title: str  # its path; for several what they have in common
+    forward: tuple[str, ...]  # names of its nodes, as `node_names` gives them, in the order of the graph
     backward: tuple[str, ...]
-    forward_operators: Mapping[str, int]
+    forward_operators: Mapping[str, int]  # their count by operator, most frequent first
     backward_operators: Mapping[str, int]
-    recomputed: int = 0
+    recomputed: int = 0  # how many of the backward's nodes compute again what the forward had
 
 
 @dataclass(frozen=True)
 class Flow:
-    """Values that one module makes and another reads.
+    """Values that go from one module to another, or from the forward of a module to its backward."""
 
-    Attributes
-    ----------
-    source, target
-        Places of the modules in `Outline.modules`.
-    sides
-        Side of the source, side of the target.
-    values
-        Number of values.
-    """
-
-    source: int
+    source: int  # place of the module in `Outline.modules`, as is `target`
     target: int
-    sides: tuple[Side, Side]
-    values: int
+    sides: tuple[Side, Side]  # of the source, of the target
+    values: int  # how many
 
     @property
     def is_kept(self) -> bool:
@@ -83,43 +61,22 @@ class Flow:
 
 @dataclass(frozen=True)
 class Kept:
-    """What the forward of a module keeps for the backward.
+    """What the forward of a module keeps for the backward."""
 
-    Attributes
-    ----------
-    count
-        Of values that the backward reads, or of the buffers that hold them.
-    bytes
-        What the buffers take, in bytes; those of unknown size left out. 0 for values.
-    unknown
-        How many buffers have no known size.
-    are_buffers
-        Whether buffers are counted: the graph's saved activations were read. Several values can be views of one buffer.
-    """
-
-    count: int
-    bytes: int = 0
-    unknown: int = 0
+    count: int  # of values that the backward reads, or of the buffers that hold them
+    bytes: int = 0  # of the buffers of known size; 0 for values
+    unknown: int = 0  # how many buffers have no known size
+    # Whether buffers are counted: the graph's saved activations were read. Several values can be views of one buffer.
     are_buffers: bool = False
 
 
 @dataclass(frozen=True)
 class Outline:
-    """A graph by modules.
+    """A graph by modules."""
 
-    Attributes
-    ----------
-    modules
-        In the order of the forward.
-    flows
-        What flows between them, and from the forward of each to the backward.
-    kept
-        By place of a module: what it keeps for the backward.
-    """
-
-    modules: tuple[Module, ...]
-    flows: tuple[Flow, ...]
-    kept: Mapping[int, Kept]
+    modules: tuple[Module, ...]  # in the order of the forward
+    flows: tuple[Flow, ...]  # between modules, and from the forward of each to the backward
+    kept: Mapping[int, Kept]  # by place of a module: what it keeps for the backward
 
     @property
     def has_backward(self) -> bool:
@@ -133,15 +90,10 @@ class Outline:
 
 
 def outline(graph: Graph, *, rows: int = ROWS) -> Outline:
-    """Put the nodes of a graph together by module.
+    """Put the nodes of a graph together by module, and tell at most `rows` modules apart.
 
-    Parameters
-    ----------
-    graph
-        Any graph.
-    rows
-        How many modules are told apart at most. Deep modules are put into their parents until they fit, and of a long
-        list of layers the first and the last are told apart from those between.
+    Deep modules are put into their parents until they fit. Of a long list of layers, the first and the last are told
+    apart from those between.
     """
     nodes, names = list(graph.model.graph.node), node_names(graph.model.graph)
     paths = _paths(graph, nodes, names)
@@ -225,7 +177,7 @@ def _between(paths: set[str]) -> dict[str, str]:
 
 
 def _few(titles: dict[str, str], rows: int) -> dict[str, str]:
-    """Put what is too much into one row, in the order of the names."""
+    """Put the titles that are too many into one row; the first by name stay."""
     every = sorted(set(titles.values()))
     if len(every) <= rows:
         return titles

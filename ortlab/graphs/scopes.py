@@ -42,7 +42,7 @@ def operator_of(node: NodeProto) -> str:
 
 
 def exported_name(name: str) -> str:
-    """Return the name of the exported node that a node stands for: it without what ORT puts behind it.
+    """Return the name of the exported node that a node stands for: its own without what ORT puts behind it.
 
     ORT does so where it replaces a node by another, where it computes its gradient, and where it recomputes it:
     "/fc/Concat/ConcatReplacement/", "/fc/Gemm_Grad/MatMul_0", "/fc/Gelu_recompute".
@@ -61,16 +61,9 @@ def scopes_in(name: str) -> list[str]:
 def path_in(names: Iterable[str], modules: Collection[str] | None, traced: str = "") -> str:
     """Follow scopes from the traced module downwards, as far as they lead to modules, and return the path of the last.
 
-    A child of a `Sequential` has the name of its parent as a prefix: "head/head.0".
-
-    Parameters
-    ----------
-    names
-        Scopes, the outermost first.
-    modules
-        Paths of the modules that there are; None where that is not known, and every scope is taken for one.
-    traced
-        Path of the module that was exported; empty for the model itself.
+    The outermost scope comes first. A child of a `Sequential` has the name of its parent as a prefix: "head/head.0".
+    `modules` holds the paths of the modules that there are; None where that is not known, and every scope is taken for
+    one. `traced` is the path of the module that was exported; empty for the model itself.
     """
     path = traced
     for name in names:

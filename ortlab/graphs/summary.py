@@ -27,47 +27,25 @@ Kind = Literal["input", "parameter", "buffer", "output", "gradient"]
 
 @dataclass(frozen=True)
 class SummaryNode:
-    """One node of a graph.
+    """One node of a graph."""
 
-    Attributes
-    ----------
-    name
-        As `ortlab.graphs.node_names` gives it.
-    operator
-        Operators outside ONNX carry their domain.
-    phase
-        "forward", "backward" or "recomputed", by its place in the graph, or as it ran where there is a profile; None
-        for the border between forward and backward.
-    origin
-        Where it comes from in the model.
-    ms
-        Time of its kernel, in ms, measured with ORT's profiler; None where it was not measured.
-    """
-
-    name: str
-    operator: str
+    name: str  # as `ortlab.graphs.node_names` gives it
+    operator: str  # with its domain unless it is ONNX's
+    # By its place in the graph, or as it ran where there is a profile; None for the border between forward and
+    # backward.
     phase: Phase | None
     origin: Origin
+    # Time of its kernel, measured with ORT's profiler; None where it was not measured.
     ms: float | None = None
 
 
 @dataclass(frozen=True)
 class OperatorRow:
-    """One operator of a graph.
+    """One operator of a graph."""
 
-    Attributes
-    ----------
-    operator
-        Operators outside ONNX carry their domain.
-    counts
-        Number of its nodes by pass.
-    ms
-        Time of their kernels by pass, in ms, measured; empty where the graph has no profile.
-    """
-
-    operator: str
-    counts: Mapping[Phase, int]
-    ms: Mapping[Phase, float]
+    operator: str  # with its domain unless it is ONNX's
+    counts: Mapping[Phase, int]  # number of its nodes by pass
+    ms: Mapping[Phase, float]  # time of their kernels by pass, measured; empty where the graph has no profile
 
     @property
     def count(self) -> int:
@@ -82,36 +60,21 @@ class OperatorRow:
 
 @dataclass(frozen=True)
 class GraphSummary:
-    """What is in a graph; `graph.summary` makes it.
+    """What is in a graph; `graph.summary` makes it."""
 
-    Attributes
-    ----------
-    nodes
-        In the order of the graph.
-    operators
-        The one that takes most time first, or without a profile the most frequent.
-    inputs, outputs
-        With what they are: "input", "parameter", "buffer", and "output" or "gradient". The batch stands first, then
-        buffers and parameters. What the forward of a training graph returns is no output in ONNX's sense: it is given
-        to the border between forward and backward.
-    parameter_count, parameter_bytes
-        Parameters that ORTModule feeds to the graph, and their bytes.
-    opsets
-        Version of each operator set by its domain; ONNX's own is "ai.onnx".
-    edges
-        What the forward keeps for the backward, the largest first; None where nobody has read it.
-    unmeasured
-        Nodes that the profile does not have, though there is one: ORT runs none of them, or by another name.
-    """
-
-    nodes: tuple[SummaryNode, ...]
+    nodes: tuple[SummaryNode, ...]  # in the order of the graph
+    # The one that takes most time first, or without a profile the most frequent.
     operators: tuple[OperatorRow, ...]
-    inputs: tuple[tuple[Value, Kind], ...]
+    inputs: tuple[tuple[Value, Kind], ...]  # the batch first, then buffers, then parameters
+    # First what the forward of a training graph returns. It is no output in ONNX's sense: it is given to the border
+    # between forward and backward.
     outputs: tuple[tuple[Value, Kind], ...]
-    parameter_count: int
-    parameter_bytes: int
-    opsets: Mapping[str, int]
+    parameter_count: int  # of the parameters that ORTModule feeds to the graph
+    parameter_bytes: int  # of these parameters
+    opsets: Mapping[str, int]  # version of each operator set by its domain; ONNX's own is "ai.onnx"
+    # What the forward keeps for the backward, the largest first; None where nobody has read it.
     edges: tuple[SavedActivation, ...] | None = None
+    # Nodes that the profile does not have, though there is one: ORT runs none of them, or by another name.
     unmeasured: int = 0
 
     @property
@@ -138,7 +101,7 @@ class GraphSummary:
 
     @property
     def mapped_fraction(self) -> float:
-        """Which part of the forward nodes has a known module, from 0 to 1; 1 if there are none."""
+        """The part of the forward nodes that has a known module, from 0 to 1; 1 if there are none."""
         forward = self.forward_nodes
         return sum(node.origin.is_known for node in forward) / len(forward) if forward else 1.0
 
@@ -148,7 +111,7 @@ class GraphSummary:
         return any(node.ms is not None for node in self.nodes)
 
     def table(self) -> pd.DataFrame:
-        """One row per operator: nodes by pass, and where the graph was profiled, their measured times in ms."""
+        """Return one row per operator: nodes by pass, and where the graph was profiled, their measured times in ms."""
         import pandas as pd
 
         rows: list[dict[str, object]] = []
@@ -161,7 +124,7 @@ class GraphSummary:
         return pd.DataFrame(rows, columns=columns)
 
     def node_table(self) -> pd.DataFrame:
-        """One row per node: pass, module, line of source, how they are known, and the measured time in ms."""
+        """Return one row per node: pass, module, line of source, how they are known, and the measured time in ms."""
         import pandas as pd
 
         return pd.DataFrame(
@@ -182,7 +145,7 @@ class GraphSummary:
         )
 
     def value_table(self) -> pd.DataFrame:
-        """One row per input and output: what it is, its type and its shape; a symbolic size is a name."""
+        """Return one row per input and output: what it is, its type and its shape; a symbolic size is a name."""
         import pandas as pd
 
         rows = [
@@ -192,7 +155,7 @@ class GraphSummary:
         return pd.DataFrame(rows, columns=["name", "kind", "dtype", "shape"])
 
     def edge_table(self) -> pd.DataFrame:
-        """One row per edge from a forward node to a backward node, with the bytes of the buffer that it keeps alive.
+        """Return one row per edge from a forward to a backward node, with the bytes of the buffer that it keeps alive.
 
         Several edges may keep one buffer: the bytes of a buffer stand in each of its rows.
         """

@@ -25,65 +25,28 @@ _PROCESS_BOUND: Final = "pointer"
 
 @dataclass(frozen=True, eq=False, slots=True)
 class WiredNode:
-    """One node.
+    """One node of an ONNX graph."""
 
-    Attributes
-    ----------
-    number
-        Its place among the nodes.
-    name
-        As `ortlab.graphs.node_names` gives it.
-    operator
-        What it computes, as in tables: "Gelu", "com.microsoft.BiasGelu", "aten::gelu".
-    inputs
-        Names of the values that it reads; those that graphs inside it read come last.
-    outputs
-        Names of its results; "" for one that it does not make.
-    attributes
-        Its attributes: name and what it holds.
-    """
-
-    number: int
-    name: str
-    operator: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    attributes: tuple[tuple[str, str], ...]
+    number: int  # its place among the nodes
+    name: str  # as `ortlab.graphs.node_names` gives it
+    operator: str  # as in tables: "Gelu", "com.microsoft.BiasGelu", "aten::gelu"
+    inputs: tuple[str, ...]  # names of the values that it reads; those that graphs inside it read come last
+    outputs: tuple[str, ...]  # names of its results; "" for one that it does not make
+    attributes: tuple[tuple[str, str], ...]  # name, and what it holds
 
 
 class Wiring:
     """The nodes of a model, and what lies between them.
 
     Constants are values, whether they are stored in the graph or made by a ``Constant`` node.
-
-    Parameters
-    ----------
-    model
-        The model; it is read and not kept.
-
-    Attributes
-    ----------
-    nodes
-        All but the ``Constant`` ones, in the order of the file.
-    made
-        By name of a value: the node that makes it, and which of its results it is.
-    readers
-        By name of a value: the nodes that read it, and as which of their inputs.
-    constants
-        By name of a value that is constant: a digest of what it holds.
-    inputs, outputs
-        Those of the graph.
-    types
-        Type and shape of values, as far as the graph tells them.
-    constant_nodes
-        How many ``Constant`` nodes there are.
     """
 
     def __init__(self, model: ModelProto) -> None:
         graph = model.graph
+        # By name of a value that is constant: a digest of what it holds.
         self.constants = {tensor.name: _digest(tensor) for tensor in graph.initializer}
         self._values = {tensor.name: tensor for tensor in graph.initializer}
-        self.nodes: list[WiredNode] = []
+        self.nodes: list[WiredNode] = []  # all but the ``Constant`` ones, in the order of the file
         self.constant_nodes = 0
         for name, node in zip(node_names(graph), graph.node, strict=True):
             if node.op_type == _CONSTANT and not node.domain:
@@ -94,7 +57,9 @@ class Wiring:
                         self._values[node.output[0]] = one.t
             else:
                 self.nodes.append(_wired(len(self.nodes), name, node))
+        # By name of a value: the node that makes it, and which of its results it is.
         self.made: dict[str, Place] = {}
+        # By name of a value: the nodes that read it, and as which of their inputs.
         self.readers: dict[str, list[Place]] = {}
         for one in self.nodes:
             for slot, name in enumerate(one.outputs):
@@ -164,7 +129,7 @@ _SMALL: Final = 8
 
 
 def value_of(info: ValueInfoProto) -> Value:
-    """Read name, type and shape of a value; the shape of a size that is not told is "?"."""
+    """Read name, type and shape of a value; a size that is not told is "?", a shape that is not told is ("...",)."""
     from onnx import TensorProto
 
     tensor = info.type.tensor_type
@@ -238,7 +203,7 @@ def _constant(node: NodeProto) -> str:
 
 
 def _digest(tensor: TensorProto) -> str:
-    """Return a digest of type, shape and numbers of a tensor; where the numbers lie in a file, of its name."""
+    """Return a digest of type, shape and numbers of a tensor; where the numbers lie in a file, of the tensor's name."""
     from onnx import numpy_helper
 
     stored = tensor.name.encode() if tensor.external_data else tensor.raw_data

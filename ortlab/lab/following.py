@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def observe(lab: Lab, callback: Observer) -> Callable[[], None]:
-    """Call back after each change of a lab; returns a function that ends that."""
+    """Call back after each change of a lab; return a function that ends that."""
     lab._bench.observers.append(callback)
 
     def stop() -> None:
@@ -26,7 +26,7 @@ def observe(lab: Lab, callback: Observer) -> Callable[[], None]:
 
 
 def memory_phases(lab: Lab) -> MemoryPhases:
-    """Return what `print_memory_stats` has read: in the run that goes on, or else in the last one."""
+    """Return what `print_memory_stats` has read, in the run that goes on or else in the last one."""
     from ortlab.runs.recording import Recording  # brings torch along
 
     if isinstance(lab._bench.recording, Recording):
@@ -48,12 +48,8 @@ def shown_ranks(lab: Lab) -> Ranks | None:
 def recompute_places(lab: Lab, part: str | None = None) -> RecomputePlaces:
     """Return every place where a plan recomputes, as ORT tells it for the present graph of a lab, or of a part.
 
-    Raises
-    ------
-    OptionError
-        If there is no such part, or there are several.
-    BuildError
-        If no step has run in this lab yet, or ONNX Runtime cannot build the graph.
+    Raises OptionError where there is no such part, or there are several; and BuildError where no step has run in this
+    lab yet, or ONNX Runtime cannot build the graph.
     """
     from ortlab.analyses.builds import builds, engine_of  # brings torch along
 

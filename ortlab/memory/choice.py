@@ -15,26 +15,14 @@ _SUMMED: Final = ("saving_bytes", "peak_saving_bytes", "cost_ms")
 
 @dataclass(frozen=True)
 class Totals:
-    """What the chosen plans come to: the sums of their rows, which overlap, so that they are an upper bound.
+    """The sums of the chosen plans' rows; the rows overlap, so that each sum is an upper bound."""
 
-    Attributes
-    ----------
-    plans
-        How many are chosen.
-    saving_bytes
-        Sum of what ORT predicts, in bytes; None where no chosen row has such a number, as for the next two.
-    peak_saving_bytes
-        Sum of what the simulation takes off the peak, in bytes.
-    cost_ms
-        Sum of the predicted times, in ms.
-    unknown
-        Configurations of chosen rows that lack a number which others have, and so are not in its sum.
-    """
-
-    plans: int
+    plans: int  # how many are chosen
+    # Predicted by ORT; None where no chosen row has the number, as for the next two.
     saving_bytes: float | None
-    peak_saving_bytes: float | None
-    cost_ms: float | None
+    peak_saving_bytes: float | None  # off the peak, by simulation
+    cost_ms: float | None  # predicted
+    # Configurations of chosen rows that lack a number which others have, and so are not in its sum.
     unknown: tuple[str, ...] = ()
 
     @property
@@ -47,18 +35,10 @@ class Totals:
 
 @dataclass(frozen=True)
 class Choice:
-    """The plans that a `memory_plan` chooses from a table.
+    """The plans that a `memory_plan` chooses from a table."""
 
-    Attributes
-    ----------
-    plan
-        The table.
-    chosen
-        What `Options.memory_plan` holds; plans of other models stay in it.
-    """
-
-    plan: MemoryPlan
-    chosen: tuple[str, ...]
+    plan: MemoryPlan  # the table
+    chosen: tuple[str, ...]  # what `Options.memory_plan` holds; plans of other models stay in it
 
     def count(self, row: PlanRow) -> int:
         """Return in how many places a plan is chosen: 0 where it is not.
@@ -90,19 +70,10 @@ class Choice:
         )
 
     def adding(self, config: str, count: int = -1) -> tuple[str, ...]:
-        """Return the `memory_plan` that chooses a plan, too, without those that cannot act beside it.
+        """Return the `memory_plan` that also chooses a plan, and leaves out those that cannot act beside it.
 
-        Parameters
-        ----------
-        config
-            Configuration of a row.
-        count
-            In how many of its places; -1, or as many as it has, for all.
-
-        Raises
-        ------
-        KeyError
-            If no row has this configuration.
+        `count` is in how many of its places; -1, or as many as it has, for all. Raises KeyError where no row has this
+        configuration.
         """
         row = self._row(config)
         wanted = -1 if count >= row.frequency else count

@@ -27,7 +27,7 @@ _LONGEST: Final = 1_000_000
 """Characters; ORT's longest sums, one term for each of some hundred places, have a hundredth of it."""
 
 _LARGEST_BITS: Final = 4096
-"""Bits of a number on the way; a size in bytes has 64."""
+"""The most bits of a number on the way; a size in bytes has 64."""
 
 
 def _remainder(left: Any, right: Any) -> Any:
@@ -49,17 +49,10 @@ _FUNCTIONS: Final[dict[str, tuple[int, Callable[..., Any]]]] = {
 
 @dataclass(frozen=True)
 class Formula:
-    """A size that has been read.
+    """A size that has been read."""
 
-    Attributes
-    ----------
-    text
-        As it was written.
-    code
-        Its parts in the order of evaluation: numbers, names, and operators with the number of their arguments.
-    """
-
-    text: str
+    text: str  # as it was written
+    # Its parts in the order of evaluation: numbers, names, and operators with the number of their arguments.
     code: tuple[tuple[str, Any, int], ...]
 
     @cached_property
@@ -68,22 +61,9 @@ class Formula:
         return tuple(sorted({what for kind, what, _ in self.code if kind == "name"}))
 
     def value(self, sizes: Mapping[str, int]) -> float | None:
-        """Evaluate it.
+        """Evaluate it with a value for each symbol; None where one has no value (row T16).
 
-        Parameters
-        ----------
-        sizes
-            Values by symbol.
-
-        Returns
-        -------
-        float or None
-            The size; None where a symbol has no value (row T16).
-
-        Raises
-        ------
-        OptionError
-            If it divides by zero, or comes to no size that a computer could have.
+        Raises OptionError where it divides by zero, or comes to no size that a computer could have.
         """
         if any(name not in sizes for name in self.symbols):
             return None
@@ -176,17 +156,9 @@ def _as_sympy(value: Any) -> Any:
 
 @lru_cache(maxsize=4096)
 def read(text: str) -> Formula:
-    """Read a formula.
+    """Read a formula, such as "((input_ids_dim0)*(128)) * 4 * 1.000000", "640.0*a*b**2" or "floor(a/2)".
 
-    Parameters
-    ----------
-    text
-        Arithmetic over symbols: "((input_ids_dim0)*(128)) * 4 * 1.000000", "640.0*a*b**2", "floor(a/2)".
-
-    Raises
-    ------
-    OptionError
-        If it is anything else; nothing of it is executed.
+    Raises OptionError where it is not arithmetic over symbols; nothing of it is executed.
     """
     if len(text) > _LONGEST:
         raise _refusal(text, f"It has {len(text):,} characters.")
@@ -303,24 +275,9 @@ def _refusal(text: str, why: str) -> OptionError:
 
 
 def evaluate(expression: str, symbols: Mapping[str, int]) -> tuple[str, float | None]:
-    """Simplify a symbolic size and evaluate it.
+    """Return a symbolic size simplified, and its value in bytes; None where a symbol has no value (row T16).
 
-    Parameters
-    ----------
-    expression
-        Arithmetic over symbols, such as "((input_ids_dim0)*(128)) * 4 * 1.000000".
-    symbols
-        Values by name.
-
-    Returns
-    -------
-    tuple of str and (float or None)
-        The simplified formula, and its value in bytes; None where a symbol has no value (row T16).
-
-    Raises
-    ------
-    OptionError
-        If it is no arithmetic.
+    Raises OptionError where it is no arithmetic.
     """
     formula = read(expression)
     return formula.simplified, formula.value(symbols)

@@ -18,40 +18,22 @@ _PERCENT: Final = 100
 
 @dataclass(frozen=True)
 class FreeSize:
-    """One size that may be changed.
+    """One size of a batch that may be changed."""
 
-    Attributes
-    ----------
-    key
-        Argument of `MemoryPlan.at` and `SavedActivations.at`: "batch", "sequence", "label_density" or a symbol.
-    label
-        What it is, in words.
-    value
-        Present size; the label density in percent.
-    low, high
-        Sizes from which to which a slider goes.
-    """
-
+    # Argument of `MemoryPlan.at` and `SavedActivations.at`: "batch", "sequence", "label_density" or a symbol.
     key: str
     label: str
-    value: int
-    low: int
+    value: int  # the present size; the label density in percent
+    low: int  # a slider goes from here to `high`
     high: int
 
 
 def free_sizes(
     symbols: Mapping[str, int], sizes: Iterable[str], label_totals: Mapping[str, str] | None = None
 ) -> tuple[FreeSize, ...]:
-    """List the sizes that a table depends on.
+    """List the sizes that the formulas `sizes` depend on; a symbol that is in none of them is left out.
 
-    Parameters
-    ----------
-    symbols
-        Present value of each symbolic dimension.
-    sizes
-        Formulas over them; a symbol that is in none of them is left out.
-    label_totals
-        See `MemoryPlan.label_totals`.
+    `symbols` holds the present value of each symbolic dimension; for `label_totals` see `MemoryPlan.label_totals`.
     """
     used = {symbol for size in sizes for symbol in formulas.read(size).symbols}
     counting = {name: formulas.read(total) for name, total in (label_totals or {}).items() if name in used}

@@ -31,44 +31,23 @@ HANDING_ON: Final = "com.microsoft.PassThrough"
 
 @dataclass(frozen=True)
 class Buffer:
-    """Memory of one or more values of a step.
+    """Memory of one or more values of a step."""
 
-    Attributes
-    ----------
-    value
-        Name of the value that it was allocated for.
-    size
-        Bytes.
-    first, last
-        Positions in `Trace.nodes`: of the node that makes it, and of the last one that it is there for, both included.
-    views
-        Other values in the same memory.
-    """
-
-    value: str
-    size: int
-    first: int
-    last: int
-    views: tuple[str, ...] = ()
+    value: str  # the one that it was allocated for
+    size: int  # bytes
+    first: int  # position in `Trace.nodes` of the node that makes it
+    last: int  # position of the last node that it is there for, included
+    views: tuple[str, ...] = ()  # other values in the same memory
 
 
 @dataclass(frozen=True)
 class Lifetimes:
-    """All buffers of a step, and what they come to.
+    """All buffers of a step, and how many bytes live while each node runs."""
 
-    Attributes
-    ----------
-    buffers
-        In the order in which they are allocated.
-    live
-        Bytes that live while each node runs, shape (nodes,), int64; simulated from measured sizes.
-    first_backward
-        Position of the first node of the backward.
-    """
-
+    # In the order in which they are allocated; what PyTorch gives to the backward comes last.
     buffers: tuple[Buffer, ...]
-    live: np.ndarray
-    first_backward: int
+    live: np.ndarray  # bytes while each node runs, shape (nodes,), int64; simulated from measured sizes
+    first_backward: int  # position of the first node of the backward
 
     @property
     def peak(self) -> int:

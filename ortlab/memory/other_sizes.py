@@ -22,30 +22,12 @@ def other_symbols(
     label_density: float | None,
     sizes: Mapping[str, int],
 ) -> tuple[dict[str, int], dict[str, str]]:
-    """Work out the values of all symbols.
+    """Return the value of each symbol, and in words where each comes from that the first batch does not give.
 
-    Parameters
-    ----------
-    known
-        Every symbol that there is.
-    first
-        Values in the first batch.
-    label_totals
-        For each symbol that counts labels which are not ignored: the number of all labels, a formula.
-    batch, sequence, label_density, sizes
-        What is wished; see `MemoryPlan.at`.
-
-    Returns
-    -------
-    symbols : dict
-        Value by symbol. A count of labels whose total is not known has none once other sizes have changed.
-    origins : dict
-        Where each value comes from that is not the first batch's, in words.
-
-    Raises
-    ------
-    OptionError
-        If there is no such symbol, a size is no whole number from 1, or `batch` could mean several.
+    `label_totals` gives, for each symbol that counts labels which are not ignored, the number of all labels as a
+    formula. Such a symbol has no value where that number is not known and other sizes have changed. What is wished is
+    as in `MemoryPlan.at`. Raises OptionError where there is no such symbol, a size is no whole number from 1, or
+    `batch` could mean several.
     """
     names = list(dict.fromkeys(known))
     check_names(sizes, names)
@@ -93,13 +75,7 @@ def other_symbols(
 
 
 def check_names(sizes: Mapping[str, int], known: Iterable[str]) -> None:
-    """Refuse a symbol that there is not, and name the near ones.
-
-    Raises
-    ------
-    OptionError
-        If there is none.
-    """
+    """Refuse a symbol that does not exist, with an OptionError that names the near ones."""
     names = list(known)
     for name in sizes:
         if name not in names:
@@ -116,7 +92,7 @@ def _counting(names: Iterable[str]) -> list[str]:
 
 
 def _all_first(first: Mapping[str, int], axis: int, size: int | None, what: str) -> dict[str, int]:
-    """Give a size to one dimension of all inputs, where they all have the same."""
+    """Give a size to one dimension of all inputs; refuse it where the inputs differ in that dimension."""
     if size is None:
         return {}
     size = _size(what, size)

@@ -19,22 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlanCost:
-    """What one plan does to a step, all its places recomputed.
+    """What one plan does to a step, all its places recomputed."""
 
-    Attributes
-    ----------
-    peak_saving_bytes
-        What it takes off the peak, in bytes; predicted by simulation. Negative where the peak rises: ORT orders all
-        nodes differently once there is a plan, and what is recomputed needs memory as well.
-    cost_ms
-        What it adds to the step, in ms; predicted as the time of the nodes that run twice.
-    measured_saving_bytes, measured_cost_ms
-        The same as measured; None until it was.
-    """
-
+    # Off the peak; predicted by simulation. Negative where the peak rises: ORT orders all nodes differently once there
+    # is a plan, and what is recomputed needs memory as well.
     peak_saving_bytes: float
-    cost_ms: float
-    measured_saving_bytes: float | None = None
+    cost_ms: float  # added to the step; predicted as the time of the nodes that run twice
+    measured_saving_bytes: float | None = None  # None until it is measured, as is the next
     measured_cost_ms: float | None = None
 
 
@@ -43,16 +34,9 @@ def predicted_costs(
 ) -> dict[str, PlanCost]:
     """Predict what each of some plans does on its own.
 
-    Parameters
-    ----------
-    plain
-        A profiled step without plans, as it runs.
-    ordered
-        The same in the order that ORT gives to sessions with plans.
-    places
-        The places of the plans.
-    configs
-        Plans, as in `PlanRow.config`; several with commas are predicted together. Those without places are left out.
+    `plain` is a profiled step without plans, as it runs, and `ordered` the same in the order that ORT gives to sessions
+    with plans. Plans of one configuration, with commas between them, are predicted together; those without places are
+    left out.
     """
     peak = lifetimes(plain).peak
     found = {}
@@ -65,16 +49,9 @@ def predicted_costs(
 
 
 def best_costs(costs: Mapping[str, PlanCost], count: int, *, beyond: float = 0.0) -> dict[str, PlanCost]:
-    """Return the plans with the most bytes off the peak for each ms, best first.
+    """Return the `count` plans with the most bytes off the peak for each ms, best first.
 
-    Parameters
-    ----------
-    costs
-        Plans and what they do.
-    count
-        How many.
-    beyond
-        Bytes that any plan takes off, by the order of nodes that comes with it; they are no plan's merit.
+    `beyond` is how many bytes any plan takes off, by the order of nodes that comes with it; they are no plan's merit.
     """
     saving = [
         (config, cost.peak_saving_bytes - beyond, cost)
@@ -87,24 +64,15 @@ def best_costs(costs: Mapping[str, PlanCost], count: int, *, beyond: float = 0.0
 
 @dataclass(frozen=True)
 class KnownCosts:
-    """Costs that were found, and what they are of.
+    """Costs of plans, and the graph and step that they were found for."""
 
-    Attributes
-    ----------
-    key
-        What `costs_key` gave then.
-    costs
-        By configuration of the plan.
-    by_order_bytes
-        What any plan takes off the peak, because ORT orders nodes differently once there is one; predicted.
-    """
-
-    key: object = None
-    costs: Mapping[str, PlanCost] = field(default_factory=dict)
+    key: object = None  # what `costs_key` gave then
+    costs: Mapping[str, PlanCost] = field(default_factory=dict)  # by configuration of the plan
+    # What any plan takes off the peak, because ORT orders nodes differently once there is one; predicted.
     by_order_bytes: float = 0.0
 
     def written_into(self, plan: MemoryPlan, key: object) -> MemoryPlan:
-        """Return a plan with these costs, if they are of the same graph and step; else the plan as it is."""
+        """Return a plan with these costs if they are of the same graph and step; else the plan as it is."""
         if not self.costs or key != self.key:
             return plan
         rows = tuple(

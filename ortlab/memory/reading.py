@@ -31,32 +31,14 @@ def read_plan(  # noqa: PLR0913 - each is one fact of the report, given by name
     level_set: LevelSet | None = None,
     probe: str = "1:0",
 ) -> MemoryPlan:
-    """Make the record from what ORT reports.
+    """Make the record of a memory plan from what ORT reports.
 
-    Parameters
-    ----------
-    savings
-        Configuration to the raw symbolic sum (one term per occurrence) and the number of occurrences, as
-        `get_serialized_ortmodule_memory_stat` returns them (row F9).
-    symbols
-        Values of the symbolic dimensions.
-    report
-        ORT's MemoryInsight text; what it counts goes before `savings` (see `ortlab.memory.insight`).
-    memory_level
-        The lab's memory level.
-    enabled
-        What the lab's options ask for now; at a memory level without this, every plan of its strategies.
-    applied
-        By plan without its count, "Gelu+:1": in how many places the session that runs applies it; None where nobody has
-        looked.
-    label_totals
-        See `MemoryPlan`.
-    layers
-        By plan without its count: in how many layers of the model its occurrences are.
-    level_set
-        What the memory level stands for.
-    probe
-        ORT's probe level.
+    `savings` holds by configuration the raw symbolic sum (one term per occurrence) and the number of occurrences, as
+    `get_serialized_ortmodule_memory_stat` returns them (row F9). `report` is ORT's MemoryInsight text; what it counts
+    goes before `savings` (see `ortlab.memory.insight`). `enabled` is what the lab's options ask for now; at a memory
+    level without it, every plan of the level's strategies is wanted. `applied` and `layers` are by plan without its
+    count, "Gelu+:1": in how many places the session that runs applies it, None where nobody has looked, and in how many
+    layers of the model its occurrences are.
     """
     asked = {
         _without_count(part): _count(part)
@@ -112,14 +94,9 @@ def read_plan(  # noqa: PLR0913 - each is one fact of the report, given by name
 
 
 def merged(plans: Mapping[str, MemoryPlan], missing: tuple[str, ...] = ()) -> MemoryPlan:
-    """Put the plans of several parts of a model together: a configuration acts on all parts that have it.
+    """Put together the plans of a model's parts, by path: a configuration acts on all parts that have it.
 
-    Parameters
-    ----------
-    plans
-        Plans by path of the part.
-    missing
-        Parts that have no plan yet.
+    `missing` names the parts that have no plan yet.
     """
     rows: dict[str, list[tuple[str, PlanRow]]] = {}
     for path, plan in plans.items():
@@ -157,12 +134,7 @@ def merged(plans: Mapping[str, MemoryPlan], missing: tuple[str, ...] = ()) -> Me
 def with_measured_density(plan: MemoryPlan, runs: Iterable[Run]) -> MemoryPlan:
     """Evaluate what depends on a count of labels that the first batch does not tell, with the density of the last run.
 
-    Parameters
-    ----------
-    plan
-        The plan.
-    runs
-        Runs of the model, in order; those with `print_input_density` know how many labels are not ignored.
+    Only runs with `print_input_density` know how many labels are not ignored; without one the plan stays as it is.
     """
     counts = [name for name in plan.label_totals if name not in plan.symbols]
     measured = [(run.number, mean) for run in runs for row, mean in run.density.means() if row.kind == LABEL]

@@ -23,19 +23,8 @@ COPY: Final = "_recompute"
 def with_places(trace: Trace, places: Iterable[RecomputePlace], plans: tuple[str, ...] = ()) -> Trace:
     """Return the trace that a step would have if some places were recomputed.
 
-    Parameters
-    ----------
-    trace
-        A step without plans, in the order that ORT gives to sessions with plans.
-    places
-        What is recomputed.
-    plans
-        How the places were asked for; noted in the result.
-
-    Returns
-    -------
-    Trace
-        Predicted: times and sizes of copies are those of the nodes that they repeat.
+    `trace` is a step without plans, in the order that ORT gives to sessions with plans; `plans` is only noted in the
+    result. Times and sizes of copies are predicted as those of the nodes that they repeat.
     """
     nodes = {node.name: node for node in trace.nodes}
     position = {node.name: number for number, node in enumerate(trace.nodes)}

@@ -12,51 +12,29 @@ EVERYWHERE: Final = -1
 
 @dataclass(frozen=True)
 class RecomputePlace:
-    """One node of the graph whose results are kept for backward, and what would make them again.
+    """One node of the graph whose results are kept for backward, and what would make them again."""
 
-    Attributes
-    ----------
-    cluster
-        Operators of `nodes`: "FusedMatMul+Add+".
-    strategy
-        1 recompute; 2 recompute with compromise.
-    node
-        Name of the node whose results are kept, in the graph that is executed without any plan; of a nameless one that
-        of its first result.
-    nodes
-        Names of the nodes that would run again, in the order of execution; `node` is the last. "" for one without.
-    outputs
-        Results of `node` that backward needs.
-    boundary
-        Whether it makes what one transformer layer hands to the next. Memory levels keep it: then each layer is
-        recomputed from there, and not from the start of the model.
-    """
-
-    cluster: str
-    strategy: int
+    cluster: str  # operators of `nodes`: "FusedMatMul+Add+"
+    strategy: int  # 1 recompute, 2 recompute with compromise
+    # Name of the node whose results are kept, in the graph that is executed without any plan; of a nameless one that of
+    # its first result.
     node: str
+    # Names of the nodes that would run again, in the order of execution; `node` is the last. "" for one without.
     nodes: tuple[str, ...]
-    outputs: tuple[str, ...]
+    outputs: tuple[str, ...]  # results of `node` that backward needs
+    # Whether it makes what one transformer layer hands to the next. Memory levels keep it: then each layer is
+    # recomputed from there, and not from the start of the model.
     boundary: bool = False
 
 
 @dataclass(frozen=True)
 class RecomputeChoice:
-    """Which places are recomputed.
+    """The plans and places that are recomputed."""
 
-    Attributes
-    ----------
-    plans
-        What ORT is told: each plan for all its places, since 1.19.2 cannot count them.
-    kept
-        Results that are to be hidden from it, by place: those of the plans' places that are not recomputed.
-    counts
-        By "<cluster>:<strategy>", in how many places it recomputes.
-    """
-
-    plans: tuple[str, ...]
+    plans: tuple[str, ...]  # as ORT is told them: each for all its places, since 1.19.2 cannot count them
+    # Results that are hidden from ORT, by place: those of the plans' places that are not recomputed.
     kept: tuple[tuple[str, ...], ...]
-    counts: Mapping[str, int]
+    counts: Mapping[str, int]  # by "<cluster>:<strategy>": in how many places it recomputes
 
 
 NOTHING: Final = RecomputeChoice((), (), {})
@@ -65,29 +43,17 @@ NOTHING: Final = RecomputeChoice((), (), {})
 
 @dataclass(frozen=True)
 class LevelSet:
-    """What a memory level stands for in a model.
+    """What a memory level stands for in a model."""
 
-    Attributes
-    ----------
-    level
-        1 or 2.
-    plans, places
-        Plans that it applies, and places in which it recomputes.
-    all_plans, all_places
-        Plans that there are, and their places, without those that a higher level adds.
-    layer_ends
-        Values that one transformer layer hands to the next, from which each layer is recomputed.
-    """
-
-    level: int
-    plans: int
-    places: int
-    all_plans: int
+    level: int  # 1 or 2
+    plans: int  # that it applies
+    places: int  # in which it recomputes
+    all_plans: int  # that there are, without those that a higher level adds, as in `all_places`
     all_places: int
-    layer_ends: int
+    layer_ends: int  # values that one layer hands to the next, from which each is recomputed
 
     def sentence(self) -> str:
-        """Say it in words."""
+        """Say in words what the level recomputes."""
         if not self.all_places:
             return f"memory_level={self.level} recomputes nothing here: there is no plan for this model."
         does = (
@@ -116,17 +82,10 @@ class LevelSet:
 
 @dataclass(frozen=True)
 class RecomputePlaces:
-    """All places of all recompute plans of a graph.
+    """All places of all recompute plans of a graph."""
 
-    Attributes
-    ----------
-    places
-        In the order of the forward.
-    boundaries
-        Values that one transformer layer hands to the next, in the order of the forward; empty where none were found.
-    """
-
-    places: tuple[RecomputePlace, ...] = ()
+    places: tuple[RecomputePlace, ...] = ()  # in the order of the forward
+    # Values that one transformer layer hands to the next, in the order of the forward; empty where none were found.
     boundaries: tuple[str, ...] = ()
 
     def of(self, plan: str) -> tuple[RecomputePlace, ...]:
@@ -137,13 +96,10 @@ class RecomputePlaces:
         )
 
     def chosen(self, plans: Iterable[str]) -> RecomputeChoice:
-        """Say where plans recompute.
+        """Say where plans, as in `Options.memory_plan`, recompute.
 
-        Parameters
-        ----------
-        plans
-            Entries of `Options.memory_plan`; a count k means the first k places in the order of the forward, whose
-            results would otherwise be kept for longest.
+        A count k means the first k places in the order of the forward: their results would otherwise be kept for
+        longest.
         """
         recomputed: dict[str, list[RecomputePlace]] = {}
         for name, count in _counted(plans):
@@ -154,8 +110,8 @@ class RecomputePlaces:
     def at_level(self, level: int) -> tuple[RecomputePlace, ...]:
         """Return the places that memory level 1 or 2 recomputes: all but those at the boundaries of layers.
 
-        1.19.2 makes no session that recomputes two nodes without a name: it calls both copies "_recompute". Where there
-        are two, plans that recompute such nodes are left out.
+        1.19.2 can make no session that recomputes two nodes without a name: it calls both copies "_recompute". Where
+        there are two, plans that recompute such nodes are left out.
         """
         first: dict[str, RecomputePlace] = {}
         for place in self.places:

@@ -55,18 +55,9 @@ def operators(cluster: str) -> list[str]:
 
 
 def sentence(cluster: str, strategy: int, frequency: int, layers: int | None = None) -> str:
-    """Say what a plan does.
+    """Say what a plan does in `frequency` places, which are in `layers` layers of the model.
 
-    Parameters
-    ----------
-    cluster
-        Its operators, ending in "+".
-    strategy
-        1 recompute, 2 recompute with compromise.
-    frequency
-        In how many places.
-    layers
-        In how many layers of the model those are; None where that is not known.
+    Strategy 1 recomputes, 2 recomputes with compromise. `layers` is None where that is not known.
     """
     words: list[str] = []
     for name in operators(cluster):

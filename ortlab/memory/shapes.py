@@ -17,20 +17,7 @@ _KEPT: Final = 4096
 
 
 def shape_at(shape: Sequence[int | str], symbols: Mapping[str, int]) -> tuple[int, ...] | None:
-    """Evaluate a shape.
-
-    Parameters
-    ----------
-    shape
-        Sizes and expressions.
-    symbols
-        Sizes of the input's dimensions by name.
-
-    Returns
-    -------
-    tuple of int or None
-        None where a symbol has no value, or an expression cannot be read.
-    """
+    """Evaluate a shape; None where a symbol has no value, or an expression cannot be read."""
     values = tuple(symbols.items())
     sizes = [size if isinstance(size, int) else _evaluated(size, values) for size in shape]
     known = [size for size in sizes if size is not None]

@@ -31,24 +31,10 @@ _FIX: Final = (
 
 
 def read_size(value: object, *, name: str = "limit") -> int:
-    """Read a size in bytes.
+    """Return in bytes, at least 1, a size such as "6 GiB", "512MiB", "1.5 gb", "1048576 B" or 1048576.
 
-    Parameters
-    ----------
-    value
-        "6 GiB", "512MiB", "1.5 gb", "1048576 B"; or a whole number of bytes.
-    name
-        What the size is of, for the error: "limit", "budget".
-
-    Returns
-    -------
-    int
-        Bytes, at least 1.
-
-    Raises
-    ------
-    OptionError
-        If it is no size, has an unknown unit, or is not above zero.
+    `name` tells the error what the size is of: "limit", "budget". Raises OptionError where the value is no size, has an
+    unknown unit, is not above zero, or is 8 EiB or more.
     """
     number, unit = _number_and_unit(value, name)
     if unit not in UNITS:

@@ -15,68 +15,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TracedNode:
-    """One node of the execution graph, as it ran.
-
-    Attributes
-    ----------
-    name
-        Its name in the execution graph.
-    operator
-        Operator, with its domain if that is not ONNX's; an ATen node has the name of PyTorch's operator.
-    inputs, outputs
-        Names of values; an input or output that is left out is empty.
-    backward
-        Whether it ran after the forward had returned its outputs.
-    ms
-        Time of its kernel, in ms, measured with ORT's profiler; the shortest of the profiled steps.
-    recomputes
-        Name of the node that it repeats for backward; empty for all others.
-    """
+    """One node of the execution graph, as it ran."""
 
     name: str
-    operator: str
-    inputs: tuple[str, ...]
+    operator: str  # with its domain if that is not ONNX's; an ATen node has the name of PyTorch's operator
+    inputs: tuple[str, ...]  # names of values; "" for one that is left out, as in `outputs`
     outputs: tuple[str, ...]
-    backward: bool
-    ms: float
-    recomputes: str = ""
+    backward: bool  # whether it ran after the forward had returned its outputs
+    ms: float  # time of its kernel, measured with ORT's profiler; the shortest of the profiled steps
+    recomputes: str = ""  # name of the node that it repeats for backward; empty for all others
 
 
 @dataclass(frozen=True, repr=False)
 class Trace(Shown):
-    """One training step on ONNX Runtime, as its profiler saw it.
+    """One training step on ONNX Runtime, as its profiler saw it."""
 
-    Attributes
-    ----------
-    nodes
-        In the order in which they ran.
-    sizes
-        Bytes of each node's results, measured.
-    returned
-        Results of the forward that were handed to PyTorch.
-    held
-        Those of them that PyTorch still had when the backward started; ORT gives the memory of the others back then.
-    gradients
-        Results of the backward that were handed to PyTorch; they live until the step ends.
-    given
-        Bytes of what PyTorch gave to the backward: the gradients of the forward's results.
-    plans
-        Recompute plans that were applied.
-    engine_order
-        How ORT ordered the nodes: "default", or "memory efficient" as it does where plans are applied.
-    steps
-        How many steps were profiled; times are the shortest of them.
-    """
-
-    nodes: tuple[TracedNode, ...]
-    sizes: Mapping[str, int]
-    returned: frozenset[str] = frozenset()
+    nodes: tuple[TracedNode, ...]  # in the order in which they ran
+    sizes: Mapping[str, int]  # bytes of the nodes' results, measured
+    returned: frozenset[str] = frozenset()  # results of the forward that were handed to PyTorch
+    # Those of `returned` that PyTorch still had when the backward started; ORT frees the memory of the others then.
     held: frozenset[str] = frozenset()
+    # Results of the backward that were handed to PyTorch; they live until the step ends.
     gradients: frozenset[str] = frozenset()
+    # Bytes of what PyTorch gave to the backward: the gradients of the forward's results.
     given: Mapping[str, int] = field(default_factory=dict)
-    plans: tuple[str, ...] = ()
-    engine_order: str = "default"
-    steps: int = 1
+    plans: tuple[str, ...] = ()  # recompute plans that were applied
+    engine_order: str = "default"  # how ORT ordered the nodes: "memory efficient" where plans are applied
+    steps: int = 1  # how many were profiled
 
     @property
     def forward_ms(self) -> float:
@@ -99,7 +64,7 @@ class Trace(Shown):
         return next((i for i, node in enumerate(self.nodes) if node.backward), len(self.nodes))
 
     def table(self) -> pd.DataFrame:
-        """One row per operator and pass: how many nodes, their time in ms, the bytes of their results."""
+        """Return one row per operator and pass: how many nodes, their time in ms, the bytes of their results."""
         import pandas as pd
 
         rows = [

@@ -24,7 +24,7 @@ _GROUPS = {
 
 @functools.cache
 def switches() -> tuple[Switch, ...]:
-    """Every switch, in the order of declaration."""
+    """Return every switch, in the order of declaration."""
     return tuple(one for group, record in _GROUPS.items() for one in declared(record, group))
 
 
@@ -34,13 +34,7 @@ def _by_name() -> Mapping[str, Switch]:
 
 
 def declaration(name: str) -> Switch:
-    """Find the switch of this name.
-
-    Raises
-    ------
-    OptionError
-        There is none; the message suggests the near name.
-    """
+    """Return the switch of this name; raise OptionError, which suggests the near name, if there is none."""
     try:
         return _by_name()[name]
     except KeyError:
@@ -50,29 +44,15 @@ def declaration(name: str) -> Switch:
 
 
 def variable_names() -> frozenset[str]:
-    """Every environment variable that an option stands for and 1.19.2 reads."""
+    """Return every environment variable that an option stands for and 1.19.2 reads."""
     return frozenset(one.env for one in switches() if one.env)
 
 
 def unmet(name: str, have: Collection[Need]) -> str:
-    """Say why a switch cannot act here.
+    """Say in one sentence why a switch cannot act here; "" if it can.
 
-    Parameters
-    ----------
-    name
-        Name of an option.
-    have
-        What is present: `ortlab.engine.installation.have()`.
-
-    Returns
-    -------
-    str
-        What is missing first and how to mend it, or what is broken in 1.19.2, in one sentence; "" if it can act.
-
-    Raises
-    ------
-    OptionError
-        There is no such option.
+    The sentence names what is missing first and how to get it, or what is broken in 1.19.2. `have` is what
+    `ortlab.engine.installation.have()` returns. Raises OptionError where there is no such option.
     """
     one = declaration(name)
     if one.broken:

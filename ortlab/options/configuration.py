@@ -72,5 +72,5 @@ class Configuration:
 
 
 def _is_level(value: object) -> bool:
-    """Tell whether a level, as text or a number, is one that chooses plans."""
+    """Say whether a level, as text or a number, is one that chooses plans."""
     return value is not None and str(value).strip() not in {"0", ""}

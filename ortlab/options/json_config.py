@@ -39,22 +39,10 @@ _OFF = {"skip_check": "DISABLED", "fallback_policy": "DISABLE"}
 
 
 def read(path: Path) -> dict[str, Value]:
-    """Read a file that `load_from_json` of ORTModule takes.
+    """Read options by name from a file that `load_from_json` of ORTModule takes.
 
-    Parameters
-    ----------
-    path
-        JSON file with an object; the keys are those of `load_from_json`'s documentation.
-
-    Returns
-    -------
-    dict of str to Value
-        Options by name.
-
-    Raises
-    ------
-    OptionError
-        The file cannot be read, is not a JSON object, or has an unknown key or a value that makes no sense.
+    Raises OptionError where the file cannot be read, is not a JSON object, or has an unknown key or a value that makes
+    no sense.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -84,7 +72,7 @@ def read(path: Path) -> dict[str, Value]:
 
 
 def _without_prefix(name: str, value: object) -> object:
-    """Leave the prefix of ORT's enumerations out, and everything if the value that switches off is there."""
+    """Strip the prefix of ORT's enumerations; return an empty list if the value that switches off is among them."""
     if name not in _PREFIXES or not isinstance(value, list):
         return value
     items = [str(item).removeprefix(_PREFIXES[name]) for item in value]

@@ -18,24 +18,10 @@ if TYPE_CHECKING:
 
 
 def with_files(options: Options, changed: Collection[str]) -> Options:
-    """Read what changed options name, and refuse what cannot be used.
+    """Read what changed options name, refuse what cannot be used, and return the options with the Triton configuration.
 
-    Parameters
-    ----------
-    options
-        The record.
-    changed
-        Names of the options that somebody has given a value. A file that was read before is not read again.
-
-    Returns
-    -------
-    Options
-        The record, with the content of the Triton configuration.
-
-    Raises
-    ------
-    OptionError
-        A file is absent, unreadable or wrong, or a folder cannot be written.
+    `changed` names the options that somebody has given a value. A file that was read before is not read again. Raises
+    OptionError where a file is absent, unreadable or wrong, or a folder cannot be written.
     """
     if options.triton_config_file and not isinstance(options.triton_config_file, TritonConfig):
         options = options.replace(triton_config_file=read_triton_config(options.triton_config_file))
@@ -49,13 +35,7 @@ def with_files(options: Options, changed: Collection[str]) -> Options:
 
 
 def check_export_folder(options: Options) -> None:
-    """Refuse a folder for exports that no file can be made in; it is made if it is absent.
-
-    Raises
-    ------
-    OptionError
-        It cannot be made, or refuses a file.
-    """
+    """Raise OptionError for a folder for exports that no file can be made in; an absent folder is made."""
     folder = Path(options.export_cache_dir).absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -72,8 +52,7 @@ def check_export_folder(options: Options) -> None:
 def with_usable_export_folder(options: Options) -> tuple[Options, str]:
     """Return options whose ORTMODULE_CACHE_DIR can be used, and a note about it.
 
-    The variable may be set for other programs, so a folder that cannot be written is no reason not to train in this
-    one.
+    The variable may be set for other programs, so a folder that cannot be written is no reason not to train here.
     """
     try:
         check_export_folder(options)
@@ -88,13 +67,7 @@ def with_usable_export_folder(options: Options) -> tuple[Options, str]:
 
 
 def check_onnx_folder(options: Options) -> None:
-    """Refuse a folder for saved graphs that no file can be made in, if graphs are to be saved.
-
-    Raises
-    ------
-    OptionError
-        It is absent, no folder, or refuses a file.
-    """
+    """Raise OptionError where graphs are to be saved, and their folder is absent, no folder, or refuses a file."""
     if not options.save_onnx:
         return
     folder = Path(options.save_onnx_path).absolute()
@@ -113,10 +86,7 @@ def check_onnx_folder(options: Options) -> None:
 def triton_configuration(options: Options) -> dict[str, object]:
     """Return what the Triton configuration of these options holds; empty for ORT's own.
 
-    Raises
-    ------
-    OptionError
-        It has not been read yet, and cannot be.
+    Raises OptionError where it has not been read yet, and cannot be.
     """
     value = options.triton_config_file
     if not value:
@@ -134,7 +104,7 @@ def _check_tuning_results(folder: Path, *, write: bool) -> None:
         if not os.access(there, os.W_OK | os.X_OK):
             raise _refusal(folder, f"{there} cannot be written.", write=write)
         return
-    # 1.19.2 reads this one (_utils.set_tuning_results), and passes over it without a word if it is not there.
+    # 1.19.2 reads this one (_utils.set_tuning_results), and silently passes over it if it is not there.
     file = folder / "tuning_results_training.json"
     try:
         json.loads(file.read_text(encoding="utf-8"))

@@ -14,29 +14,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class OptionList(Shown):
-    """Some switches, or all, to be looked up.
-
-    Attributes
-    ----------
-    options
-        The record that holds the values.
-    names
-        Which switches; all, in the order of declaration, if none is named.
-    have
-        What this machine offers: `Lab.have`. None if that is not known, and no switch is marked then.
-
-    Raises
-    ------
-    OptionError
-        If there is no switch of a name; the message suggests the near one.
-    """
+    """Some switches, or all, to be looked up."""
 
     options: Options
-    names: tuple[str, ...] = ()
-    have: frozenset[Need] | None = None
+    names: tuple[str, ...] = ()  # all switches, in the order of declaration, if none is named
+    have: frozenset[Need] | None = None  # `Lab.have`; None if that is not known, and no switch is marked then
 
     def __post_init__(self) -> None:
-        """Fill in the names, or check them."""
+        """Fill in the names, or check them: `declaration` refuses a name that no switch has."""
         found = [declaration(name) for name in self.names] or switches()
         object.__setattr__(self, "names", tuple(one.name for one in found))
 
@@ -50,7 +35,7 @@ class OptionList(Shown):
         return "" if self.have is None else unmet(name, self.have)
 
     def table(self) -> pd.DataFrame:
-        """One row per switch, indexed by name: value, default, choices, what is missing, help."""
+        """Return one row per switch, indexed by name: value, default, choices, what is missing, help."""
         import pandas as pd
 
         rows = [

@@ -217,7 +217,7 @@ class Options(Shown, Compute, Memory, Export, Logging, Experimental):
         return bool(self._acting(declaration(name)))
 
     def _acting(self, one: Switch) -> Value:
-        """Value that a switch acts with: its own, or "off" if it is part of a switch that is off."""
+        """Return the value that a switch acts with: its own, or "off" if it is part of a switch that is off."""
         value: Value = getattr(self, one.name)
         return type(value)() if one.part_of and not getattr(self, one.part_of) else value
 
@@ -246,21 +246,10 @@ def _defaults() -> Options:
 
 
 def check_needs(options: Options, have: Collection[Need]) -> None:
-    """Refuse options that somebody has switched on and that cannot act here.
+    """Raise OptionError, with what to install, for options that somebody has switched on and that cannot act here.
 
-    A default that cannot act (`embedding_sparse_optimizer` without a GPU) does no harm and passes.
-
-    Parameters
-    ----------
-    options
-        The record to check.
-    have
-        What is present: `ortlab.engine.installation.have()`.
-
-    Raises
-    ------
-    OptionError
-        Something that one of the options needs is missing; the message says how to get it.
+    A default that cannot act (`embedding_sparse_optimizer` without a GPU) does no harm and passes. `have` is what
+    `ortlab.engine.installation.have()` returns.
     """
     for name in options.changed(_defaults()):
         reason = unmet(name, have)

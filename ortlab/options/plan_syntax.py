@@ -13,23 +13,10 @@ _OLD_PLAN: Final = re.compile(r"(?P<operators>[\w.]+(?:\+[\w.]+)*)\+?:(?P<strate
 
 
 def read_plans(text: str) -> tuple[str, ...]:
-    """Read a configuration in any of the three dialects.
+    """Read a configuration in any of the three dialects into plans as `Options.memory_plan` takes them.
 
-    Parameters
-    ----------
-    text
-        What stood in the environment variable, or in the JSON file.
-
-    Returns
-    -------
-    tuple of str
-        Plans as `Options.memory_plan` takes them; operators that the first dialect switches off (`Dropout:0`) are
-        left out.
-
-    Raises
-    ------
-    OptionError
-        If an entry is none of the three; the message names it.
+    Operators that the first dialect switches off (`Dropout:0`) are left out. Raises OptionError, which names the entry,
+    where one is of none of the three.
     """
     text = text.strip()
     plans: list[str] = []

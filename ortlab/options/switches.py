@@ -70,20 +70,10 @@ REASONS: Mapping[Need, str] = {
 
 @dataclass(frozen=True)
 class Syntax:
-    """How the items of a list have to be written.
+    """How the items of a list have to be written."""
 
-    Attributes
-    ----------
-    pattern
-        Regular expression that an item matches in full.
-    words
-        The same in words, for an error message.
-    example
-        An item that matches.
-    """
-
-    pattern: str
-    words: str
+    pattern: str  # regular expression that an item matches in full
+    words: str  # the same in words, for an error message
     example: str
 
 
@@ -104,56 +94,23 @@ OPERATOR = Syntax(
 
 @dataclass(frozen=True)
 class Switch:
-    """One switch as declared; everything that shows or checks switches is generated from these records.
+    """One switch as declared; everything that shows or checks switches is generated from these records."""
 
-    Attributes
-    ----------
-    name
-        Field of `ortlab.Options`.
-    group
-        Where it is shown.
-    type
-        `bool`, `int`, `str` or `tuple` (of strings).
-    default
-        ortlab's default.
-    ort_default
-        Default of onnxruntime-training 1.19.2; where it differs from `default`, the help says why.
-    effect
-        Earliest stage to redo before a change acts.
-    help
-        One or two sentences: what it does, and what that means for time, memory or numbers.
-    env
-        Environment variable that 1.19.2 reads, or "" if it has none.
-    older_env
-        Variables of earlier releases that 1.19.2 ignores and ortlab translates.
-    needs
-        Everything that must be present before the switch can act.
-    choices
-        The only values (of a tuple: items) allowed; empty if any will do.
-    minimum
-        Smallest number allowed; None if any is.
-    syntax
-        How the items of a tuple have to be written; None if any text will do.
-    part_of
-        Switch that must be on for this one to act, or "".
-    broken
-        Why 1.19.2 cannot do it right, as the end of a sentence that begins with the name; ortlab then refuses it.
-    """
-
-    name: str
+    name: str  # field of `ortlab.Options`
     group: Group
     type: type[bool | int | str | tuple[str, ...]]
     default: Value
-    ort_default: Value
+    ort_default: Value  # of onnxruntime-training 1.19.2; where it differs from `default`, `help` says why
     effect: Effect
-    help: str
-    env: str = ""
-    older_env: tuple[str, ...] = ()
-    needs: tuple[Need, ...] = ()
-    choices: tuple[Value, ...] = ()
+    help: str  # one or two sentences: what it does, and what that means for time, memory or numbers
+    env: str = ""  # environment variable that 1.19.2 reads
+    older_env: tuple[str, ...] = ()  # of earlier releases: 1.19.2 ignores them, ortlab translates them
+    needs: tuple[Need, ...] = ()  # all of them must be present
+    choices: tuple[Value, ...] = ()  # the only values (of a tuple: items) allowed; empty if any will do
     minimum: int | None = None
-    syntax: Syntax | None = None
-    part_of: str = ""
+    syntax: Syntax | None = None  # of the items of a tuple
+    part_of: str = ""  # switch that must be on for this one to act
+    # Why 1.19.2 cannot do it right, as the end of a sentence that begins with the name; ortlab then refuses it.
     broken: str = ""
 
     @property
@@ -166,22 +123,10 @@ class Switch:
         return {bool: "True", int: str(self.default), str: "'some/path'"}[self.type]
 
     def read(self, value: object) -> Value:
-        """Turn what a user, a magic or an environment variable gave into a value of this switch.
+        """Turn what a user, a magic or an environment variable gave into a value that this switch allows.
 
-        Parameters
-        ----------
-        value
-            A value, or text that spells one: "1", "true", "off", "info", "a,b".
-
-        Returns
-        -------
-        Value
-            A value of `type` that `choices`, `minimum` and `syntax` allow.
-
-        Raises
-        ------
-        OptionError
-            The value does not fit; the message names what is expected and an example.
+        Text may spell one: "1", "true", "off", "info", "a,b". Raises OptionError, which names what is expected and an
+        example, where the value does not fit.
         """
         if (
             type(value) is str
@@ -326,7 +271,7 @@ def switch(  # noqa: PLR0913 - each is one fact of the declaration, given by nam
 
 
 def declared(record: type[object], group: Group) -> tuple[Switch, ...]:
-    """Every switch that a dataclass declares, in the order of its fields."""
+    """Return every switch that a dataclass declares, in the order of its fields."""
     return tuple(
         Switch(name=field.name, group=group, **field.metadata[_METADATA_KEY])
         for field in dataclasses.fields(record)  # type: ignore[arg-type]

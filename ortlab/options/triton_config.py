@@ -52,14 +52,9 @@ class TritonConfig(str):  # noqa: SLOT000 - text cannot have slots for the conte
 
     It is a value of the option `triton_config_file`: two are equal if path and content are. A path without content,
     as a saved run has it, is plain text.
-
-    Attributes
-    ----------
-    content
-        The configuration as JSON.
     """
 
-    content: str
+    content: str  # JSON
 
     def __new__(cls, path: str, content: str) -> Self:
         """Make one of a path and the JSON that was read there."""
@@ -73,7 +68,7 @@ class TritonConfig(str):  # noqa: SLOT000 - text cannot have slots for the conte
         return same_content and super().__eq__(other)
 
     def __ne__(self, other: object) -> bool:
-        """Tell whether they differ; text has an operator of its own for that."""
+        """Say whether they differ; text has an operator of its own for that."""
         return not self == other
 
     __hash__ = str.__hash__
@@ -86,15 +81,8 @@ class TritonConfig(str):  # noqa: SLOT000 - text cannot have slots for the conte
 def read_triton_config(path: str) -> TritonConfig:
     """Read and check a file for `triton_config_file`.
 
-    Parameters
-    ----------
-    path
-        JSON with the keys `ops`, `initializer`, `min_nodes` and `symbolic_shape_hint`; each may be left out.
-
-    Raises
-    ------
-    OptionError
-        The file is absent, unreadable, not JSON, or says something that 1.19.2 cannot use.
+    It is JSON with the keys `ops`, `initializer`, `min_nodes` and `symbolic_shape_hint`; each may be left out. Raises
+    OptionError where the file is absent, unreadable, not JSON, or says something that 1.19.2 cannot use.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -168,7 +156,7 @@ def _is_conditions(value: object) -> bool:
 
 
 def _is_condition(key: object, text: object) -> bool:
-    """Tell whether ``triton_fusion.cc``, IsSupported, understands a condition; both sides are text there."""
+    """Say whether ``triton_fusion.cc``, IsSupported, understands a condition; both sides are text there."""
     if not isinstance(text, str):
         return False
     if key == "axis":

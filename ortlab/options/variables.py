@@ -23,26 +23,10 @@ _OLD_PLANS = "ORTMODULE_ENABLE_MEMORY_ALLEVIATION"
 
 
 def read(environ: Mapping[str, str], switches: Switches) -> tuple[dict[str, Value], tuple[str, ...]]:
-    """Read the variables that are set.
+    """Read the variables that are set: options by name, and notes.
 
-    Parameters
-    ----------
-    environ
-        Variables by name; those that do not begin with "ORTMODULE_" are ignored.
-    switches
-        The declarations to read for.
-
-    Returns
-    -------
-    changes : dict of str to Value
-        Options by name.
-    notes : tuple of str
-        One sentence for each variable that is translated, ignored or sets something.
-
-    Raises
-    ------
-    OptionError
-        A variable has a value that makes no sense; the message names it.
+    A note is one sentence for each variable that is translated, ignored or sets something. Variables that do not begin
+    with "ORTMODULE_" are ignored. Raises OptionError, which names the variable, where a value makes no sense.
     """
     changes: dict[str, Value] = {}
     notes: list[str] = []
@@ -63,15 +47,7 @@ def read(environ: Mapping[str, str], switches: Switches) -> tuple[dict[str, Valu
 
 
 def sources(environ: Mapping[str, str], switches: Switches) -> dict[str, str]:
-    """Name, for each option that a variable sets, the variable.
-
-    Parameters
-    ----------
-    environ
-        Variables by name.
-    switches
-        The declarations to look for.
-    """
+    """Return, for each option that a variable sets, the name of the variable."""
     found = {}
     for one in switches:
         names = [name for name in (one.env, *one.older_env) if name and name in environ]
@@ -81,7 +57,7 @@ def sources(environ: Mapping[str, str], switches: Switches) -> dict[str, str]:
 
 
 def _read_one(one: Switch, name: str, text: str) -> Value | None:
-    """Value that a variable has for a switch, or None if it says nothing about it."""
+    """Return the value that a variable has for a switch, or None if it says nothing about it."""
     reader = _READERS.get(name if name == _OLD_PLANS else one.name)
     try:
         value = reader(text.strip()) if reader else text
@@ -114,7 +90,7 @@ def _read_sdpa_fallback(text: str) -> bool:
 
 
 def _read_plans(text: str) -> object:
-    """Plans from the JSON file that 1.19.2 wants, or from the text itself, as releases before 1.19 had it."""
+    """Read plans from the JSON file that 1.19.2 wants, or from the text itself, as releases before 1.19 had it."""
     if re.search(r":[012]:(-1|\d+)$", text):
         return text
     try:
@@ -152,20 +128,8 @@ def _unknown(environ: Mapping[str, str], switches: Switches) -> list[str]:
 def write(values: Mapping[str, Value], switches: Switches, memory_plan_file: Path | None) -> dict[str, str]:
     """Write options as the variables that 1.19.2 reads.
 
-    Parameters
-    ----------
-    values
-        Options by name.
-    switches
-        The declarations to write.
-    memory_plan_file
-        File that the caller has written the plans to, as a JSON list; used if there are any.
-
-    Returns
-    -------
-    dict of str to str
-        Variables to set. One that is left out has to be unset: where 1.19.2 takes even an empty text for a
-        path or for "on", only its absence means the default.
+    A variable that is left out has to be unset: where 1.19.2 takes even an empty text for a path or for "on", only its
+    absence means the default. The caller has written the plans, as a JSON list, to `memory_plan_file`.
     """
     written: dict[str, str] = {}
     for one in switches:

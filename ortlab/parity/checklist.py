@@ -17,19 +17,7 @@ if TYPE_CHECKING:
 def checklist(
     runs: Runs, bounds: Mapping[Site, tuple[float, float]], *, dropout: bool, steps: int
 ) -> tuple[ChecklistItem, ...]:
-    """Answer the questions.
-
-    Parameters
-    ----------
-    runs
-        What the runs gave.
-    bounds
-        Floor and limit of each site.
-    dropout
-        Whether dropout was left on.
-    steps
-        How many steps were made.
-    """
+    """Answer the questions for these runs; `bounds` are floor and limit of each site."""
     return (
         _seeds(runs),
         ChecklistItem(
@@ -130,7 +118,7 @@ def _capture(runs: Runs) -> ChecklistItem:
 
 
 def apart(ours: Sequence[float | None], theirs: Sequence[float | None]) -> float:
-    """Return the largest relative difference of two losses of the same step; nan where there are none, or one is."""
+    """Return the largest relative difference of two losses of the same step; nan if there are none, or one is nan."""
     differences = [
         abs(one - other) / max(abs(one), abs(other)) if one != other else 0.0
         for one, other in zip(ours, theirs, strict=False)

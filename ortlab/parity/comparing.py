@@ -17,21 +17,12 @@ if TYPE_CHECKING:
 
 
 class Reference:
-    """Receives the tensors that the others are held against: their facts stay, themselves go to a store.
-
-    Attributes
-    ----------
-    facts
-        By site.
-    epsilon
-        Unit of rounding of the type, relative, by site.
-    longest
-        How many numbers a sum over a part of the dimensions of an activation or its gradient has at most.
-    """
+    """Receives the tensors that other runs are held against: it keeps their facts, and a store keeps the tensors."""
 
     def __init__(self, store: TensorStore) -> None:
         self.facts: dict[Site, TensorStatistics] = {}
-        self.epsilon: dict[Site, float] = {}
+        self.epsilon: dict[Site, float] = {}  # unit of rounding of the type, relative
+        # How many numbers a sum over a part of the dimensions of an activation or its gradient has at most.
         self.longest = 1
         self._store = store
         self._recent = _Recent()
@@ -53,16 +44,9 @@ class Reference:
 
 
 class Compared:
-    """Receives the tensors of another run, and notes how far they are from the stored ones.
+    """Receives the tensors of another run, and notes how far they are from those in `store`.
 
-    Parameters
-    ----------
-    store
-        Of the run that it is held against.
-    own
-        Where its tensors go; None for nowhere.
-    facts
-        Whether their facts are wanted, too.
+    Its own tensors go to `own`, if given; with `facts` it keeps their facts, too.
     """
 
     def __init__(self, store: TensorStore, own: TensorStore | None = None, *, facts: bool = False) -> None:
@@ -99,10 +83,10 @@ class Compared:
 
 
 class _Recent:
-    """The last tensors that were taken, kept alive so that none of another time has their memory.
+    """The last tensors that were taken, kept alive so that no later tensor gets their memory.
 
     What the model returns is kept until its next step: ONNX Runtime hands over what the last module returned, which is
-    the same, no sooner than in backward.
+    the same, only in backward.
     """
 
     def __init__(self) -> None:
@@ -112,8 +96,8 @@ class _Recent:
     def site_of(self, tensor: torch.Tensor) -> Site | None:
         """Return where the same numbers were seen, if nothing has been written into them since.
 
-        What ONNX Runtime hands over can be a copy. To find two large tensors equal takes a tenth of what to look at one
-        takes, and that they are not shows at their first numbers.
+        What ONNX Runtime hands over can be a copy. Finding two large tensors equal takes a tenth of the time that facts
+        of one take, and tensors that are not equal mostly differ in their first numbers.
         """
         for site, known, version in (*self._last, *self._returned):
             if (
@@ -127,7 +111,7 @@ class _Recent:
         return None
 
     def note(self, site: Site, tensor: torch.Tensor) -> None:
-        """Take note of a tensor."""
+        """Remember a tensor."""
         noted = (site, tensor, tensor._version)  # noqa: SLF001
         self._last.append(noted)
         if not site.module and site.kind == OUTPUT:
@@ -136,7 +120,7 @@ class _Recent:
 
 
 def _are_equal(known: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Tell whether two tensors of one shape and type hold the same numbers, at once where they are one in memory."""
+    """Say whether two tensors of one shape and type hold the same numbers, at once where they are one in memory."""
     if known.data_ptr() == tensor.data_ptr() and known.stride() == tensor.stride():
         return known._version == tensor._version  # noqa: SLF001 - else it was written into by another name
     return torch.equal(known, tensor)
@@ -148,7 +132,7 @@ def pairs(
     limits_of: Mapping[Site, tuple[float, float]],
     missing: Mapping[Site, str],
 ) -> tuple[TensorPair, ...]:
-    """Put both runs together, in the order of the first."""
+    """Put both runs together, in the order of the first; tensors that only the other has come last."""
     found = []
     for site, facts in reference.facts.items():
         floor, limit = limits_of[site]

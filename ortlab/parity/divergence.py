@@ -32,18 +32,11 @@ def find(
 ) -> tuple[Divergence | None, Divergence | None, Divergence | None]:
     """Return the first divergence of the forward, of the backward and of the update.
 
-    A module whose inputs agree and whose output differs is at fault itself. What is handed to a module and differs,
-    though no module has returned it so, was computed by its caller, between the calls. In the backward it is the other
-    way round: a gradient that goes into a module right and comes out wrong.
+    A module whose inputs agree and whose output differs is at fault itself. An input that differs, though no module has
+    returned it so, was computed by the caller, between the calls. In the backward it is the other way round: a gradient
+    goes into a module right and comes out wrong.
 
-    Parameters
-    ----------
-    pairs
-        In the order of the reference.
-    structure
-        How the reference's calls hang together.
-    describe
-        Returns class and source line of a module, by its path.
+    The pairs are in the order of the reference. `describe` returns class and source line of a module, by its path.
     """
     verdicts = {pair.site: pair.verdict for pair in pairs}
 
@@ -68,7 +61,7 @@ def find(
 def _at_fault(
     site: Site, pairs: Sequence[TensorPair], verdicts: Mapping[Site, str], structure: Structure
 ) -> tuple[str, str, tuple[str, ...]]:
-    """Return path, reason, and what else it may be."""
+    """Return the path of the module at fault, the reason, and the paths of others that it may be."""
     if site.kind == OUTPUT:
         return site.module, "what it takes agrees, what it returns does not", _unseen_before(site, pairs)
     if site.kind == INPUT:

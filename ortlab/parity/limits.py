@@ -24,7 +24,7 @@ hardly a tensor is more than one floor apart: ``bench/fault_finding.py`` states 
 
 LEAST: Final = 16.0
 MOST: Final = 256.0
-"""And never below this many units of rounding of the type, nor below more than that for the length of sums."""
+"""Bounds of the units of rounding that every limit allows; between them it is the root of the length of sums."""
 
 
 def limits(
@@ -37,16 +37,9 @@ def limits(
     the sums of a step are is told by the largest of its tensors: at most as long as its last dimension, or as the
     others together.
 
-    Parameters
-    ----------
-    reference
-        The first run.
-    rounded
-        The run with other rounding.
-    repeated
-        Runs that have repeated one; what they differ by is chance.
-    own_use
-        Sites of outputs that their modules have used, too: what is moved is what others get, a part of the gradient.
+    `rounded` is the run with other rounding; what the `repeated` runs differ by is chance. `own_use` has the sites of
+    outputs that their modules have used, too: there the run with other rounding moves only what others get, a part of
+    the gradient.
     """
     in_part = {replace(site, kind=OUTPUT_GRADIENT) for site in own_use}
     chances = [one.distances for one in repeated]
@@ -64,7 +57,7 @@ def limits(
 def _by_call(rounded: Compared) -> Mapping[tuple[object, ...], float]:
     """Return the middle floor of each call's forward and backward.
 
-    For tensors that the run with other rounding does not have. The gradient of what a module returns and has used
+    It serves tensors that the run with other rounding does not have. The gradient of what a module returns and has used
     itself before, such as the probabilities of an attention, is one: what is moved is the tensor that is returned.
     """
     found: dict[tuple[object, ...], list[float]] = {}

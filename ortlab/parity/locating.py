@@ -33,24 +33,10 @@ class Locating:
     """Finds the first divergence of each phase, in one look or in two.
 
     The compute optimizer moves a slice ahead of the operators before it: what these compute in ONNX Runtime is the
-    slice of what they compute in PyTorch, and is not compared. A fault among them shows behind them only. With the
+    slice of what they compute in PyTorch, and is not compared. A fault among them shows only behind them. With the
     compute optimizer off, the same computation has whole tensors.
 
-    Parameters
-    ----------
-    pairs
-        What was compared, in the order of the reference.
-    structure
-        How the reference's calls hang together.
-    describe
-        Returns class and source line of a module, by its path.
-
-    Attributes
-    ----------
-    divergences
-        Of the forward, of the backward and of the update; None for none. Their pairs are of the run that was compared.
-    notes
-        What is to be known of the second look.
+    The pairs are in the order of the reference; `describe` returns class and source line of a module, by its path.
     """
 
     def __init__(
@@ -59,8 +45,9 @@ class Locating:
         self._pairs = pairs
         self._structure = structure
         self._describe = describe
+        # Of the forward, of the backward and of the update; their pairs are of the run that was compared.
         self.divergences = find(pairs, structure, describe)
-        self.notes: tuple[str, ...] = ()
+        self.notes: tuple[str, ...] = ()  # on the second look
 
     @property
     def is_hidden(self) -> bool:
@@ -68,7 +55,7 @@ class Locating:
         return any(self._cut_before(one) for one in self.divergences if one)
 
     def give_up(self, error: OrtlabError) -> None:
-        """Stay with the first look, since there can be no second one."""
+        """Keep the result of the first look, since there can be no second one."""
         why = str(error).splitlines()[0]
         self.notes = (
             f"The compute optimizer cuts tensors where the runs part; a run without it failed: {why}",
@@ -77,13 +64,9 @@ class Locating:
     def look_at(self, whole: Compared) -> None:
         """Look again, with what a run without the compute optimizer shows of the tensors that were not compared.
 
-        What was compared stays as it is, and where that run agrees with the reference, the first verdict does, too:
-        then it is what the compute optimizer makes of it that differs.
-
-        Parameters
-        ----------
-        whole
-            That run, held against the same reference.
+        `whole` is that run, held against the same reference. What was compared stays as it is. Where `whole` agrees
+        with the reference, the first verdict stays, too: what the compute optimizer makes of the graph is what differs
+        then.
         """
         completed = tuple(
             replace(pair, distance=whole.distances.get(pair.site)) if pair.distance is None else pair

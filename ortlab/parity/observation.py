@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ortlab.engine.capture import Capture
 
 Receive = Callable[[Site, torch.Tensor], None]
-"""Called with each tensor, when it is there; the tensor may be changed afterwards."""
+"""Called with each tensor as soon as it is there; the tensor may change afterwards."""
 
 _MADE_BY: Final = "_ortlab_made_by"
 
@@ -34,27 +34,10 @@ _WHOLE: Final = "_ortlab_whole"
 
 
 class Observation:
-    """Watches one run of a model.
+    """Watches one run of a model, and gives its tensors to `receive`.
 
-    Parameters
-    ----------
-    module
-        The model.
-    receive
-        Gets the tensors.
-    capture
-        What ONNX Runtime hands over; None where PyTorch runs the model.
-    change
-        Changes each tensor that a module of the model returns; None for no change.
-
-    Attributes
-    ----------
-    structure
-        How its calls hang together.
-    step
-        The present step, from 1 on.
-    drew
-        Whether a step has drawn random numbers from torch.
+    `capture` is what ONNX Runtime hands over; None where PyTorch runs the model. `change` changes each tensor that a
+    module of the model returns.
     """
 
     def __init__(
@@ -65,8 +48,8 @@ class Observation:
         change: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self.structure = Structure(sharing=sharing(module))
-        self.step = 0
-        self.drew = False
+        self.step = 0  # the present one, from 1 on
+        self.drew = False  # whether a step has drawn random numbers from torch
         self._module = module
         self._receive = receive
         self._capture = capture
@@ -80,7 +63,7 @@ class Observation:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch in the block; afterwards there are no hooks of ours."""
+        """Watch in the block; afterwards none of these hooks is left."""
         with ExitStack() as stack:
             for path, part in self._module.named_modules():
                 before = part.register_forward_pre_hook(
@@ -218,16 +201,9 @@ class Observation:
         tensor.register_hook(take)
 
     def _tell_uses_apart(self, tensor: Any, alias: Any, site: Site) -> None:
-        """Note, in the backward, whether a returned tensor was used within its module, and whether behind it.
+        """Note in the backward whether a returned tensor was used within its module, and whether behind it.
 
-        Parameters
-        ----------
-        tensor
-            What the module has used, if it has.
-        alias
-            What its caller gets instead.
-        site
-            Of the output.
+        The module has used `tensor`, if it has; its caller gets `alias` instead. `site` is that of the output.
         """
         outside: list[torch.Tensor] = []
         values = tensor.detach()  # which counts what is written into the tensor
@@ -315,7 +291,7 @@ def replaced(value: Any, take: Callable[[str, torch.Tensor], torch.Tensor], name
 
 
 def _with_items(value: Any, items: dict[Any, Any]) -> Any:
-    """Return a mapping with other values; the outputs of transformers can be changed, and know their keys."""
+    """Return a mapping with other values; outputs of transformers, which know their keys, are changed in place."""
     if type(value) is dict:
         return items
     for key, item in items.items():

@@ -13,35 +13,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class Runs:
-    """What the runs of a comparison gave.
-
-    Attributes
-    ----------
-    eager, ort
-        The losses of the runs that were compared.
-    drops
-        How many calls of a dropout were kept from dropping.
-    draws
-        Whether the model draws random numbers although no dropout does.
-    again, ort_again
-        The repetitions.
-    plain
-        The run without capture, held against the captured one.
-    plain_losses
-        Its losses.
-    limits
-        The limit of each site.
-    seeds
-        Losses of PyTorch with dropout as it is, with the start's seed and with another one; empty if not asked for.
-    """
+    """What the runs of a comparison gave."""
 
     eager: Run
     ort: Run
-    drops: int
-    draws: bool
-    again: Compared
+    drops: int  # calls of a dropout that were kept from dropping
+    draws: bool  # whether the model draws random numbers although no dropout does
+    again: Compared  # PyTorch's repetition
     ort_again: Compared
-    plain: Compared
+    plain: Compared  # the run without capture, held against the captured one
     plain_losses: tuple[float | None, ...]
     limits: dict[Site, float]
+    # Losses of PyTorch with dropout as it is, with the start's seed and with another one; empty if not asked for.
     seeds: tuple[tuple[float | None, ...], ...] = ()

@@ -56,29 +56,11 @@ def compare_engines(  # noqa: PLR0913 - what a lab knows of itself, name by name
 ) -> Parity:
     """Run a step on PyTorch and on ONNX Runtime, and hold every tensor of both against each other.
 
-    Parameters
-    ----------
-    module
-        The model.
-    trial
-        Makes a run from the start.
-    apart
-        Makes a block in which ONNX Runtime builds anew, with other options if it is given some, and forgets at its end;
-        what it gives frees the sessions only.
-    name
-        What the model is called.
-    steps
-        Steps of each run.
-    dropout
-        Whether dropout stays on; the engines draw different masks.
-    ask_seeds
-        Whether to run PyTorch twice more, with another seed.
-    cuts
-        Whether the compute optimizer is on. If it hides where a divergence is, ONNX Runtime runs once more without.
-    edit
-        Changes ONNX Runtime's gradient graph; see `Capture`.
-    progress
-        Told before each run.
+    `apart` makes a block in which ONNX Runtime builds anew, with other options if it is given some, and forgets at its
+    end; what it yields frees the sessions only. With `dropout`, dropout stays on, and the engines draw different masks.
+    With `ask_seeds`, PyTorch runs twice more, once with another seed. `cuts` says that the compute optimizer is on: if
+    it hides where a divergence is, ONNX Runtime runs once more without it. `edit` changes ONNX Runtime's gradient
+    graph; see `Capture`.
     """
     count = 8 if ask_seeds else 6
 

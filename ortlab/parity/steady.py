@@ -23,20 +23,14 @@ UNITS: Final = 4.0
 
 
 class WithoutDropout(TorchFunctionMode):
-    """Lets every dropout in the block pass everything on, whoever calls it, in a trace as well.
-
-    Attributes
-    ----------
-    found
-        How many calls of a dropout that would have dropped something there were.
-    """
+    """Lets every dropout in the block pass everything on, whoever calls it, in a trace as well."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found = 0
+        self.found = 0  # calls of a dropout that would have dropped something
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `function`, as one that drops nothing."""
+        """Call `function` so that it drops nothing."""
         given = dict(kwargs or {})
         if function in _DROPOUTS:
             bound = _DROPOUTS[function].bind(*args, **given)

@@ -16,31 +16,22 @@ Call = tuple[str, int]
 
 @dataclass
 class Structure:
-    """How the calls of a run hang together; what a divergence is traced back with.
+    """How the calls of a run hang together; what a divergence is traced back with."""
 
-    Attributes
-    ----------
-    callers
-        By step and call: the call whose forward made it; None for one of the training step itself.
-    sources
-        By site of an input: the site of the output that it is.
-    returned_by
-        By site of an output: that of the outer module that returned the same tensor.
-    own_use
-        By site of an output that its module has used itself for what else it returns: whether others use it, too.
-    sharing
-        By path of a module and name of its parameter: the modules that have that parameter, if they are several.
-    """
-
+    # By step and call: the call whose forward made it; None for one of the training step itself.
     callers: dict[tuple[int, Call], Call | None] = field(default_factory=dict)
+    # By site of an input: the site of the output that it is.
     sources: dict[Site, Site] = field(default_factory=dict)
+    # By site of an output: that of the outer module that returned the same tensor.
     returned_by: dict[Site, Site] = field(default_factory=dict)
+    # By site of an output that its module has used itself for what else it returns: whether others use it, too.
     own_use: dict[Site, bool] = field(default_factory=dict)
+    # By path of a module and name of its parameter: the modules that have that parameter, if they are several.
     sharing: dict[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
 
 
 def sharing(module: torch.nn.Module) -> dict[tuple[str, str], tuple[str, ...]]:
-    """Name the modules that have the same parameter as others; see `Structure`."""
+    """Return which modules share a parameter; see `Structure`."""
     owners: dict[int, list[tuple[str, str]]] = {}
     for path, part in module.named_modules():
         for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):

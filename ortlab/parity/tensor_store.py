@@ -33,23 +33,17 @@ class _Place(NamedTuple):
 
 
 class TensorStore:
-    """Tensors by site, one file for all; `stored` makes it and removes the file.
-
-    Attributes
-    ----------
-    number_of_bytes
-        What has been written.
-    """
+    """Tensors by site, one file for all; `stored` makes it and removes the file."""
 
     def __init__(self, path: Path) -> None:
-        self.number_of_bytes = 0
+        self.number_of_bytes = 0  # written so far
         self._path = path
         self._places: dict[Site, _Place] = {}
         self._file = path.open("wb", buffering=_PIECE)
         self._writer = ThreadPoolExecutor(1, "ortlab-tensor-store")
 
     def put(self, key: Site, tensor: torch.Tensor) -> None:
-        """Write a tensor; one that was written under the same key counts no longer."""
+        """Write a tensor; it replaces one that was written under the same key."""
         with self.putting(key, tensor):
             pass
 
@@ -79,7 +73,7 @@ class TensorStore:
         self._places[key] = self._places[other]
 
     def are_one(self, key: Site, other: Site) -> bool:
-        """Tell whether two keys stand for the same tensor."""
+        """Say whether two keys stand for the same tensor."""
         return key in self._places and self._places[key] == self._places.get(other)
 
     def get(self, key: Site) -> torch.Tensor | None:

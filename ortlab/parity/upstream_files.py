@@ -41,31 +41,15 @@ class UnreadableFileError(ValueError):
 
 @dataclass(frozen=True)
 class Activation:
-    """What a file says of one tensor.
+    """What a file says of one tensor."""
 
-    Attributes
-    ----------
-    name
-        What upstream calls it: class, number of the module in the tree, number of the output; or the name that
-        `inspect_activation` was given.
-    direction
-        "forward": the activation; "backward": its gradient.
-    depth
-        How deep the module is in the tree, 1 for the model itself; 0 for a tensor of `inspect_activation`.
-    statistics
-        Its statistics. The sample is rounded as it was printed.
-    resolution
-        What one digit of the last place of the printed sample is worth.
-    calls
-        How often its file was written in the step. Upstream keeps the last of them only.
-    """
-
+    # Upstream's: class, number of the module in the tree, number of the output; or what `inspect_activation` was given.
     name: str
-    direction: str
-    depth: int
-    statistics: TensorStatistics
-    resolution: float = 0.0
-    calls: int = 1
+    direction: str  # "forward": the activation; "backward": its gradient
+    depth: int  # of the module in the tree, 1 for the model itself; 0 for a tensor of `inspect_activation`
+    statistics: TensorStatistics  # with the sample as rounded as it was printed
+    resolution: float = 0.0  # what one digit of the last place of the printed sample is worth
+    calls: int = 1  # how often its file was written in the step; upstream keeps the last only
 
     @property
     def module(self) -> str:
@@ -93,24 +77,16 @@ class Activation:
 def output_of(name: str) -> tuple[str, int | None]:
     """Return the module of a name, with its number in the tree, and which of its outputs it is.
 
-    Of a name that `inspect_activation` was given, the name and None.
+    For a name that `inspect_activation` was given: that name, and None.
     """
     parts = _OUTPUT.fullmatch(name)
     return (f"{parts['module']}_{parts['index']}", int(parts["output"])) if parts else (name, None)
 
 
 def read_blocks(text: str) -> Iterator[Activation]:
-    """Read the statistics of a file of one tensor, or of a merged file of many.
+    """Yield the statistics in a file of one tensor, or in a merged file of many.
 
-    Parameters
-    ----------
-    text
-        What the file holds.
-
-    Raises
-    ------
-    UnreadableFileError
-        If a block is cut short or has another form. What came before it has been returned.
+    Raises UnreadableFileError, after what came before, if a block is cut short or has another form.
     """
     lines = text.splitlines()
     start = 0
@@ -125,13 +101,7 @@ def read_blocks(text: str) -> Iterator[Activation]:
 
 
 def read_file(text: str) -> Activation:
-    """Read a file of one tensor.
-
-    Raises
-    ------
-    UnreadableFileError
-        If it is empty, cut short, of another form, or holds several.
-    """
+    """Read a file of one tensor; raises UnreadableFileError for one that is empty, broken, or of several tensors."""
     blocks = list(read_blocks(text))
     if len(blocks) != 1:
         raise UnreadableFileError("it is empty" if not blocks else f"it holds {len(blocks)} tensors")

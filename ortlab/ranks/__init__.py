@@ -13,7 +13,7 @@ __all__ = ["Cluster", "latest", "save_rank"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what starts processes when it is first used: a ledger of ranks needs no ipyparallel."""
+    """Import a public name when it is first used: a ledger of ranks needs no ipyparallel, which starts processes."""
     if name not in __all__:
         message = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(message)

@@ -157,7 +157,7 @@ def measured(record: Balance, cluster: Cluster, make_step: MakeStep) -> Balance:
 
 
 class _Chunks:
-    """Makes batches of a size, the last of which may be smaller."""
+    """Makes batches of one size, the last of which may be smaller."""
 
     def __init__(self, size: int, *, drop_last: bool) -> None:
         self._size = size

@@ -19,29 +19,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Call:
-    """A call that is over.
+    """A call that is over."""
 
-    Attributes
-    ----------
-    replies
-        ipyparallel's result of each rank that was asked, by rank.
-    renewed
-        Whether the ranks have a new process group since.
-    recalled
-        Ranks that were told to stop, since another had failed.
-    """
-
-    replies: Mapping[int, Any]
-    renewed: bool
-    recalled: frozenset[int] = frozenset()
+    replies: Mapping[int, Any]  # ipyparallel's results, by rank
+    renewed: bool  # whether the ranks have a new process group since
+    recalled: frozenset[int] = frozenset()  # ranks that were told to stop, since another had failed
 
     def results(self) -> list[Any]:
         """Return what each rank returned, by rank.
 
-        Raises
-        ------
-        ExecutionError
-            If one has raised instead: of several errors, the one that does not only follow from another.
+        Raises ExecutionError where a rank has raised: of several errors, one that does not only follow from another.
         """
         causes = {rank: cause for rank, one in self.replies.items() if (cause := one.exception()) is not None}
         if not causes:
@@ -73,27 +60,10 @@ def call(
 ) -> Call:
     """Ask ranks for something, and wait until all have answered.
 
-    Parameters
-    ----------
-    lifetime
-        The cluster's processes.
-    ranks
-        Numbers of those that are asked.
-    ask
-        Is given ipyparallel's view of a rank, and returns its pending result.
-    look
-        Called again and again while they work.
-
-    Raises
-    ------
-    RankDiedError
-        If a rank dies, or has died before.
-    RanksStuckError
-        If ranks do not come back after another has failed; the cluster has ended then.
-    ExecutionError
-        If the cluster does not run.
-    KeyboardInterrupt
-        If the user interrupts; the ranks have come back then, or, at a second time, have ended.
+    `ask` is given ipyparallel's view of a rank, and returns its pending result. `look` is called again and again while
+    the ranks work. Raises RankDiedError where a rank dies or has died before; RanksStuckError where ranks do not come
+    back after another has failed, and the cluster has ended then; ExecutionError where the cluster does not run; and
+    KeyboardInterrupt, once the ranks have come back or, on a second Ctrl-C, have ended.
     """
     with lifetime.calling:
         held = lifetime.processes
@@ -120,7 +90,7 @@ def call(
 
 
 def _put_together(held: Processes, *, broken: bool) -> bool:
-    """Give the ranks a new process group, unless they stand at the same place in the one they have."""
+    """Give the ranks a new process group, unless they stand at the same place in the one they have; say whether."""
     if not broken:
         asked = {rank: held.client[rank].apply_async(position) for rank in range(len(held.ranks))}
         Waiting(held, asked).finish()

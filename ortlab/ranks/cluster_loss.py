@@ -13,29 +13,17 @@ _POLL_SECONDS: Final = 0.1
 
 @dataclass(frozen=True)
 class Lost:
-    """A rank that was lost.
-
-    Attributes
-    ----------
-    rank, process
-        Which, and the id of its process.
-    how
-        "was killed by signal 9", "ended with status 1", or "has ended" where that is not known.
-    when
-        "while it ran" or "between two calls".
-    ranks
-        How many the cluster had.
-    """
+    """A rank that was lost."""
 
     rank: int
-    process: int
-    how: str
-    when: str
-    ranks: int
+    process: int  # its id
+    how: str  # "was killed by signal 9", "ended with status 1", or "has ended" where that is not known
+    when: str  # "while it ran" or "between two calls"
+    ranks: int  # how many the cluster had
 
 
 def lives(pid: int) -> bool:
-    """Return whether a process has not ended."""
+    """Say whether a process has not ended."""
     import psutil
 
     try:
@@ -45,12 +33,9 @@ def lives(pid: int) -> bool:
 
 
 def how_ended(engine: Any) -> str:
-    """Say how an engine has ended.
+    """Say how an engine has ended; `engine` is ipyparallel's own `psutil.Process` of it.
 
-    Parameters
-    ----------
-    engine
-        ipyparallel's own `psutil.Process` of it; a thread of ipyparallel waits for it, and it keeps the status.
+    A thread of ipyparallel waits for the process, and this object keeps the status.
     """
     import psutil
 

@@ -27,14 +27,8 @@ _followed: set[str] = set()
 def request_break(folder: Path, number: int, processes: Sequence[int]) -> None:
     """Ask all ranks to break their connections, which they do within some tenths of a second.
 
-    Parameters
-    ----------
-    folder
-        The cluster's.
-    number
-        Of the request, from 1 on; each is followed once.
-    processes
-        Process ids of all ranks.
+    The request is a file in the cluster's folder, with the process ids of all ranks. `number` counts requests from 1
+    on; each is followed once.
     """
     written = folder / f"of-{_REQUEST}{number}"
     written.write_text(json.dumps(processes), encoding="utf-8")
@@ -47,7 +41,7 @@ def follow_requests(folder: Path, backend: str) -> None:
 
 
 def pass_over_requests(folder: Path) -> None:
-    """Take the requests made so far as followed, once one that is being followed is over.
+    """Count the requests made so far as followed, once one that is being followed is over.
 
     A rank that came back by itself may not have looked yet, and would break the connections of its next group.
     """

@@ -31,10 +31,7 @@ def command(module: str) -> list[str]:
 def variables(folder: Path) -> dict[str, str]:
     """Return the environment variables by which processes know that they belong to this one.
 
-    Parameters
-    ----------
-    folder
-        The cluster's; it is removed with its processes.
+    The cluster's folder is removed with its processes.
     """
     return {NOTEBOOK: json.dumps([os.getpid(), str(folder)])}
 
@@ -42,10 +39,7 @@ def variables(folder: Path) -> dict[str, str]:
 def watch() -> None:
     """Start the guard of this process, and of those that it will fork.
 
-    Raises
-    ------
-    KeyError
-        If no variable says whose process it is.
+    Raises KeyError where no variable says whose process it is.
     """
     process, folder = json.loads(os.environ[NOTEBOOK])
 

@@ -20,37 +20,20 @@ _WATCH_SECONDS: Final = 0.5
 class Lifetime:
     """The processes of one cluster, which end with this object and with the interpreter at the latest.
 
-    Parameters
-    ----------
-    tell
-        Called with a sentence when a rank dies between two calls.
-
-    Attributes
-    ----------
-    processes
-        None while none run.
-    lost
-        The rank that has died since the last start; None if none has.
-    calling
-        Held during a call. The watch looks only between calls: a call itself notices that a rank has died.
+    `tell` is called with a sentence when a rank dies between two calls.
     """
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self.processes: Processes | None = None
-        self.lost: Lost | None = None
+        self.lost: Lost | None = None  # the rank that has died since the last start
+        # Held during a call. The watch looks only between calls: a call itself notices that a rank has died.
         self.calling = threading.Lock()
         self._tell = tell
         self._end: weakref.finalize[[Processes], Lifetime] | None = None
         self._changing = threading.Lock()
 
     def start(self, ranks: int, threads: int, backend: str) -> None:
-        """Start the processes and the watch; does nothing if they run.
-
-        Raises
-        ------
-        InstallError, ExecutionError
-            From `Processes`.
-        """
+        """Start the processes and the watch; does nothing if they run. Raises what `Processes` raises."""
         if self.processes is not None:
             return
         self.lost = None
@@ -69,7 +52,7 @@ class Lifetime:
             end()
 
     def give_up(self, lost: Lost) -> None:
-        """End the others after one was lost."""
+        """End the other ranks after one was lost."""
         self.lost = lost
         self.stop()
 

@@ -16,22 +16,12 @@ from ortlab.ranks.connections import follow_requests, pass_over_requests
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands among the others.
+    """Where this process stands among the others."""
 
-    Attributes
-    ----------
-    rank, ranks
-        Its number, from 0 on, and how many there are.
-    backend
-        "gloo" or "nccl".
-    folder
-        The cluster's folder, which all of its processes can read.
-    """
-
-    rank: int
+    rank: int  # from 0 on
     ranks: int
-    backend: str
-    folder: str
+    backend: str  # "gloo" or "nccl"
+    folder: str  # the cluster's, which all of its processes can read
 
 
 _place: Place | None = None
@@ -43,19 +33,9 @@ def place() -> Place | None:
 
 
 def join(here: Place, threads: int) -> int:
-    """Become a rank: join the first process group, follow the notebook's requests, and load the magics.
+    """Become a rank, and return the process id.
 
-    Parameters
-    ----------
-    here
-        Which rank.
-    threads
-        How many threads PyTorch computes with.
-
-    Returns
-    -------
-    int
-        Id of this process.
+    It joins the first process group, follows the notebook's requests, and loads the magics.
     """
     import torch
     from IPython.core.getipython import get_ipython
@@ -77,10 +57,7 @@ def join(here: Place, threads: int) -> int:
 def renew(group: int) -> None:
     """Leave the process group, whatever state it is in, and enter a new one with all ranks.
 
-    Parameters
-    ----------
-    group
-        Number of the new one; each is used once.
+    `group` is the number of the new one; each is used once.
     """
     import torch.distributed as dist
 
@@ -95,10 +72,7 @@ def renew(group: int) -> None:
 def position() -> int:
     """Return how many collective operations this rank has begun; ranks that differ would never meet again.
 
-    Returns
-    -------
-    int
-        The count; a negative number, another on each rank, where it cannot be told.
+    Where that cannot be told, the number is negative, and another one on each rank.
     """
     import torch.distributed as dist
 

@@ -68,15 +68,7 @@ class RankOutput:
 
 
 def rank_output(rank: int, metadata: Mapping[str, Any]) -> RankOutput:
-    """Read what ipyparallel keeps of a request.
-
-    Parameters
-    ----------
-    rank
-        Who answered it.
-    metadata
-        What `ipyparallel.Client.metadata` holds for it; it grows while the request runs.
-    """
+    """Read what ipyparallel keeps of a request: `metadata` is `Client.metadata`, which grows while the request runs."""
     shown = [content["data"] for content in metadata["outputs"]]
     value = metadata["execute_result"]
     if value:

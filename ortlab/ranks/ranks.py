@@ -35,10 +35,8 @@ class Ranks(Shown):
     def __post_init__(self) -> None:
         """Sort the ledgers, and refuse those that do not belong together.
 
-        Raises
-        ------
-        LedgerError
-            If there is none, or two are of the same rank, or of trainings with different numbers of ranks.
+        Raises LedgerError where there is none, or two are of the same rank, or of trainings with different numbers of
+        ranks.
         """
         if not self.ledgers:
             raise LedgerError(

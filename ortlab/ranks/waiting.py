@@ -23,13 +23,7 @@ _LEFT_ALONE, _INTERRUPTED, _TORN_OUT = range(3)
 
 
 class RankDiedError(ExecutionError):
-    """The process of a rank has ended while others went on.
-
-    Attributes
-    ----------
-    lost
-        Which, how and when.
-    """
+    """The process of a rank has ended while others went on."""
 
     def __init__(self, lost: Lost) -> None:
         self.lost = lost
@@ -59,25 +53,8 @@ class Waiting:
     Ranks that wait in a collective operation for one that has failed cannot be interrupted: they wait in C++. So after
     a failure or an interrupt they are given some seconds, are sent a SIGINT, and then lose their connections, which
     ends the operation with an error. Those that still run are sent another now and then: a rank that had not yet begun
-    its cell has ignored the first. The user's second interrupt ends the waiting.
-
-    Parameters
-    ----------
-    processes
-        The ranks.
-    pending
-        ipyparallel's results, by rank.
-    look
-        Called at each turn, to show what has been printed.
-
-    Attributes
-    ----------
-    interrupt
-        The user's interrupt; None if there was none.
-    broken
-        Whether connections had to be broken; the ranks need a new process group then.
-    recalled
-        Ranks that were told to stop; what they raise then says no more than that.
+    its cell has ignored the first. The user's second interrupt ends the waiting. `look` is called at each turn, to show
+    what has been printed.
     """
 
     def __init__(
@@ -93,20 +70,15 @@ class Waiting:
         self._since: float | None = None
         self._told = 0.0
         self.interrupt: KeyboardInterrupt | None = None
-        self.broken = False
+        self.broken = False  # whether connections had to be broken; the ranks need a new process group then
+        # Ranks that were told to stop; what they raise then says no more than that.
         self.recalled: frozenset[int] = frozenset()
 
     def finish(self) -> None:
-        """Wait.
+        """Wait until all ranks have answered.
 
-        Raises
-        ------
-        RankDiedError
-            If the process of a rank has ended.
-        RanksStuckError
-            If ranks do not come back.
-        KeyboardInterrupt
-            If the user interrupts a second time.
+        Raises RankDiedError where the process of a rank has ended, RanksStuckError where ranks do not come back, and
+        KeyboardInterrupt where the user interrupts a second time.
         """
         while True:
             try:

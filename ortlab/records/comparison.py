@@ -352,7 +352,7 @@ def _sentence(contrast: Contrast, baseline: str) -> str:
 
 
 def _change(ratio: float) -> str:
-    """Write a ratio as a change: "21 % more", "58 % less"; ten times and more as "11 times the"."""
+    """Write a ratio as a change: "21 % more", "58 % less"; ten times and more as "11 times more"."""
     if ratio >= 10:  # noqa: PLR2004
         return f"{ratio - 1:.0f} times more"
     return f"{_percent(abs(ratio - 1))} {'less' if ratio < 1 else 'more'}"

@@ -15,21 +15,11 @@ _RUNTIME: Final = "ONNX Runtime"
 
 @dataclass(frozen=True)
 class Known:
-    """One harmless warning.
+    """One harmless warning."""
 
-    Attributes
-    ----------
-    source
-        Who says it, as in `ortlab.records.messages.Message`.
-    begins
-        Regular expression of how it begins.
-    reason
-        Why it is harmless, one sentence.
-    """
-
-    source: str
-    begins: str
-    reason: str
+    source: str  # as in `ortlab.records.messages.Message`
+    begins: str  # regular expression of how it begins
+    reason: str  # why it is harmless, one sentence
 
 
 _CHECKED: Final = (  # `ortlab.engine.tracing.guards`

@@ -31,17 +31,7 @@ class Builder(Protocol):
 
 
 def rebuild(builder: Builder, runs: Iterable[Run], options: Options) -> Rebuild:
-    """Say what a call would redo with some switches.
-
-    Parameters
-    ----------
-    builder
-        The engine of the lab.
-    runs
-        The runs of the lab, in order.
-    options
-        The switches; they are not set.
-    """
+    """Say what a call would redo with some switches, which are not set; the runs are in order."""
     built = builder.built_options
     stage = builder.stage_of(options)
     last_ms, run = last_measured(runs, stage)
@@ -52,10 +42,7 @@ def rebuild(builder: Builder, runs: Iterable[Run], options: Options) -> Rebuild:
 def rebuild_of_switch(builder: Builder, runs: Iterable[Run], options: Options, name: str) -> Rebuild:
     """Say what a call would redo if one switch had another value; which one makes no difference.
 
-    Raises
-    ------
-    OptionError
-        There is no such switch.
+    Raises OptionError where there is no such switch.
     """
     one = declaration(name)
     try:
@@ -67,14 +54,9 @@ def rebuild_of_switch(builder: Builder, runs: Iterable[Run], options: Options, n
 
 
 def last_measured(runs: Iterable[Run], stage: str) -> tuple[float | None, int | None]:
-    """Find what a stage and those after it took in the newest run that went through them.
+    """Return what a stage and those after it took, in ms, in the newest run that went through them, and its number.
 
-    Returns
-    -------
-    milliseconds : float or None
-        Measured time, in ms; None if no run has built that.
-    run : int or None
-        Number of the run.
+    Both are None if no run has built that.
     """
     if stage not in _STAGES:
         return None, None
@@ -87,7 +69,7 @@ def last_measured(runs: Iterable[Run], stage: str) -> tuple[float | None, int | 
 
 
 def _spent(done: Initialization, stage: str) -> float:
-    """Time from a stage on, in ms; for the earliest that was done, what lies between the phases is in it, too."""
+    """Return the time from a stage on, in ms; from the earliest stage on, it includes that between the phases."""
     if done.stage == stage:
         return done.total_ms
     graph_ms = done.graph_builder_ms + done.detection_ms + done.graph_ms

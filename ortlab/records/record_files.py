@@ -32,7 +32,7 @@ class JsonRecord(ABC):
     _layout: ClassVar[int]
 
     def __init_subclass__(cls, *, noun: str, layout: int) -> None:
-        """Take note of what the class is called, and of its layout."""
+        """Keep what the class is called, and its layout."""
         super().__init_subclass__()
         cls._noun, cls._layout = noun, layout
 
@@ -43,7 +43,7 @@ class JsonRecord(ABC):
     @classmethod
     @abstractmethod
     def _of_fields(cls, fields: dict[str, Any]) -> Self:
-        """Make the record of what `_fields` returned; whatever is raised for want of a field is told by `from_dict`."""
+        """Make the record of what `_fields` returned; `from_dict` explains what is raised where a field is missing."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types, readable by `from_dict`."""
@@ -99,25 +99,10 @@ def write(path: str | Path, content: object) -> Path:
 def read(
     path: str | Path, kind: type[_Content] | tuple[type, ...], *, file: str, other: str, fix: str
 ) -> _Content:
-    """Read a file that `write` wrote.
+    """Read a file that `write` wrote, whose content is a `dict`, a `list` or either of them.
 
-    Parameters
-    ----------
-    path
-        The file.
-    kind
-        `dict`, `list` or both: what its content is.
-    file
-        What to call the file, as in "The sweep file runs.json".
-    other
-        What to say of a file with other content.
-    fix
-        What to do then.
-
-    Raises
-    ------
-    LedgerError
-        If the file cannot be read, is no JSON, or has other content.
+    `file` names it in an error, as in "The sweep file runs.json"; `other` and `fix` are what an error says of other
+    content. Raises LedgerError where the file cannot be read, is no JSON, or has other content.
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -131,23 +116,9 @@ def read(
 def without_layout(
     record: Mapping[str, Any], layout: int, what: str, fix: str = "Read it with the ortlab that wrote it."
 ) -> dict[str, Any]:
-    """Return a record's fields, once its layout is known to be the present one.
+    """Return a record's fields, once its layout (field "schema") is known to be the present one.
 
-    Parameters
-    ----------
-    record
-        What `to_dict` returned; its field "schema" is the number of its layout.
-    layout
-        The layout that can be read.
-    what
-        What to call the record, as in "This budget".
-    fix
-        What to do about another layout.
-
-    Raises
-    ------
-    LedgerError
-        If it has another layout.
+    `what` names the record in an error, as in "This budget". Raises LedgerError where the layout is another.
     """
     fields = dict(record)
     fields.pop("record", None)  # for `ortlab.load`, which does not know what a file holds

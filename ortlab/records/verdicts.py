@@ -85,29 +85,14 @@ class Timed:
 
 @dataclass(frozen=True)
 class TimeRatio:
-    """The step time of a configuration over that of the baseline, and what may be said of it.
+    """The step time of a configuration over that of the baseline, and what may be said of it."""
 
-    Attributes
-    ----------
-    ratio
-        No unit; 0.9 is a tenth less time.
-    low, high
-        Ends of its 95 % interval; nan where there are too few steps or rounds.
-    verdict
-        "faster", "slower", "no difference shown", "too unsteady to tell" (there may be one, and more rounds would show
-        it), "not comparable" or "too few steps to tell".
-    reason
-        Why it is not comparable, one sentence without a full stop; else empty.
-    in_turns
-        Whether the interval is over rounds in turns; otherwise over the steps of runs made one after another.
-    """
-
-    ratio: float
-    low: float
+    ratio: float  # 0.9 is a tenth less time
+    low: float  # ends of the 95 % interval; nan where there are too few steps or rounds
     high: float
-    verdict: str
-    reason: str = ""
-    in_turns: bool = False
+    verdict: str  # a constant of this module, FASTER to TOO_FEW; UNSTEADY: more rounds may show a difference
+    reason: str = ""  # why it is not comparable, one sentence without a full stop
+    in_turns: bool = False  # whether the interval is over rounds, not over steps of runs one after another
 
 
 def settled(run: Run) -> tuple[Step, ...]:
@@ -133,12 +118,9 @@ def step_ms(run: Run) -> float:
 
 
 def compare_times(base: Sequence[Run], runs: Sequence[Run]) -> TimeRatio:
-    """Hold the times of a configuration against those of the baseline.
+    """Compare the times of a configuration with those of the baseline; each side has one run for each round.
 
-    Parameters
-    ----------
-    base, runs
-        The runs of the two, one for each round. With fewer than three rounds they count as made one after another.
+    With fewer than three rounds the runs count as made one after another.
     """
     rounds = min(len(base), len(runs))
     if rounds >= MINIMUM_ROUNDS:
@@ -154,17 +136,9 @@ def memory_verdict(base: int | None, other: int | None) -> str:
 
 
 def interval(values: Sequence[float], base: Sequence[float]) -> tuple[float, float]:
-    """Return the ends of the 95 % bootstrap confidence interval of a ratio of medians.
+    """Return the ends of the 95 % bootstrap confidence interval of a ratio of medians of times, in any one unit.
 
-    Parameters
-    ----------
-    values, base
-        Times of steps, in any one unit.
-
-    Returns
-    -------
-    low, high : float
-        Both nan with fewer than 3 times on a side.
+    Both are nan with fewer than 3 times on a side.
     """
     if min(len(values), len(base)) < MINIMUM_STEPS:
         return math.nan, math.nan
@@ -245,7 +219,7 @@ def _times(runs: Sequence[Run], part: str) -> list[float]:
 
 
 def _control(base: Sequence[Run], runs: Sequence[Run]) -> tuple[str, float, float]:
-    """Hold the optimizer's steps against each other: why they are no control, and the interval of their ratio."""
+    """Compare the optimizer's steps: return why they are no control, and the interval of their ratio."""
     one, other = _times(base, "optimizer_ms"), _times(runs, "optimizer_ms")
     nothing = (1.0, 1.0)
     if not (min(one) > 0 and min(other) > 0):

@@ -173,7 +173,7 @@ def _activation(activations: SavedActivations, alike: tuple[SavedActivation, ...
 
 
 def _details(alike: tuple[SavedActivation, ...]) -> str:
-    """Write what HTML keeps folded under the module: names for who looks into the graph, of the first of them."""
+    """Write what HTML folds under the module: names of the first of them, for users who look into the graph."""
     one = alike[0]
     lines = [f"result   {one.value}", f"node     {one.node}", *(f"view     {name}" for name in one.views)]
     if one.source:

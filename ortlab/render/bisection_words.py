@@ -22,7 +22,7 @@ _NOUNS: Final = {
 
 
 def sentences(bisection: Bisection) -> tuple[str, ...]:
-    """Say whom a bisection names, what they do, and what is left without them."""
+    """Say which switches a bisection names, what they do, and what is left without them."""
     whole = bisection.whole
     if bisection.outcome == RESPONSIBLE:
         return (

@@ -25,7 +25,7 @@ def with_picture(graph: Graph, summary: Page) -> Page:
 
 
 def file_page(graph: FileGraph, summary: Page) -> Page:
-    """Say before all else what was not read of a file."""
+    """Put what was not read of a file before the rest of its page."""
     notes = tuple(Note(one, Mark.QUIET) for one in graph.notes)
     return replace(summary, blocks=(*notes, *summary.blocks))
 

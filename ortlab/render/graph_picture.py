@@ -54,17 +54,8 @@ _TOOLTIP_LENGTH: Final = 200
 def picture(graph: Graph, *, marks: Mapping[str, str] | None = None) -> str:
     """Draw a graph as SVG: a box for each module, forward and backward, and arrows for what flows between them.
 
-    Parameters
-    ----------
-    graph
-        Any graph.
-    marks
-        For names of nodes "added", "removed", "moved", "changed" or "fused": each box says how many it has.
-
-    Returns
-    -------
-    str
-        An ``<svg>`` element; the same graph gives the same text.
+    `marks` has "added", "removed", "moved", "changed" or "fused" for names of nodes: each box says how many it has. The
+    same graph gives the same text.
     """
     return _Picture(outline(graph), marks or {}).svg(_title(graph))
 

@@ -50,13 +50,7 @@ from ortlab.studies.sweep import Sweep
 
 @singledispatch
 def headline(record: object) -> str:
-    """Say in a few words what a record holds, its figure first where it has one.
-
-    Raises
-    ------
-    TypeError
-        If there is no headline for a record of this type.
-    """
+    """Say in a few words what a record holds, any figure first; raise TypeError for a type without a headline."""
     message = f"There is no headline for a {type(record).__name__}."
     raise TypeError(message)
 

@@ -80,7 +80,7 @@ def lab_page(lab: Lab) -> Page:
 
 
 def report_page(report: Report) -> Page:
-    """Show what the doctor found, and the command that mends what is wrong."""
+    """Show what the doctor found, and the command that repairs what is wrong."""
     words = {
         "ok": Cell("ok", Mark.GOOD),
         "warn": Cell("WARNING", Mark.WARN),

@@ -84,18 +84,9 @@ def run_title(run: int | None) -> str:
 
 
 def run_fold(messages: Messages, run: int | None, first: int = 0, limit: int = MESSAGES_SHOWN) -> Folded:
-    """Fold messages of one run under their count.
+    """Fold messages of one run, or those outside runs if `run` is None, under their count.
 
-    Parameters
-    ----------
-    messages
-        Those of the run.
-    run
-        Its number; None outside runs.
-    first
-        Position of the first kind of messages that is shown.
-    limit
-        How many kinds are shown.
+    It shows `limit` kinds of messages, from position `first` on.
     """
     kinds = messages.kinds
     shown = kinds[first : first + limit]

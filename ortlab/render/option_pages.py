@@ -31,15 +31,7 @@ def options_page(options: Options) -> Page:
 
 
 def difference_page(before: Options, after: Options, names: tuple[str, str] = ("before", "after")) -> Page:
-    """List the switches whose values differ between two records, and what going over costs.
-
-    Parameters
-    ----------
-    before, after
-        The records.
-    names
-        What the columns of their values are called.
-    """
+    """List the switches whose values differ between two records, and what going from one to the other costs."""
     changed = after.changed(before)
     if not changed:
         return Page("Options", (Note("No switch differs.", Mark.QUIET),))
@@ -59,7 +51,7 @@ def difference_page(before: Options, after: Options, names: tuple[str, str] = ("
 
 
 def options_in(group: Group) -> tuple[Switch, ...]:
-    """Switches of one group, in the order of declaration."""
+    """Return the switches of one group, in the order of declaration."""
     return tuple(one for one in switches() if one.group is group)
 
 

@@ -19,68 +19,32 @@ class Mark(Enum):
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell.
-
-    Attributes
-    ----------
-    text
-        What it says.
-    mark
-        How it wants to be read.
-    more
-        A text of many lines that HTML keeps folded under `text`; plain text leaves it out.
-    """
+    """One cell."""
 
     text: str
     mark: Mark = Mark.PLAIN
-    more: str = ""
+    more: str = ""  # many lines, which HTML folds under `text`; plain text leaves them out
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a table.
+    """One column of a table."""
 
-    Attributes
-    ----------
-    name
-        The heading; units stand in the cells.
-    numeric
-        Whether the cells are numbers, which are set flush right.
-    meaning
-        What the number is and where it comes from, one sentence (a tooltip in HTML).
-    whole
-        Whether the cells are shown to their end however long they are; otherwise a long one loses its middle.
-    """
-
-    name: str
-    numeric: bool = False
-    meaning: str = ""
-    whole: bool = False
+    name: str  # units stand in the cells
+    numeric: bool = False  # set flush right
+    meaning: str = ""  # what the number is and where it comes from, one sentence: a tooltip in HTML
+    whole: bool = False  # shows each cell to its end; otherwise a long one loses its middle
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under headings; the first cell of a row is its heading.
+    """Rows under headings; the first cell of a row is its heading."""
 
-    Attributes
-    ----------
-    caption
-        What the rows are.
-    columns
-        The headings.
-    rows
-        Cells, as many per row as there are columns.
-    left_out
-        Rows that exist and are not shown.
-    sorts
-        Whether the page in HTML sorts it by a click on a heading, where scripts run.
-    """
-
-    caption: str
+    caption: str  # what the rows are
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
-    left_out: str = ""
-    sorts: bool = False
+    left_out: str = ""  # says which rows exist and are not shown
+    sorts: bool = False  # in HTML, by a click on a heading, where scripts run
 
     def __post_init__(self) -> None:
         """Refuse ragged rows here, where the traceback names the culprit."""
@@ -100,40 +64,18 @@ class Note:
 
 @dataclass(frozen=True)
 class Folded:
-    """A long text, or tables and notes, that HTML keeps folded under a title; text shows all of it.
-
-    Attributes
-    ----------
-    title
-        What is in there.
-    text
-        The text (a log, a report).
-    blocks
-        Tables and notes, below the text.
-    is_open
-        Whether HTML shows it unfolded at first.
-    repeats
-        Whether it shows again what stands elsewhere, in another order; text leaves it out then.
-    """
+    """A long text, or tables and notes, that HTML keeps folded under a title; text shows all of it."""
 
     title: str
     text: str = ""
-    blocks: tuple[Table | Note, ...] = ()
-    is_open: bool = False
-    repeats: bool = False
+    blocks: tuple[Table | Note, ...] = ()  # below the text
+    is_open: bool = False  # whether HTML unfolds it at first
+    repeats: bool = False  # shows again, in another order, what stands elsewhere; text leaves it out then
 
 
 @dataclass(frozen=True)
 class Code:
-    """Python code, shown whole and as it stands; HTML colours its words.
-
-    Attributes
-    ----------
-    caption
-        What it is.
-    source
-        The code.
-    """
+    """Python code, shown whole and as it stands; HTML colours its words."""
 
     caption: str
     source: str
@@ -141,33 +83,17 @@ class Code:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure, drawn when it is shown; text says what it shows and how to get it.
+    """A figure, drawn when it is shown; text says what it shows and how to get it."""
 
-    Attributes
-    ----------
-    description
-        What it shows, one sentence.
-    svg
-        Draws it as an ``<svg>`` element, in colours that can be read on a light page and on a dark one.
-    """
-
-    description: str
-    svg: Callable[[], str]
+    description: str  # one sentence
+    svg: Callable[[], str]  # an <svg> element, in colours that can be read on light and dark pages
 
 
 @dataclass(frozen=True)
 class Frame:
-    """An element that lives in a page of HTML; text says what it shows.
+    """An element that lives in a page of HTML; text says what it shows."""
 
-    Attributes
-    ----------
-    description
-        What it shows, a few words.
-    html
-        Writes it.
-    """
-
-    description: str
+    description: str  # a few words
     html: Callable[[], str]
 
 

@@ -80,20 +80,14 @@ if TYPE_CHECKING:
 
 @singledispatch
 def compose(record: object) -> Page:
-    """Make the page of a record.
-
-    Raises
-    ------
-    TypeError
-        If there is no page for a record of this type.
-    """
+    """Make the page of a record; raise TypeError for a type without a page."""
     known = ", ".join(sorted(kind.__name__ for kind in record_types()))
     message = f"There is no page for a {type(record).__name__}; records that have one: {known}."
     raise TypeError(message)
 
 
 def record_types() -> tuple[type, ...]:
-    """Types of the records that have a page."""
+    """Return the types of the records that have a page."""
     return tuple(kind for kind in compose.registry if kind is not object)
 
 

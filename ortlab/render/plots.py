@@ -119,7 +119,7 @@ def inline(figure: Figure, description: str) -> str:
 
 
 def _compact(body: str) -> str:
-    """Leave out what nobody sees: a notebook is saved with its figures.
+    """Remove from an SVG what nobody sees: a notebook is saved with its figures.
 
     Coordinates keep tenths of a point, and only elements that others refer to keep their name.
     """

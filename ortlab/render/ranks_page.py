@@ -52,15 +52,7 @@ def ranks_page(ranks: Ranks) -> Page:
 
 
 def rank_blocks(ranks: Ranks, caption: str | None = None) -> tuple[Block, ...]:
-    """Return the same to stand on another page.
-
-    Parameters
-    ----------
-    ranks
-        The ranks.
-    caption
-        Of their table; its title if not given.
-    """
+    """Return the blocks of `ranks_page` for another page; `caption` is that of the table, the title if None."""
     rows = ranks.rows()
     blocks: list[Block] = [Note(sentence, Mark.WARN) for sentence in ranks.cautions()]
     if not rows:

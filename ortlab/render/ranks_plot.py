@@ -17,13 +17,7 @@ _PARTS = ("forward", "backward", "exchange", "optimizer", "everything else")
 
 
 def ranks_plot(ranks: Ranks) -> Figure:
-    """Draw a bar for each rank: the parts of a step on the left, peak memory on the right.
-
-    Parameters
-    ----------
-    ranks
-        The run that it shows is drawn.
-    """
+    """Draw a bar for each rank of the run shown: the parts of a step on the left, peak memory on the right."""
     rows = ranks.rows()
     figure = new_figure(1.6 + 0.34 * len(rows))
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=[3, 1])
@@ -48,7 +42,7 @@ def ranks_plot(ranks: Ranks) -> Figure:
 
 
 def _parts(one: RankRun) -> tuple[float, ...]:
-    """Mean ms of each of `_PARTS` in the warm steps; where the exchange is not told apart, it is in backward."""
+    """Return the mean ms of each of `_PARTS` in warm steps; an exchange that is not told apart is in the backward."""
     warm = one.run.warm_steps
     exchange = statistics.mean(step.exchange_ms or 0.0 for step in warm)
     return (

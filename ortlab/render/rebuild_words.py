@@ -35,12 +35,7 @@ def pending_note(pending: Rebuild) -> Note | None:
 def switch_words(rebuild: Rebuild, pending: Rebuild) -> str:
     """Say what it takes to change one switch now; "" where it takes nothing beyond what is to be built anyway.
 
-    Parameters
-    ----------
-    rebuild
-        What a step would rebuild with the switch changed.
-    pending
-        What the next step rebuilds as it is.
+    `rebuild` is what a step would rebuild with the switch changed, `pending` what the next step rebuilds as it is.
     """
     if rebuild.is_first:
         return ""

@@ -237,7 +237,7 @@ def _executed(run: Run) -> Note:
 
 
 def _fallbacks(runs: list[Run]) -> list[Block]:
-    """Give the reason of every fallback among `runs`, in words and in red; and what else is to be known of them."""
+    """Give, in red, the reason of every fallback among `runs`, and then what else is to be known of each run."""
     fallen: list[Block] = [Note(f"#{run.number} {_fallback(run)}", Mark.BAD) for run in runs if run.fell_back]
     return fallen + [
         Note(f"#{run.number}: {note.text}", note.mark) for run in runs for note in _cautions(run)
@@ -254,7 +254,7 @@ def _cautions(run: Run) -> list[Note]:
 
 
 def step_parts(run: Run) -> dict[str, float]:
-    """Say which part of the median step each part takes, in ms: they add up to it.
+    """Return the ms that each part takes of the median step; they add up to it.
 
     Medians of the parts would not: a slow forward and a slow backward need not be in the same step. So each part has
     its share of all warm steps together.

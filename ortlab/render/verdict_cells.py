@@ -24,12 +24,7 @@ MEMORY_MEASURED: Final = (
 def verdict_cell(time: str, memory: str = "") -> Cell:
     """Say what holds of time and of memory; what is not comparable has no colour, and neither has a trade.
 
-    Parameters
-    ----------
-    time
-        As `ortlab.records.verdicts.TimeRatio.verdict`, or that a side fell back.
-    memory
-        As `ortlab.records.verdicts.memory_verdict`.
+    `time` is an `ortlab.records.verdicts.TimeRatio.verdict` or `FELL_BACK`, `memory` a `memory_verdict` of that module.
     """
     if time == FELL_BACK:
         return Cell(time, Mark.BAD)
@@ -43,12 +38,7 @@ def verdict_cell(time: str, memory: str = "") -> Cell:
 def reasons(found: Iterable[tuple[str, str]], call: str) -> list[Block]:
     """Say why times are not comparable, each reason once, and the call that would tell.
 
-    Parameters
-    ----------
-    found
-        Name of what was compared, and the reason; empty where there is none.
-    call
-        What measures it.
+    `found` has names of what was compared, each with its reason, empty where there is none.
     """
     names: dict[str, list[str]] = {}
     for name, reason in found:

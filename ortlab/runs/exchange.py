@@ -15,20 +15,11 @@ if TYPE_CHECKING:
 
 @contextmanager
 def exchange_watched(module: torch.nn.Module, watch: Stopwatch, device: torch.device) -> Iterator[None]:
-    """Let a stopwatch know of each gradient in the block, where this process trains together with others on CPUs.
+    """Tell a stopwatch of each gradient in the block, where this process trains together with others on CPUs.
 
-    `DistributedDataParallel` exchanges gradients while backward runs, and backward ends when the exchange does; so in a
-    rank's backward time stands the wait for slower ranks. On CUDA gradients are only queued when a hook runs, so
+    `DistributedDataParallel` exchanges gradients while backward runs, and backward ends when the exchange does, so a
+    rank's backward time contains the wait for slower ranks. On CUDA gradients are only queued when a hook runs, so
     nothing is told apart there.
-
-    Parameters
-    ----------
-    module
-        The model.
-    watch
-        Is told of each gradient of its parameters.
-    device
-        Where the model is.
     """
     together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if not together or device.type != "cpu":

@@ -20,24 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A training step, to be run a number of times from one start.
-
-    Attributes
-    ----------
-    step
-        One training step.
-    count
-        How many times it runs.
-    start
-        Weights, optimizers and random state to start from.
-    source
-        The step's source, as far as it is known.
-    """
+    """A training step, to be run a number of times from one start."""
 
     step: Callable[[], object]
     count: int
     start: Snapshot
-    source: str = ""
+    source: str = ""  # of the step, as far as it is known
 
     @classmethod
     def begin(
@@ -50,10 +38,7 @@ class Experiment:
     ) -> Experiment:
         """Make an experiment that starts where everything stands now.
 
-        Raises
-        ------
-        StepError
-            If the step cannot be called, or the count is no whole number from 1 on.
+        Raises StepError where the step cannot be called, or the count is no whole number from 1 on.
         """
         if not callable(step):
             raise StepError(
@@ -65,13 +50,7 @@ class Experiment:
         return cls(step, count, Snapshot(module, stateful), source)
 
     def times(self, count: int | None) -> Experiment:
-        """Return the same experiment with another number of steps; None leaves it.
-
-        Raises
-        ------
-        StepError
-            If the count is no whole number from 1 on.
-        """
+        """Return the same experiment with another number of steps, which `check_count` checks; None leaves it."""
         if count is None:
             return self
         check_count(count)
@@ -79,13 +58,7 @@ class Experiment:
 
 
 def check_count(count: object) -> None:
-    """Refuse what is no number of steps.
-
-    Raises
-    ------
-    StepError
-        If it is no whole number from 1 on.
-    """
+    """Raise StepError for a number of steps that is no whole number from 1 on."""
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise StepError(f"The number of steps must be a whole number from 1 on, not {count!r}.")
 
@@ -107,16 +80,16 @@ _DEEPEST: Final = 3
 
 
 def iterator_of(step: Callable[..., object]) -> object | None:
-    """Return an iterator that a step, or a function that it names, draws from; None if none is to be seen.
+    """Return an iterator that a step, or a function that it names, draws from; None if none is found.
 
-    What is drawn from an iterator is gone, so steps that are not the user's must not draw.
+    What is drawn from an iterator is gone, so steps that ortlab runs for its own sake must not draw.
     """
     return next((one for one in named_by(step) if hasattr(type(one), "__next__")), None)
 
 
 @contextmanager
 def leaving_no_trace(step: Callable[..., object]) -> Iterator[None]:
-    """Let a step run in the block for ortlab's own sake: what it prints, assigns or appends is gone after it."""
+    """Let a step run in the block for ortlab's own sake: what it prints, assigns or appends is gone afterwards."""
     cell = getattr(step, "variables_kept", nullcontext)
     with cell(), _containers_kept(step), redirect_stdout(io.StringIO()):
         yield
@@ -124,7 +97,7 @@ def leaving_no_trace(step: Callable[..., object]) -> Iterator[None]:
 
 @contextmanager
 def _containers_kept(step: Callable[..., object]) -> Iterator[None]:
-    """Give lists, dicts, sets and deques that a step names their content back after the block."""
+    """Put back, after the block, the content of lists, dicts, sets and deques that a step names."""
     held = [one for one in named_by(step) if type(one) in _CONTAINERS]
     before = [copy.copy(one) for one in held]
     try:
@@ -136,7 +109,7 @@ def _containers_kept(step: Callable[..., object]) -> Iterator[None]:
 
 
 def named_by(step: Callable[..., object]) -> list[Any]:
-    """Return the objects that a step names, and those that functions name which it names."""
+    """Return the objects that a step names, and those that the functions among them name, `_DEEPEST` levels deep."""
     named = getattr(step, "objects", None)  # a cell looks for itself
     if callable(named):
         return list(named())

@@ -87,13 +87,7 @@ def reason_unknown() -> str:
 
 
 def reset_peak() -> None:
-    """Let the kernel's mark of this process's peak start from the present resident set.
-
-    Raises
-    ------
-    OSError
-        If the kernel does not let it.
-    """
+    """Start the kernel's mark of this process's peak from the present resident set; raise OSError if it refuses."""
     _CLEAR.write_text(_RESET_PEAK)
 
 
@@ -105,15 +99,10 @@ class Gaps:
         self._held: list[int] = []
 
     def fill(self) -> int:
-        """Occupy the gaps that there are now.
+        """Occupy the gaps that there are now, and return how many bytes that took, which are not resident.
 
         The sizes tried go down from all that is free to `LARGEST_IN_HEAP`, a quarter at a time; a size that malloc
         answers with a new mapping fits into no gap any more.
-
-        Returns
-        -------
-        int
-            Bytes occupied, which are not resident.
         """
         libc, filled = self._libc, 0
         libc.malloc_trim(0)  # the pages of the gaps go back to the system
@@ -139,13 +128,7 @@ class Gaps:
 
 @contextmanager
 def following_live_buffers() -> Iterator[Gaps]:
-    """Let the resident set follow the live buffers while the block runs.
-
-    Raises
-    ------
-    StepError
-        If it cannot; `reason_unknown` says why.
-    """
+    """Let the resident set follow the live buffers while the block runs; StepError says why where it cannot."""
     reason = reason_unknown()
     if reason:
         raise StepError(
@@ -177,10 +160,7 @@ def _libc() -> Any:
 
 
 def _maps(libc: Any) -> bool:
-    """Tell whether malloc, whoever it is, is the one that the statistics are of, and maps what is large.
-
-    Large here is larger than all that is free in the heap.
-    """
+    """Say whether malloc is the one that the statistics describe, and maps a block larger than all that is free."""
     before = libc.mallinfo2()
     block = libc.malloc(before.fordblks + _TRIAL)
     mapped = libc.mallinfo2().hblks - before.hblks

@@ -13,21 +13,11 @@ if TYPE_CHECKING:
 
 
 class HeldRecording(Recording):
-    """Executes an experiment once, under a ceiling.
+    """Executes an experiment once, under a ceiling that `hold` puts up.
 
-    A build is not held to the limit: C++ code that builds graphs is not made to go on without memory, and it needs
-    about as much for a small batch as for a large one.
-
-    Parameters
-    ----------
-    *facts
-        As `Recording` takes them.
-    hold
-        Puts the ceiling up.
-    settle
-        Prepares the heap before steps and between them, so that the resident set follows the live buffers.
-    pending
-        Whether the engine is going to build something first.
+    A build is not held to the limit: C++ code that builds graphs does not survive a lack of memory, and it needs
+    about as much for a small batch as for a large one. `pending` says whether the engine builds something first.
+    `settle` prepares the heap before steps and between them, so that the resident set follows the live buffers.
     """
 
     def __init__(

@@ -29,18 +29,9 @@ def interrupts_kept(*, errors: bool = True) -> Iterator[Callable[[], None]]:
     tensor, and in imports under a bare ``except`` of another library nobody passes it on, and the program runs on; in a
     callback whose result C++ code needs, another error follows. So the handler of the signal is wrapped: it writes the
     interrupt down before it raises it, and whoever runs many steps calls the yielded function before each. An error
-    that leaves this context while an interrupt is written down is its consequence, and leaves as that interrupt. One
-    that leaves has been heard, and is forgotten. A second Ctrl-C while the first is on its way out is the same one.
-
-    Parameters
-    ----------
-    errors
-        Whether an error may be the consequence of an interrupt; False where somebody inside answers interrupts.
-
-    Yields
-    ------
-    raise_lost
-        Raises `KeyboardInterrupt` if one has arrived in this context, or in one around it, and has not left it.
+    that leaves this context while an interrupt is written down is its consequence, and leaves as that interrupt, unless
+    `errors` is False because somebody inside answers interrupts. An interrupt that leaves this context has been heard,
+    and is forgotten. A second Ctrl-C while the first is on its way out is the same one.
     """
     global _pending, _watched, _raised_at  # noqa: PLW0603 - signals are the process's
     hook, handler = sys.unraisablehook, signal.getsignal(signal.SIGINT)
@@ -109,7 +100,7 @@ def _raise_lost() -> None:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Let a block come to its end, such as one that puts weights back; Ctrl-C is raised behind it.
+    """Hold Ctrl-C back until the block ends, such as one that puts weights back, and raise it then.
 
     Where the block is itself an answer to Ctrl-C, another one means the same and is dropped.
     """
@@ -129,7 +120,7 @@ def undisturbed() -> Iterator[None]:
 
 @contextmanager
 def answered(words: str) -> Iterator[None]:
-    """Let a block answer Ctrl-C with some words, where nothing inside it has said more."""
+    """Give an interrupt that leaves the block these words, unless something inside has given it others."""
     try:
         yield
     except KeyboardInterrupt as interrupt:

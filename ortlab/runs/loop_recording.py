@@ -21,17 +21,12 @@ if TYPE_CHECKING:
 class LoopRecording(Recording):
     """Executes a whole loop once, and finds its steps.
 
-    A step goes from the first forward in training mode after the last step to the end of the optimizer's step, so that
-    it has as many forwards as gradients are accumulated over. Evaluation, logging, saving and the loading of a step's
-    first batch are in none.
-
-    Attributes
-    ----------
-    failure
-        What ended the loop early, after at least one step; None if nothing did.
+    A step goes from the first forward in training mode after the last step to the end of the optimizer's step, so it
+    has as many forwards as gradients are accumulated over. Evaluation, logging, saving and the loading of a step's
+    first batch belong to no step.
     """
 
-    failure: BaseException | None = None
+    failure: BaseException | None = None  # what ended the loop early, after at least one step
 
     @property
     def _planned_steps(self) -> int:
@@ -105,13 +100,13 @@ class LoopRecording(Recording):
         )
 
     def _note_loss(self) -> None:
-        """Add the loss of the last backward to the step's; each is scaled to its part of the batch already."""
+        """Add the loss of the last backward to the step's; the loop has scaled each to its part of the batch."""
         root, self._stopwatch.backward_root = self._stopwatch.backward_root, None
         if isinstance(root, torch.Tensor) and root.numel() == 1:
             self._losses.append(float(root.detach().float().item()))
 
     def _close(self) -> None:
-        """End the open step, if its optimizer has stepped; one without is none."""
+        """End the open step if its optimizer has stepped; otherwise leave it open."""
         if self._measured is None:
             return
         self._done.append(self._measured)

@@ -111,7 +111,7 @@ def has_loss(model: torch.nn.Module) -> bool:
 
 
 class _CalledLoss(torch.nn.Module):
-    """A function or another callable as a module; an export notices when what it is made of changes."""
+    """A callable as a module, so that an export notices when what the callable is made of changes."""
 
     def __init__(self, loss: Loss) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ def _new(original: type, takes_items: bool, loss_only: bool = False) -> torch.nn
 
 
 def _signature(forward: Callable[..., Any], *, takes_items: bool) -> inspect.Signature:
-    """Return a forward's signature with what a loss needs; libraries choose a data set's columns by it."""
+    """Return a forward's signature with the parameters of a loss; libraries choose the columns of a data set by it."""
     signature = inspect.signature(forward)
     kept = list(signature.parameters.values())
     last = [kept.pop()] if kept and kept[-1].kind is inspect.Parameter.VAR_KEYWORD else []

@@ -22,28 +22,13 @@ Clock = Callable[[], float]
 
 
 class Stopwatch:
-    """Where the time of a step goes: forward, backward, optimizer, the rest.
+    """Measures the time of a step's forward, backward, optimizer and the rest, in ms.
 
     Forward is timed by the lab, which runs it. Backward is timed by wrapping `torch.autograd.backward`, which
     `Tensor.backward` looks up at each call, and the optimizer by torch's global step hooks; both only while
-    `watching()`, and both whatever library makes the calls.
-
-    Parameters
-    ----------
-    clock
-        Returns seconds.
-    synchronize
-        Waits for a device's queue, so that its work is counted where it was asked for; None on the CPU.
-    on_optimizer
-        Called with each optimizer just before it steps.
-    on_backward
-        Called with the tensor that a backward starts from, before it starts.
-
-    Attributes
-    ----------
-    on_phase
-        Called with "pre_forward", "post_forward", "pre_backward", "post_backward", "pre_optimizer" and "post_optimizer"
-        at these points; None for nobody.
+    `watching()`, and both whatever library makes the calls. `clock` returns seconds. `synchronize` waits for a device's
+    queue, so that its work is counted where it was asked for; None on the CPU. `on_optimizer` and `on_backward` are
+    called before an optimizer steps and before a backward starts.
     """
 
     def __init__(
@@ -57,6 +42,7 @@ class Stopwatch:
         self._synchronize = synchronize
         self._on_optimizer = on_optimizer
         self._on_backward = on_backward
+        # Called with "pre_" or "post_" and "forward", "backward" or "optimizer" at these points; None for nobody.
         self.on_phase: Callable[[str], None] | None = None
         self._optimizer_start = 0.0
         self.start_step()
@@ -74,18 +60,18 @@ class Stopwatch:
         self._started = self.now_ms()
 
     def now_ms(self) -> float:
-        """Return the time in ms, after the device has done what it was asked."""
+        """Return the time in ms, once the device has done what it was asked."""
         if self._synchronize is not None:
             self._synchronize()
         return self._clock() * 1000
 
     def elapsed_ms(self) -> float:
-        """Return the time since the step started without what was excluded and without initialisation, in ms."""
+        """Return the time since the step started, in ms, without initialisation and what was excluded."""
         return self.now_ms() - self._started - self.excluded_ms - self.initialization_ms
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Time a forward pass; what is initialised or excluded meanwhile is taken off."""
+        """Time a forward pass, without what is initialised or excluded meanwhile."""
         self.forward_calls += 1
         self._reach("pre_forward")
         start, before = self.now_ms(), self.initialization_ms + self.excluded_ms
@@ -175,7 +161,7 @@ class MemoryProbe(Protocol):
         """Begin a step."""
 
     def rise_of_step(self) -> int | None:
-        """Return how far the step has risen above its start, in bytes; None where that takes more than a reading."""
+        """Return how far the step has risen above its start, in bytes; None where a reading cannot tell."""
 
 
 class ResidentSet:
@@ -251,14 +237,14 @@ class CudaAllocated:
 
 
 class Faults(NamedTuple):
-    """Pages that a process asked for: those that were only mapped, and those that had to be read from a disk."""
+    """Page faults of a process: `minor` ones only mapped a page, `major` ones read it from a disk."""
 
     minor: int
     major: int
 
 
 def page_faults() -> Faults | None:
-    """Count the page faults of this process so far; None on a system that does not tell, as Windows."""
+    """Count the page faults of this process so far; None on a system that does not tell, such as Windows."""
     try:
         import resource
     except ImportError:
@@ -296,7 +282,7 @@ class OtherPrograms:
         return max(0.0, busy - own) / wall if wall >= _SHORTEST and busy else None
 
     def _now(self) -> tuple[float, float, float]:
-        """Return wall time, what all processors were busy for, and this process's part, in s."""
+        """Return wall time, the time that all processors were busy, and this process's part of it, in s."""
         try:
             fields = self._STAT.read_text().partition("\n")[0].split()[1:]
         except OSError:
@@ -314,17 +300,9 @@ def memory_probe(device: torch.device) -> MemoryProbe:
 
 
 def resident_bytes(field: str) -> int:
-    """Read a line of Linux's `/proc/self/status`.
+    """Read a size from Linux's `/proc/self/status`, in bytes; 0 where there is no such file or field.
 
-    Parameters
-    ----------
-    field
-        "VmRSS", the resident set now, or "VmHWM", the largest since the mark was reset.
-
-    Returns
-    -------
-    int
-        Bytes; 0 on a system that has no such file.
+    "VmRSS" is the resident set now, "VmHWM" the largest since the mark was reset.
     """
     return _process_sizes(field)[0]
 

@@ -61,7 +61,7 @@ class Gauge(Protocol):
         """Return level and peak, and let the peak start from the level."""
 
     def details(self) -> dict[str, int]:
-        """Return what else there is to say at the end of a step."""
+        """Return more figures for the end of a step."""
 
 
 class ResidentGauge:
@@ -113,20 +113,7 @@ class CudaGauge:
 class Measuring:
     """Runs the steps of an experiment and measures them; while it does, the lab sends each forward through `forward`.
 
-    Parameters
-    ----------
-    module, engine
-        What is run, and by what.
-    experiment
-        The step, from the start that the module stands at.
-    options
-        The switches that the record shall say it is for.
-    on_optimizer
-        Told of each optimizer before it steps.
-    progress
-        Told about each step.
-    gauge
-        What reads the memory; by default the one that fits the module's device.
+    The module stands at the experiment's start. `options` are the switches that the record names.
     """
 
     def __init__(
@@ -162,11 +149,8 @@ class Measuring:
     def run(self) -> MemoryMeasurement:
         """Run the steps, those that warm up included.
 
-        Raises
-        ------
-        StepError
-            If memory cannot be told here, the step does not call the model, PyTorch executed what ORT was asked for,
-            or steps do not settle.
+        Raises StepError where memory cannot be measured here, the step does not call the model, PyTorch executed what
+        ORT was asked for, or steps do not settle.
         """
         with self._prepared(), interrupts_kept():
             warm_up = self._warm_up()
@@ -184,12 +168,8 @@ class Measuring:
         """Run as few steps as it takes for one that settles, from where everything stands, and return that one.
 
         The gaps of the heap are filled while each step is read, so that the first step in which there were none to fill
-        is the measurement. `run` fills in steps of their own.
-
-        Raises
-        ------
-        StepError
-            As `run`; and if the process moved to swap meanwhile, so that its resident set says nothing.
+        is the measurement. `run` fills them in steps of their own. Raises StepError as `run` does, and where the
+        process moved to swap meanwhile, so that its resident set says nothing.
         """
         self._stopwatch.on_phase = self._reach
         with self._gauge.ready() as self._gaps, self._stopwatch.watching(), interrupts_kept() as raise_lost:
@@ -231,7 +211,7 @@ class Measuring:
 
     @contextmanager
     def _prepared(self) -> Iterator[None]:
-        """Make a block in which steps start as the experiment's did, and their borders are seen."""
+        """Let steps in the block start as the experiment's did, and report their borders."""
         from ortlab.engine.sessions import seed
 
         if self._engine.name == "ort":
@@ -366,17 +346,7 @@ def gauge_of(device: torch.device) -> Gauge:
 
 
 def known_bytes(module: torch.nn.Module, optimizers: Iterable[Any], device: torch.device) -> Known:
-    """Add up what a model's tensors take on a device, each storage once.
-
-    Parameters
-    ----------
-    module
-        The model.
-    optimizers
-        Whose `state` is counted.
-    device
-        Tensors elsewhere are left out.
-    """
+    """Add up the bytes of a model's tensors and its optimizers' states on a device, each storage once."""
     seen: set[int] = set()
 
     def size(tensors: Iterable[Any]) -> int:

@@ -22,32 +22,14 @@ _INTEGERS: Final = (torch.int64, torch.int32)
 
 @dataclass(frozen=True)
 class PaddedInput:
-    """An input of the model.
+    """An input of the model that holds padding, or labels that are ignored."""
 
-    Attributes
-    ----------
-    name
-        Name of the forward's parameter, with a path where it is a container: "batch.input_ids".
-    kind
-        "EMBED" or "LABEL".
-    pad_index
-        The token that is padding, or the label that is ignored.
-    """
-
-    name: str
-    kind: str
-    pad_index: int
+    name: str  # of the forward's parameter, with a path into a container: "batch.input_ids"
+    kind: str  # "EMBED" or "LABEL"
+    pad_index: int  # the token that is padding, or the label that is ignored
 
     def count(self, step: int, values: torch.Tensor) -> DensityRow:
-        """Count what is valid in a batch.
-
-        Parameters
-        ----------
-        step
-            Number of the step.
-        values
-            The input, of any shape and integer type; the first dimension is the batch.
-        """
+        """Count what is valid in a batch of integers, of any shape whose first dimension is the batch."""
         valid = values != self.pad_index
         per_sample: tuple[int, ...] = ()
         if self.kind == EMBED and values.dim() > 1:
@@ -58,14 +40,9 @@ class PaddedInput:
 
 
 class DensityProbe:
-    """Counts the inputs of each step; finds them by running the model once, without gradients, when they are new.
+    """Counts the inputs of each step, which it finds by running the model once, without gradients, when they are new.
 
-    Parameters
-    ----------
-    module
-        The model; its buffers and the random state are put back after the search.
-    original_forward
-        The model's own forward.
+    The search puts the model's buffers and the random state back.
     """
 
     def __init__(self, module: torch.nn.Module, original_forward: Callable[..., Any]) -> None:
@@ -76,15 +53,7 @@ class DensityProbe:
         self._rows: list[DensityRow] = []
 
     def count(self, step: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Count what a call of the model is given.
-
-        Parameters
-        ----------
-        step
-            Number of the step.
-        args, kwargs
-            Arguments of the model's forward.
-        """
+        """Count what is valid in the arguments of a call of the model."""
         values = dict(_integers(self._forward, args, kwargs))
         names = tuple(values)
         if names != self._names:
@@ -148,7 +117,7 @@ def _find(
 
 
 def _same(value: torch.Tensor, used: torch.Tensor, pad_index: int) -> bool:
-    """Tell whether an operator was given an input as it is, or, as causal models do, shifted by one place."""
+    """Say whether an operator was given an input as it is, or, as in causal models, shifted by one place."""
     forms = [value]
     if value.dim() > 1 and value.size(-1) > 1:
         padded = torch.nn.functional.pad(value, (0, 1), value=pad_index)

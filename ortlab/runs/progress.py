@@ -21,26 +21,15 @@ _LEFT_AFTER_SECONDS: Final = 1.0
 """How long must have been measured before the time left is more than a guess."""
 
 Tell = Callable[[str, float], None]
-"""Told of each drawn line: its words and which fraction is done; no words end it."""
+"""Told of each drawn line: its words and the fraction that is done; empty words end it."""
 
 
 class Task:
     """One call, or one part of a call, and how much of it is done; `Progress.task` makes it.
 
-    Parameters
-    ----------
-    draw
-        Draws the line that the task is a part of.
-    what
-        What is going on, in a few words.
-    total
-        How many units there are: steps, runs; None where that is not known, and `report` gives the fraction.
-    done
-        How many of them are done already.
-    evenly
-        Whether each unit takes about as long as another, so that the time left can be told.
-    outermost
-        Whether it is part of no other: its first and its last step are always drawn.
+    `total` and `done` count units such as steps or runs; where `total` is None, `report` gives the fraction. `evenly`
+    says that each unit takes about as long as another, so that the time left can be told. `outermost` says that the
+    task is part of no other: its first and its last step are always drawn.
     """
 
     def __init__(
@@ -71,13 +60,13 @@ class Task:
         return self._fraction if self.total is None else min(1.0, self.done / max(1, self.total))
 
     def begin(self, what: str, done: int | None = None) -> None:
-        """Go on to the next unit, and say what it is; `done` says how many came before, where that has changed."""
+        """Go on to the next unit and say what it is; `done` says how many came before, where that has changed."""
         self.what = what
         self.done = self.done if done is None else done
         self._draw(0.0)
 
     def report(self, what: str, fraction: float) -> None:
-        """Say what is going on and, where units are not counted, how much is done; no words leave both."""
+        """Say what goes on and, where units are not counted, how much is done; empty words change neither."""
         if what:
             self.what, self._fraction = what, fraction
             self._draw(0.0)
@@ -116,10 +105,7 @@ class Task:
 class Progress:
     """The line of one lab, or of one call without a lab: tasks within a task are parts of it, and share its bar.
 
-    Parameters
-    ----------
-    tell
-        Told of each line that is drawn, besides the cell or the terminal.
+    `tell` is told of each line that is drawn, besides the cell or the terminal.
     """
 
     def __init__(self, tell: Tell = lambda _words, _fraction: None) -> None:
@@ -139,14 +125,9 @@ class Progress:
         evenly: bool = False,
         show: bool = True,
     ) -> Iterator[Task]:
-        """Open a task for a block: a bar of its own, or a part of the bar of the task around it.
+        """Open a task for a block: a bar of its own, or a part of the bar of the task around it; see `Task`.
 
-        Parameters
-        ----------
-        total, what, done, evenly
-            See `Task`.
-        show
-            Whether the cell or the terminal shows a bar, where no task is open yet; the panel always does.
+        `show` says whether the cell or the terminal shows a bar, where no task is open yet; the panel always does.
         """
         outermost = not self._tasks
         if outermost:
@@ -174,7 +155,7 @@ class Progress:
             self._tell(what, fraction)
 
     def stage(self, what: str, fraction: float) -> None:
-        """Pass on which stage of a build begins; no words end the build."""
+        """Pass on which stage of a build begins; empty words end the build."""
         if not self._tasks:
             self._tell(what, fraction)
             return
@@ -246,7 +227,7 @@ _HTML: Final = (
 
 
 class _Cell:
-    """A bar in the output of the running cell; at the end its output is empty, and a notebook keeps no trace of it.
+    """A bar in the output of the running cell; at the end the output is empty, and a notebook keeps no trace of it.
 
     An output cannot be removed alone: `clear_output` would take what the user's code has printed with it. One without
     data is neither drawn nor compared by anything.

@@ -51,7 +51,7 @@ class Engine(Protocol):
 
     @property
     def fallback_reason(self) -> str:
-        """Why PyTorch executed it though ORT was asked for; empty if it did not."""
+        """Why PyTorch executed the call though ORT was asked for; empty if it did not."""
 
     @property
     def total_coverage(self) -> Coverage:
@@ -70,24 +70,10 @@ class Engine(Protocol):
 class Recording:
     """Executes an experiment once; while it does, the lab sends each forward through `forward`.
 
-    Parameters
-    ----------
-    module, engine
-        What is run, and by what.
-    original_forward
-        The module's own forward, which is looked at for inputs with padding.
-    experiment
-        The step, how often, and from which start; the module has to stand there.
-    progress
-        The line that says how far it has come.
-
-    Attributes
-    ----------
-    interrupt
-        The Ctrl-C that stopped a run whose steps so far are kept; None if none did.
+    The module has to stand at the experiment's start. `original_forward` is looked at for inputs with padding.
     """
 
-    interrupt: KeyboardInterrupt | None = None
+    interrupt: KeyboardInterrupt | None = None  # stopped the run, whose steps so far are kept
 
     def __init__(
         self,
@@ -124,21 +110,8 @@ class Recording:
     def run(self, number: int, options: Options, *, show: bool, partial: bool = False) -> Run:
         """Execute the steps and write the run down.
 
-        Parameters
-        ----------
-        number
-            The run's number in the ledger.
-        options
-            The switches as they stand.
-        show
-            Whether the cell or the terminal shows a progress bar.
-        partial
-            Whether Ctrl-C leaves the steps before it as a run, and itself in `interrupt`, instead of leaving.
-
-        Raises
-        ------
-        StepError
-            If the first step does not use the model, or does not train it.
+        With `partial`, Ctrl-C keeps the steps before it as a run and is left in `interrupt`; otherwise it is raised.
+        Raises StepError where the first step does not use the model, or does not train it.
         """
         started_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
         start = self._experiment.start
@@ -180,12 +153,12 @@ class Recording:
 
     @property
     def memory_phases(self) -> MemoryPhases:
-        """What has been read so far at the points of the steps."""
+        """The memory that has been read so far at the points of the steps."""
         return MemoryPhases(self._phases.read() if self._phases else (), "this run")
 
     @property
     def density(self) -> Density:
-        """What has been counted so far of the inputs; empty unless `print_input_density` is on."""
+        """The density of the inputs that have been counted so far; empty unless `print_input_density` is on."""
         return self._density.read() if self._density else Density()
 
     @property
@@ -264,12 +237,12 @@ class Recording:
         )
 
     def _step_memory(self) -> int | None:
-        """Return the highest rise of a warm step where the device's allocator tells it in passing, as on CUDA."""
+        """Return the highest rise of a warm step, in bytes, where the allocator tells it in passing, as on CUDA."""
         warm = [rise for rise in self._rises[1:] if rise is not None]
         return max(warm) if warm and self._allocator_tells() else None
 
     def _allocator_tells(self) -> bool:
-        """Tell whether what the engine takes goes through torch's allocator: ORT may keep a pool of its own."""
+        """Say whether the engine's memory comes from torch's allocator: ORT may keep a pool of its own."""
         options = getattr(self._engine, "options", None)
         return self._engine.name != "ort" or bool(options and options.external_gpu_allocator)
 
@@ -337,28 +310,14 @@ def _loss(result: object, root: torch.Tensor | None) -> float | None:
 
 
 class PhaseProbe:
-    """Reads the memory of a device at the points of a step.
-
-    Parameters
-    ----------
-    device
-        The model's device.
-    """
+    """Reads the memory of a device at the points of a step."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._taken: list[MemoryPhase] = []
 
     def take(self, step: int, phase: str) -> None:
-        """Read the memory, if this step is one that is read.
-
-        Parameters
-        ----------
-        step
-            Number of the step in its run, from 1.
-        phase
-            The point that it has reached; those that are not in `ortlab.records.memory_phases.PHASES` are left out.
-        """
+        """Read the memory at a point of a step (from 1), if step and point are among those that are read."""
         if phase in PHASES and is_read(step):
             self._taken.append(MemoryPhase(step, phase, self._sizes()))
 

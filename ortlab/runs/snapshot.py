@@ -36,15 +36,8 @@ class Snapshot:
     """Everything that decides how the next steps go, as far as Python can reach it.
 
     What cannot be reached is an iterator that a step draws its batches from: it goes on where it stands, and the
-    runs' data digests then differ.
-
-    Parameters
-    ----------
-    module
-        Its parameters (with gradients), buffers and training flags are kept.
-    stateful
-        Other objects with `state_dict` and `load_state_dict`: optimizers, schedulers, gradient scalers, other
-        modules.
+    runs' data digests then differ. Besides the module's parameters, gradients, buffers and training flags, the states
+    of the objects in `stateful` are kept: optimizers, schedulers, gradient scalers, other modules.
     """
 
     def __init__(self, module: torch.nn.Module, stateful: Iterable[Any] = ()) -> None:
@@ -75,7 +68,7 @@ class Snapshot:
     def put_back(self) -> None:
         """Make everything what it was, in place: parameters and optimizers stay the objects they are.
 
-        Ctrl-C comes behind it: half of the weights would be those of another step.
+        Ctrl-C is raised afterwards: half of the weights would be those of another step.
         """
         with undisturbed():
             with torch.no_grad():
@@ -89,7 +82,7 @@ class Snapshot:
 
     @property
     def number_of_bytes(self) -> int:
-        """What the copies of tensors take, in bytes."""
+        """The bytes that the copies of tensors take."""
         held = [tensor for one in self._tensors for tensor in (one.value, one.grad) if tensor is not None]
         held += [
             one for one in tree_leaves([state for _, state in self._states.values()]) if torch.is_tensor(one)
@@ -130,7 +123,7 @@ class DataDigest:
 
 
 def is_stateful(thing: object) -> bool:
-    """Tell whether an object can be kept in a snapshot: it has `state_dict()` and `load_state_dict()`."""
+    """Say whether an object can be kept in a snapshot: it has `state_dict()` and `load_state_dict()`."""
     if isinstance(thing, type):
         return False
     load: Callable[..., Any] | None = getattr(thing, "load_state_dict", None)

@@ -36,7 +36,7 @@ class History(Protocol):
 
 
 class CudaHistory:
-    """The history of torch's CUDA allocator; a recording of the user's own ends with it."""
+    """The history of torch's CUDA allocator; it ends a recording of the user's own."""
 
     def start(self) -> None:
         """Forget what was before, and write each allocation down with its Python stack."""
@@ -55,14 +55,9 @@ class CudaHistory:
 
 
 class Taken(NamedTuple):
-    """Two snapshots of one step, of which the second goes on where the first ended.
+    """Two of torch's snapshots of one step, of which the second goes on where the first ended.
 
-    Attributes
-    ----------
-    after_forward, after_step
-        torch's snapshots.
-    held_after_forward, held_after_step
-        By address: what the tensors are that PyTorch held then.
+    `held_after_forward` and `held_after_step` say, by address, what the tensors are that PyTorch held then.
     """
 
     after_forward: dict[str, Any]
@@ -72,15 +67,7 @@ class Taken(NamedTuple):
 
 
 class Snapshotting(Measuring):
-    """Runs a step and takes snapshots of it; while it does, the lab sends each forward through `forward`.
-
-    Parameters
-    ----------
-    module, engine, experiment, options, on_optimizer, progress
-        As for `Measuring`.
-    history
-        What writes the allocations down.
-    """
+    """Runs a step and takes snapshots of it; while it does, the lab sends each forward through `forward`."""
 
     def __init__(
         self,
@@ -99,13 +86,10 @@ class Snapshotting(Measuring):
         self._first: tuple[dict[str, Any], dict[int, str]] | None = None
 
     def take(self) -> Taken:
-        """Run the step, those that warm up included, and take the snapshots.
+        """Run the step, after those that warm up, and take the snapshots.
 
-        Raises
-        ------
-        StepError
-            If the step does not call the model, has no backward, or builds something each time, or PyTorch executed
-            what ORT was asked for.
+        Raises StepError where the step does not call the model, has no backward, or builds something each time, and
+        where PyTorch executed what ORT was asked for.
         """
         with self._prepared(), interrupts_kept():
             self._warm_up()
@@ -150,15 +134,7 @@ class Snapshotting(Measuring):
 
 
 def held_tensors(module: torch.nn.Module, optimizers: Iterable[Any]) -> dict[int, str]:
-    """Return by address what a model's tensors are: parameters, gradients, buffers, and what optimizers keep.
-
-    Parameters
-    ----------
-    module
-        The model.
-    optimizers
-        Whose `state` is looked at.
-    """
+    """Return by address what a model's tensors are: parameters, gradients, buffers, and the `state` of optimizers."""
     found: dict[int, str] = {}
     names = {}
     for name, parameter in module.named_parameters():

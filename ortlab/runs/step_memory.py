@@ -68,10 +68,7 @@ def with_step_memory(bench: Bench, run: Run, experiment: Experiment, memory: boo
 def without_arena(bench: Bench, configuration: Configuration) -> Configuration:
     """Return what is run to measure memory: on a CPU, ORT's arena would hide what a step gives back.
 
-    Raises
-    ------
-    StepError
-        If ONNX Runtime keeps a pool of its own on a GPU.
+    Raises StepError where ONNX Runtime keeps a pool of its own on a GPU.
     """
     device = next((tensor.device.type for tensor in bench.module.parameters()), "cpu")
     if configuration.engine != "ort":
@@ -88,13 +85,13 @@ def without_arena(bench: Bench, configuration: Configuration) -> Configuration:
 
 
 def shares_steps() -> bool:
-    """Tell whether other processes take part in each step: they would wait for steps that only some take."""
+    """Say whether other processes take part in each step: they would wait for steps that only some take."""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def _why_unmeasured(bench: Bench, run: Run, experiment: Experiment, memory: bool | None) -> str:  # noqa: FBT001
-    """Say why no steps shall be taken to measure the memory of a run; empty where they may."""
+    """Say why no steps are to be taken to measure the memory of a run; empty where they may be."""
     if memory is False:
         return NOT_MEASURED
     if memory is None:

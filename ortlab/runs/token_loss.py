@@ -68,7 +68,7 @@ class TokenLoss(torch.nn.Module):
 
 
 def _classes(logits: torch.Tensor) -> int:
-    """Return how many classes there are, as a constant of a trace: the weights of the head have that size.
+    """Return the number of classes as a constant of a trace: the weights of the head have that size.
 
     ORT moves its gather ahead of a Reshape only if the shape is constant (upstream_reshape.cc).
     """

@@ -14,19 +14,9 @@ _NAMED = 3
 
 
 def check_weights(module: torch.nn.Module) -> None:
-    """Refuse to train from weights that are no numbers: every step would give nan, and keep it.
+    """Raise StepError for weights that are nan, infinite or without values: every later step would give nan.
 
     A frozen parameter may be infinite, as a mask is.
-
-    Parameters
-    ----------
-    module
-        The model.
-
-    Raises
-    ------
-    StepError
-        It names the parameters, and how many of their values are wrong.
     """
     kind = type(module).__name__
     for name, parameter in module.named_parameters():

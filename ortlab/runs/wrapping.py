@@ -31,19 +31,9 @@ _subclasses: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
 
 
 class Takeover:
-    """A module's forward in the hands of a lab.
+    """A module's forward in the hands of a lab: `dispatch` is called in its place.
 
-    Parameters
-    ----------
-    module
-        The module to take over.
-    dispatch
-        Called in place of the module's forward.
-
-    Raises
-    ------
-    WrapError
-        If the object is no module, is taken over already, or cannot be.
+    Raises WrapError where `check_wrappable` or `take` does.
     """
 
     def __init__(self, module: torch.nn.Module, dispatch: Dispatch) -> None:
@@ -60,10 +50,7 @@ class Takeover:
     def take(self) -> None:
         """Take the module over, at first or again after `release`; does nothing if it is taken.
 
-        Raises
-        ------
-        WrapError
-            If the module's class does not allow it.
+        Raises WrapError where the module's class does not allow it.
         """
         module = self._module()
         if module is None or _KEY in module.__dict__:
@@ -85,10 +72,7 @@ class Takeover:
     def __call__(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a forward: the lab's, or the module's own where the lab itself is tracing or falling back.
 
-        Raises
-        ------
-        WrapError
-            If a wrapper around the module has made it impossible since it was wrapped.
+        Raises WrapError where a wrapper that was put around the module since has made it impossible.
         """
         from ortlab.runs.wrapper_order import check_call
 
@@ -122,7 +106,7 @@ class Takeover:
         return self.original_forward(*args, **kwargs)
 
     def holds(self, module: object) -> bool:
-        """Tell whether this is the module that was taken over, and not a copy of it."""
+        """Say whether this is the module that was taken over, and not a copy of it."""
         return self._module() is module
 
     def release(self) -> None:
@@ -136,7 +120,7 @@ class Takeover:
 
 
 def is_wrapped(module: object) -> bool:
-    """Tell whether a lab holds this module's forward."""
+    """Say whether a lab holds this module's forward."""
     takeover = getattr(module, "__dict__", {}).get(_KEY)
     return isinstance(takeover, Takeover) and takeover.holds(module)
 
@@ -156,13 +140,10 @@ def released(model: object) -> Iterator[None]:
 
 
 def check_wrappable(module: object) -> None:
-    """Refuse what ORTModule cannot train.
+    """Raise WrapError for what ORTModule cannot train.
 
-    Raises
-    ------
-    WrapError
-        If it is no `torch.nn.Module`, is wrapped already, or has wrappers around it that belong around ORT or do not
-        go together with it (rows A5, A6).
+    That is what is no `torch.nn.Module`, is scripted or wrapped already, or has wrappers around it that belong around
+    ORT or do not go together with it (rows A5, A6).
     """
     from ortlab.runs.wrapper_order import wrapper_order
 

@@ -21,21 +21,10 @@ _EXAMPLE = (
 
 
 def checked_batch(make_batch: MakeBatch, size: int) -> Any:
-    """Make a batch and see that it has the size that was asked for.
+    """Make a batch and check that a tensor of it has `size` as its first dimension.
 
-    Parameters
-    ----------
-    make_batch
-        Called with the size; returns a mapping, a tuple or a tensor.
-    size
-        Samples.
-
-    Raises
-    ------
-    OptionError
-        If `make_batch` raises, or returns no tensors or some of another size.
-    MemoryError
-        If memory runs out meanwhile.
+    Raises OptionError where `make_batch` fails, or returns no tensors or none of that size; MemoryError where memory
+    runs out meanwhile.
     """
     try:
         batch = make_batch(size)
@@ -64,13 +53,7 @@ def checked_batch(make_batch: MakeBatch, size: int) -> Any:
 
 
 def check_callable(thing: object, name: str) -> None:
-    """Refuse what cannot be called with one argument.
-
-    Raises
-    ------
-    OptionError
-        If it cannot be called.
-    """
+    """Raise OptionError for what cannot be called."""
     if not callable(thing):
         raise OptionError(f"{name} must be a function, not a {type(thing).__name__}.", fix=_EXAMPLE)
 
@@ -78,8 +61,8 @@ def check_callable(thing: object, name: str) -> None:
 def plain_step(module: torch.nn.Module) -> Train:
     """Return the step that is taken where the user gives none: forward, loss, backward, gradients cleared.
 
-    The loss is `output.loss`, `output["loss"]`, the first of a tuple, or the output itself, whichever is a scalar. No
-    optimizer is in it, so its state is in no peak.
+    The loss is `output.loss`, `output["loss"]`, the first of a tuple, or the output itself, whichever is a scalar. The
+    step has no optimizer, so no peak contains optimizer state.
     """
 
     def train(batch: Any) -> torch.Tensor:

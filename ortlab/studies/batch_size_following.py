@@ -12,31 +12,21 @@ if TYPE_CHECKING:
     from ortlab.studies.batch_size_search import BatchSizeSearch
 
 LARGEST: Final = 1 << 20
-"""Where powers of two end, if memory never does."""
+"""The largest power of two that is tried."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One thing to be done.
+    """One thing to do."""
 
-    Attributes
-    ----------
-    kind
-        "try" a point and measure its peak, "time" one that fits, or "choose" the sets of plans.
-    size, plans
-        The point; 0 and () for a choice.
-    round
-        Number of the round, from 1, of a timed run.
-    """
-
-    kind: str
-    size: int = 0
+    kind: str  # "try" a point and measure its peak, "time" one that fits, or "choose" the sets of plans
+    size: int = 0  # 0 for a choice
     plans: Plans = ()
-    round: int = 0
+    round: int = 0  # of a timed run, from 1
 
 
 def following(search: BatchSizeSearch) -> Task | None:
-    """Return what is to be done next; None if the search is complete.
+    """Return the next task; None if the search is complete.
 
     1. Without plans, sizes go up until one does not fit.
     2. With each set of plans: the largest size that fits without them, from which the next is predicted; then that
@@ -65,7 +55,7 @@ def first_misfit(search: BatchSizeSearch) -> BatchSizePoint | None:
 
 
 def sizes_of(search: BatchSizeSearch) -> Iterator[int]:
-    """Go through the sizes that may be tried, going up."""
+    """Yield the sizes that may be tried, in ascending order."""
     if search.sizes is not None:
         yield from search.sizes
         return
@@ -76,7 +66,7 @@ def sizes_of(search: BatchSizeSearch) -> Iterator[int]:
 
 
 def remaining(search: BatchSizeSearch) -> int:
-    """Count the timed runs that are still to be made of the points there are."""
+    """Count the timed runs that the points found so far still need."""
     return sum(max(0, search.rounds - len(one.runs)) for one in search.points if one.fits)
 
 

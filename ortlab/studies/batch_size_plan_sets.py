@@ -15,16 +15,13 @@ if TYPE_CHECKING:
 _SINGLES: Final = 3
 _IN_SET: Final = 4
 _SMALLEST_SHARE: Final = 0.25
-"""Of the largest saving; what saves less than that moves no batch to the next power of two."""
+"""Least share of the largest saving: a plan that saves less gets no batch to the next power of two."""
 
 
 def read_plan_sets(plans: object) -> tuple[Plans, ...] | None:
-    """Read the sets that a user names: each a plan ("Gelu+:1:-1") or several that are applied together.
+    """Read the sets of plans that a user names; None stays None. Raises OptionError for what is no list of plans.
 
-    Raises
-    ------
-    OptionError
-        If it is no list of plans.
+    A set is one plan ("Gelu+:1:-1") or several that are applied together.
     """
     if plans is None:
         return None
@@ -44,17 +41,10 @@ def read_plan_sets(plans: object) -> tuple[Plans, ...] | None:
 
 
 def largest_plan_sets(plan: MemoryPlan) -> tuple[Plans, ...]:
-    """Choose sets from a table of plans: the largest ones singly, and the largest that go together.
+    """Choose sets from a table of plans: at most `_SINGLES` of the largest singly, then the largest that go together.
 
-    Parameters
-    ----------
-    plan
-        The table. Savings are those of the simulated peak where there are any, or else ORT's own; they only rank.
-
-    Returns
-    -------
-    tuple
-        At most `_SINGLES` + 1 sets, the largest first; none where ORT offers no plan.
+    Savings are those of the simulated peak where known, else ORT's own; they only rank. There are no sets where ORT
+    offers no plan.
     """
     rows = sorted((row for row in plan.rows if _saving(row) > 0), key=lambda row: (-_saving(row), row.config))
     rows = [row for row in rows if _saving(row) >= _SMALLEST_SHARE * _saving(rows[0])]

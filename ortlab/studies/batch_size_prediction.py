@@ -9,22 +9,11 @@ Measured = Sequence[tuple[int, float]]
 
 
 def predicted_peak(size: int, measured: Measured, without_plans: Measured = ()) -> float | None:
-    """Predict the peak of a batch: activations grow with it, weights and the process itself do not.
+    """Predict the peak of a batch in bytes: activations grow with it, weights and the process itself do not.
 
-    Parameters
-    ----------
-    size
-        Samples in the batch.
-    measured
-        Smaller batches with the same plans.
-    without_plans
-        Batches without plans. Their straight line starts where that of any plans starts, which matters as long as there
-        is only one batch with them.
-
-    Returns
-    -------
-    float or None
-        Bytes, on the straight line (least squares) through what was measured; None with fewer than two batches.
+    It lies on the straight line (least squares) through `measured`, smaller batches with the same plans. If there is
+    only one of them, the line through `without_plans` says where theirs starts. None if that has fewer than two
+    batches, or nothing was measured with the plans.
     """
     if len(measured) > 1:
         start, slope = _line(measured)
@@ -38,16 +27,9 @@ def predicted_peak(size: int, measured: Measured, without_plans: Measured = ()) 
 
 
 def most_of(size: int, start_bytes: float, known_size: int, known_peak_bytes: float) -> float:
-    """Return the most that a batch can take if one smaller batch is known: all of its rise grows with the batch.
+    """Return the most bytes that a batch can take if one smaller batch is known: all of its rise grows with the batch.
 
-    Parameters
-    ----------
-    size
-        Samples in the batch.
-    start_bytes
-        Level before the step, in bytes.
-    known_size, known_peak_bytes
-        The smaller batch, and its measured peak in bytes.
+    `start_bytes` is the level before the step.
     """
     return start_bytes + max(0.0, known_peak_bytes - start_bytes) * size / known_size
 

@@ -34,7 +34,7 @@ def available_bytes() -> int | None:
 
     The least of what Linux calls available (``MemAvailable``, proc(5)) and what the control groups of the process leave
     (version 2: ``memory.max``; version 1: ``memory.limit_in_bytes``; file cache that can be dropped counts as free).
-    None where nothing tells it.
+    None where nothing on the system tells it.
     """
     found = [size for size in (_of_the_machine(), *_of_control_groups()) if size is not None]
     return max(0, min(found)) if found else None
@@ -110,13 +110,7 @@ def ceiling_of(device: torch.device) -> Ceiling:
 
 
 class Room:
-    """What a point may take on a device, and the ceiling that holds it to that.
-
-    Parameters
-    ----------
-    device
-        The model's device.
-    """
+    """The memory that a point may take on the model's device, and the ceiling that holds it to that."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -136,7 +130,7 @@ class Room:
         return resident_bytes("VmRSS")
 
     def left_bytes(self) -> int | None:
-        """Return how much more a point may take for the sake of the machine; None where nothing tells it."""
+        """Return how many more bytes a point may take, with some left to the machine; None where nothing tells it."""
         if self._device.type == "cuda":
             import torch
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ortlab.studies.batch_size_search import BatchSizeSearch
 
 MARGIN: Final = 1.1
-"""A point is tried if it is predicted to need at most this much more than the limit: the prediction may be wrong."""
+"""A point is tried if it is predicted to need at most this many times the limit: the prediction may be wrong."""
 
 _HEAP_KEEPS: Final = 2.0
 """Times the limit that a timed run may take: an ordinary heap and ORT's arena keep freed memory for reuse."""
@@ -47,21 +47,7 @@ _TRY_STEPS: Final = 2  # an optimizer allocates its state in the first
 
 
 class Trials:
-    """Runs the points of a search.
-
-    Parameters
-    ----------
-    bench
-        The lab's.
-    search
-        Filled in.
-    make_batch, step
-        Make a batch of a size, checked; take a training step with it.
-    start
-        Where every run starts, and the lab ends.
-    room
-        How much memory there is.
-    """
+    """Runs the points of a search and fills it in; every run starts from `start`, and there the lab ends."""
 
     def __init__(
         self,
@@ -85,7 +71,7 @@ class Trials:
     # ---- tasks ------------------------------------------------------------------------------------------------
 
     def do(self, task: Task) -> None:
-        """Do one task and write down what came of it."""
+        """Do one task and write down its result."""
         if task.kind == "choose":
             self._choose()
         elif task.kind == "try":
@@ -96,7 +82,7 @@ class Trials:
     @contextmanager
     def lab_as_before(self, *, had_session: bool) -> Iterator[None]:
         """Leave the lab, when the block ends, as it is now; a session that it had is built again."""
-        # Garbage is collected around every run. What was there before the search is none of it, and is most of the
+        # Garbage is collected around every run. Objects from before the search are none, and would take most of the
         # time.
         freezes = not gc.get_freeze_count()
         if freezes:
@@ -178,7 +164,7 @@ class Trials:
             self._configure((), follow=False)
             try:
                 self._run(size, 1, search.limit_bytes * MARGIN, keep=True)
-            except Exception as error:  # what cannot run has been built, and has plans
+            except Exception as error:  # a graph that cannot run is built all the same, and has plans
                 if not ran_out(error):
                     raise
             search.plan_sets = largest_plan_sets(plan(self._bench))
@@ -264,7 +250,7 @@ class Trials:
         return bench.run_apart(experiment, held)
 
     def _check_known(self, plans: Plans) -> None:
-        """Refuse plans that this graph does not have: ORT takes them without a word and applies nothing."""
+        """Refuse plans that this graph does not have: ORT silently accepts them and applies nothing."""
         offered = {part.rsplit(":", 1)[0] for row in plan(self._bench).rows for part in row.config.split(",")}
         wanted = {part.rsplit(":", 1)[0] for one in plans for part in one.split(",")}
         missing = sorted(wanted - offered)
@@ -275,9 +261,9 @@ class Trials:
             )
 
     def _release(self) -> None:
-        """Free what the point has left: sessions with their arenas, and memory that the device's allocator keeps."""
+        """Free what the point has left: sessions with their arenas, and memory that the device's allocator caches."""
         if self._configuration.engine == "ort":
             self._bench.ort.close()  # exports and graphs stay
-            # Parts are given back by the one, and taken again by the other.
+            # `close` has given wrapped parts back to PyTorch; this takes them again.
             self._bench.configure(self._bench.configuration)
         self._room.free()

@@ -145,7 +145,7 @@ def find_batch_size(  # noqa: PLR0913 - a limit is of one thing or the other
 
 
 def _has_session(bench: Bench) -> bool:
-    """Whether ONNX Runtime is the engine and has a session for the next training call."""
+    """Say whether ONNX Runtime is the engine and has a session for the next training call."""
     return bench.configuration.engine == "ort" and not bench.engine.pending_stage()
 
 
@@ -211,12 +211,9 @@ def _task_words(task: Task, search: BatchSizeSearch) -> str:
 
 
 def read_sizes(sizes: object) -> tuple[int, ...] | None:
-    """Read the batch sizes that a user names, and put them in order; None stays None.
+    """Return the batch sizes that a user names in ascending order; None stays None.
 
-    Raises
-    ------
-    OptionError
-        If they are no whole numbers from 1 on, or there are none.
+    Raises OptionError if one is no whole number from 1 on, or there are none.
     """
     if sizes is None:
         return None
@@ -233,12 +230,9 @@ def read_sizes(sizes: object) -> tuple[int, ...] | None:
 
 
 def read_limit(limit: object, device: object) -> int:
-    """Read the limit of a search, of step memory or of a whole device, in bytes.
+    """Return the limit of a search in bytes, of step memory or of a whole device.
 
-    Raises
-    ------
-    OptionError
-        If it is both or neither, no size, or a percentage.
+    Raises OptionError if both or neither are given, or for a percentage or anything else that is no size.
     """
     fix = 'lab.find_batch_size(make_batch, limit="6 GiB") of step memory, or device="8 GiB" of all of it.'
     if limit is None and device is None:
@@ -256,13 +250,7 @@ def read_limit(limit: object, device: object) -> int:
 
 
 def check_above_floor(limit_bytes: int, used_bytes: int, device: str) -> None:
-    """Refuse a limit below what is in use before any step.
-
-    Raises
-    ------
-    OptionError
-        If no batch can fit under the limit.
-    """
+    """Raise OptionError for a limit below what is in use before any step, which no batch can meet."""
     if limit_bytes > used_bytes:
         return
     what = "The process, with Python, libraries and weights," if device == "cpu" else f"Torch on {device}"
@@ -276,13 +264,7 @@ def check_above_floor(limit_bytes: int, used_bytes: int, device: str) -> None:
 def check_resumable(
     search: BatchSizeSearch, start_digest: str, present: Mapping[str, str], engine: str
 ) -> None:
-    """Refuse to go on with a search whose other points would not be comparable.
-
-    Raises
-    ------
-    LedgerError
-        If the start, the engine or an installed version is another.
-    """
+    """Raise LedgerError if a search was made from another start, with another engine or other versions."""
     check_same_ground(search, "search", start_digest, search.versions, present)
     if search.engine != engine:
         raise LedgerError(

@@ -218,13 +218,7 @@ def _words(bisection: Bisection, names: tuple[str, ...]) -> str:
 
 
 class Reference:
-    """What PyTorch made of the steps.
-
-    Parameters
-    ----------
-    module
-        The model; after a run, its parameters are what the run has made of them.
-    """
+    """What PyTorch made of the steps: its run, and the parameters that the run left in the module."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
@@ -244,11 +238,8 @@ class Reference:
     def distance(self, run: Run) -> float:
         """Return how far a run's losses, and the parameters that it has just left behind, are from PyTorch's.
 
-        Returns
-        -------
-        float
-            The largest relative difference: of a loss against itself, of a parameter against its largest entry.
-            Infinite where one of the two is no number.
+        It is the largest relative difference: of a loss against itself, of a parameter against its largest entry.
+        Infinite where one of the two is no number.
         """
         assert self._run is not None  # noqa: S101 - the caller takes it first
         largest = loss_difference(self._run, run) or 0.0
@@ -274,32 +265,13 @@ def read_changes(
     against: Mapping[str, object] | None,
     have: Collection[Need],
 ) -> tuple[Options, dict[str, Value]]:
-    """Return the baseline's switches, and what differs from them.
+    """Return the baseline's switches, and the values that differ from them, by option.
 
-    Parameters
-    ----------
-    present
-        The lab's configuration.
-    changes
-        What may be responsible; the baseline is `present`.
-    against
-        The baseline as changes of `present`, which is then what may be responsible; None, without `changes`, for the
-        defaults.
-    have
-        What is present: `ortlab.engine.installation.have()`.
+    With `changes`, the baseline is `present`. With `against`, it is `present` changed so, without either the defaults;
+    then `present` is what differs. Options that act latest come first: what is tried first then needs no new export.
 
-    Returns
-    -------
-    baseline : Options
-        Its switches.
-    changes : dict
-        Values by option, those that act latest first: what is tried first then needs no new export.
-
-    Raises
-    ------
-    OptionError
-        If both are given, neither is a dict, an option is unknown, a value is wrong or cannot act here, or nothing
-        differs.
+    Raises OptionError if both are given, one is no dict, names the engine or an unknown option, has a wrong value or
+    one that cannot act here, or if nothing differs.
     """
     for given, word in ((changes, "changes"), (against, "against")):
         if given is not None and not isinstance(given, Mapping):
@@ -337,19 +309,13 @@ def read_changes(
 
 
 def check_resumable(bisection: Bisection, start_digest: str, present: Mapping[str, str]) -> None:
-    """Refuse to go on with a bisection that is finished, or whose other trials would not be comparable.
-
-    Raises
-    ------
-    LedgerError
-        If it is finished, the start is another, or other versions are installed.
-    """
+    """Raise LedgerError if a bisection is finished, or was made from another start or with other versions."""
     if bisection.outcome != UNFINISHED:
         raise LedgerError("There is nothing to resume: this bisection is finished.", fix="Start another.")
     check_same_ground(bisection, "bisection", start_digest, bisection.versions, present)
 
 
 def _defaults(present: Options) -> Options:
-    """Return the defaults, but for where files go: that is no switch to be tried."""
+    """Return the defaults, except for where files go: that is no switch to be tried."""
     kept = {name: getattr(present, name) for name in ("export_cache_dir",)}
     return dataclasses.replace(Options(), **kept)

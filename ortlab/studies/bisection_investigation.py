@@ -36,27 +36,13 @@ _MORE: Final = 3
 
 @dataclass(frozen=True)
 class Access:
-    """What a bisection does with the lab.
-
-    Attributes
-    ----------
-    run
-        Goes back to the start, runs the steps with a configuration, and returns the run.
-    distance
-        Does the same, and returns also how far losses and updated weights are from PyTorch's.
-    peak
-        Measures the peak of a step with a configuration, in bytes.
-    redrawn
-        Runs the steps with a configuration from the same weights and another seed: the number is added to it.
-    have
-        What is present: `ortlab.engine.installation.have()`.
-    """
+    """What a bisection does with the lab; each call goes back to the start and runs the steps with a configuration."""
 
     run: Callable[[Configuration], Run]
-    distance: Callable[[Configuration], tuple[Run, float]]
-    peak: Callable[[Configuration], float]
-    redrawn: Callable[[Configuration, int], Run]
-    have: Collection[Need]
+    distance: Callable[[Configuration], tuple[Run, float]]  # of losses and updated weights from PyTorch's
+    peak: Callable[[Configuration], float]  # of a step, in bytes
+    redrawn: Callable[[Configuration, int], Run]  # with another seed: the number is added to it
+    have: Collection[Need]  # see `ortlab.engine.installation.have`
 
 
 class _OwnError(Exception):
@@ -68,19 +54,7 @@ class _OwnError(Exception):
 
 
 class Investigation:
-    """Fills a bisection in.
-
-    Parameters
-    ----------
-    bisection
-        The record; trials that it has are not run again.
-    metric
-        How a change is measured.
-    access
-        The lab.
-    tell
-        Told which set of changes is run.
-    """
+    """Fills in a bisection; trials that it has are not run again. `tell` is told which changes run next."""
 
     def __init__(
         self, bisection: Bisection, metric: Metric, access: Access, tell: Callable[[tuple[str, ...]], None]
@@ -92,13 +66,7 @@ class Investigation:
         self._untried: set[frozenset[str]] = set()
 
     def find(self) -> None:
-        """Run what has to be run, and write down what came out.
-
-        Raises
-        ------
-        StepError
-            If the step fails with the changes and without.
-        """
+        """Run the needed trials and write down what came out; raises StepError if the step fails either way."""
         bisection = self._bisection
         base, whole = self._trial(frozenset()), self._trial(frozenset(bisection.changes))
         if base.failure and whole.failure:
@@ -122,7 +90,7 @@ class Investigation:
         bisection.outcome = RESPONSIBLE
 
     def _is_within_what_is_drawn(self, whole: Trial, base: Trial) -> bool:
-        """Tell whether other random numbers, such as dropout's masks, change the losses as much as the switches do."""
+        """Say whether other random numbers, such as dropout's masks, change the losses as much as the switches do."""
         bisection = self._bisection
         if self._metric.name != LOSS or self._metric.own is not None or not base.runs:
             return False
@@ -152,7 +120,7 @@ class Investigation:
         return self._bisection.shows(self._trial(names), self._metric)
 
     def _refused(self, names: frozenset[str]) -> bool:
-        """Tell whether a set of changes contradicts itself, or cannot act here."""
+        """Say whether a set of changes contradicts itself, or cannot act here."""
         try:
             check_needs(self._options(names), self._access.have)
         except OptionError:
@@ -222,7 +190,7 @@ class Investigation:
         return Trial(names, value, runs=(run,))
 
     def _own_value(self, run: Run) -> float:
-        """Ask the user's function; what goes wrong there is no result of the switches."""
+        """Ask the user's function; raises _OwnError where that fails, which is no result of the switches."""
         own, name = self._metric.own, self._metric.name
         assert own is not None  # noqa: S101 - the caller has looked
         fix = "It takes a run and returns a number: lambda run: run.losses[-1]."

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 TIME_LIMIT_S: Final = 0.85
 """After this many seconds the best that was found is taken, with the gap to what could still be there.
 
-HiGHS looks at its clock now and then only; so all of it stays within a second.
+HiGHS checks its clock only now and then; with this limit, all of it stays within a second.
 """
 
 _LEAST_TIME_S: Final = 0.05
@@ -31,25 +31,14 @@ _OPTIMAL, _INFEASIBLE = 0, 2
 
 
 def solve(problem: Problem, limit: float, *, time_limit_s: float = TIME_LIMIT_S) -> Solution:
-    """Choose the plans that cost least within a limit; where nothing fits, those that come closest.
+    """Choose the plans that cost least within a limit in bytes; where nothing fits, those that come closest.
 
     Minimise the sum of the costs over binary variables, one for each place, where a place needs the one before it and
     at most one choice of a group may have its first place, such that every instant is within the limit. Where nothing
     fits, minimise the peak instead, and then the cost at that peak.
 
-    Parameters
-    ----------
-    problem
-        The instants and the plans.
-    limit
-        Bytes.
-    time_limit_s
-        Seconds for the search. If they run out, `Solution.proven` is False.
-
-    Returns
-    -------
-    Solution
-        Never dearer than the greedy one where that fits, and never with a higher peak where that does not.
+    The solution is never dearer than the greedy one where that fits, and never has a higher peak where that does not.
+    If the time runs out, `Solution.proven` is False.
     """
     started = time.perf_counter()
 
@@ -138,17 +127,11 @@ def _solve(
 
 
 def _rules(problem: Problem, more: int) -> list[Any]:
-    """Say what lives, that a place needs the one before it, and that groups are exclusive.
+    """Return the constraints: what lives, that a place needs the one before it, and that groups are exclusive.
 
-    What lives at an instant is what lived before and the difference that places make since: a place changes that at
-    few instants, so these rows are sparse where its savings are not, which HiGHS solves many times faster.
-
-    Parameters
-    ----------
-    problem
-        The instants and the plans.
-    more
-        Number of variables behind the places; the first of them are what lives at each instant.
+    What lives at an instant is what lived before and the difference that places make since: a place changes that at few
+    instants, so these rows are sparse where its savings are not, which HiGHS solves many times faster. `more` counts
+    the variables behind the places; the first of them are what lives at each instant.
     """
     from scipy.optimize import LinearConstraint
     from scipy.sparse import csr_matrix, diags, hstack, lil_matrix

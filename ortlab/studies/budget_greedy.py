@@ -19,19 +19,9 @@ Offer = tuple[float, int, int]
 
 
 def solve(problem: Problem, limit: float) -> Solution:
-    """Choose plans for a limit, not always the best.
+    """Choose plans for a limit in bytes, not always the best; `bound_ms` of the solution is nan.
 
-    Parameters
-    ----------
-    problem
-        The instants and the plans.
-    limit
-        Bytes.
-
-    Returns
-    -------
-    Solution
-        With `bound_ms` nan. Where it finds nothing that fits, the counts with the lowest peak that it saw.
+    Where it finds nothing that fits, the counts are those with the lowest peak that it saw.
     """
     started = time.perf_counter()
     small = problem.reduced(limit)
@@ -70,7 +60,7 @@ def _best(problem: Problem, counts: list[int], limit: float, offers: list[Offer]
 
 
 def _offers(problem: Problem, counts: list[int], limit: float, positions: range | list[int]) -> list[Offer]:
-    """Find the best new count of each choice; a heap, without the choices that take nothing off."""
+    """Return a heap of the best new count of each choice, without the choices that take nothing off."""
     live = problem.live_with(counts)
     near = np.flatnonzero(live + problem.rise > limit)
     live = live[near] - limit
@@ -97,7 +87,7 @@ def _free(problem: Problem, counts: list[int], position: int) -> bool:
 
 
 def _take_back(problem: Problem, counts: list[int], limit: float) -> None:
-    """Switch places off again that later ones have made needless, those that spare most first."""
+    """Switch off places that later ones have made needless, those that spare most first."""
     live = problem.live_with(counts)
     changed = True
     while changed:

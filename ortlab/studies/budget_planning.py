@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from ortlab.studies.budget_search import Choice
 
 TRIALS: Final = 3
-"""How often plans are chosen and run before those of a person and the memory levels are run as well."""
+"""How often plans are chosen and run before those that a person would tick and the memory levels are run as well."""
 
 CURVE_POINTS: Final = 12
 """Budgets that are predicted between none and the floor."""
 
 _MARGIN: Final = 0.01
-"""Share of step memory that is kept free, as long as that is to be had: a simulation is off by so much."""
+"""Share of step memory that is kept free where that is possible: a simulation is off by so much."""
 
 _CURVE_TIME_S: Final = 0.25
 """Seconds for the solver at each point of the curve."""
@@ -39,34 +39,16 @@ class Explained(Simulated, Protocol):
 
 @dataclass(frozen=True)
 class Ground:
-    """What is known of a step before plans are chosen. Bytes are above the start of the step.
-
-    Attributes
-    ----------
-    model
-        What the lab calls the model.
-    step
-        What can be simulated.
-    without
-        The step without plans, as measured.
-    within_bytes
-        Measured peak of the phases that plans can lower, forward and backward.
-    beyond_bytes
-        Measured peak of the others, such as the optimizer's step: no plan gets below.
-    kind, device
-        What the bytes are of, and where.
-    held_bytes
-        What the process or device holds at the start of the step.
-    """
+    """What is known of a step before plans are chosen; bytes are above the start of the step."""
 
     model: str
     step: Explained
-    without: Compared
-    within_bytes: float
-    beyond_bytes: float
-    kind: str
+    without: Compared  # as measured
+    within_bytes: float  # measured peak of forward and backward, which plans can lower
+    beyond_bytes: float  # measured peak of the other phases, such as the optimizer's step: no plan gets below
+    kind: str  # what the bytes are of
     device: str
-    held_bytes: int = 0
+    held_bytes: int = 0  # what the process or device holds at the start of the step
 
     @property
     def simulated_bytes(self) -> float:
@@ -108,26 +90,7 @@ def answer(
     *,
     curve: bool = True,
 ) -> Budget:
-    """Find the plans for a request and verify them.
-
-    Parameters
-    ----------
-    ground
-        What is known of the step.
-    request
-        What was asked for.
-    run
-        Runs plans; None to predict only.
-    tell
-        Told what is going on.
-    curve
-        Whether to predict other budgets as well.
-
-    Returns
-    -------
-    Budget
-        With `applied` False.
-    """
+    """Find the plans for a request and verify them; only predict if `run` is None. The budget is not applied yet."""
     needed = ground.without.step_memory_bytes
     limit = request.limit(needed, ground.held_bytes)
     tell("Choosing plans")
@@ -194,10 +157,10 @@ def _closest(
     run: Run,
     tell: Callable[[str], None],
 ) -> list[PlanTrial]:
-    """Run what else may come closest, until something fits.
+    """Run what else may come closest, until something fits, and return these trials.
 
-    The lowest simulated peak, what a person would tick from the largest saving on, and the memory levels: the
-    simulation is off by a per cent or two, so that only a measurement tells which of them needs least.
+    It tries the lowest simulated peak, what a person would tick from the largest saving on, and the memory levels: the
+    simulation is off by a per cent or two, so only a measurement tells which of them needs least.
     """
     step, found = ground.step, list(trials)
     ticked = min(by_hand(step), key=step.peak, default=None)

@@ -21,22 +21,13 @@ TOLERANCE: Final = 1.0
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """One plan, in its places; a count of k switches on the first k of them, as ONNX Runtime does.
+    """One plan, in its places; a count of k switches on the first k of them, as ONNX Runtime does."""
 
-    Attributes
-    ----------
-    config
-        The plan without its count: "Gelu+:1".
-    savings
-        Shape (k, T), float64: bytes that each place takes off at each instant; negative where what is recomputed
-        lives, or inputs are kept for longer.
-    cost_ms
-        Shape (k,), float64: what each place adds to a step, in ms.
-    """
-
-    config: str
+    config: str  # without its count: "Gelu+:1"
+    # Shape (k, T): bytes that each place takes off at each instant; negative where what is recomputed lives, or inputs
+    # are kept for longer.
     savings: Floats
-    cost_ms: Floats
+    cost_ms: Floats  # shape (k,): what each place adds to a step
 
     @property
     def places(self) -> int:
@@ -50,29 +41,15 @@ class Problem:
 
     What places save is taken to add up. Where it does not, the solution is simulated as a whole and the budget
     tightened (see `ortlab.studies.budget_search`).
-
-    Attributes
-    ----------
-    live
-        Shape (T,), float64: bytes that live at each instant of the step without plans.
-    choices
-        The plans.
-    exclusive
-        Positions in `choices`, in groups of which at most one can be on: ways to recompute the same activations.
     """
 
-    live: Floats
+    live: Floats  # shape (T,): bytes at each instant of the step without plans
     choices: tuple[Choice, ...]
+    # Positions in `choices`, in groups of which at most one can be on: ways to recompute the same activations.
     exclusive: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse arrays that do not fit together, or a plan that would cost less than nothing.
-
-        Raises
-        ------
-        ValueError
-            If a shape is wrong, a value is not finite, or a cost is negative.
-        """
+        """Raise ValueError for a wrong shape, a value that is not finite, or a negative cost."""
         for choice in self.choices:
             if choice.savings.shape != (choice.places, len(self.live)):
                 message = f"{choice.config}: savings of shape {choice.savings.shape}"
@@ -124,23 +101,19 @@ class Problem:
         return float(sum(cost[count] for cost, count in zip(self.costs, counts, strict=True)))
 
     def allowed(self, counts: Sequence[int]) -> bool:
-        """Whether at most one choice of each group is on."""
+        """Say whether at most one choice of each group is on."""
         return all(sum(counts[choice] > 0 for choice in group) <= 1 for group in self.exclusive)
 
     def fits(self, counts: Sequence[int], limit: float) -> bool:
-        """Whether the peak is within a limit in bytes."""
+        """Say whether the peak is within a limit in bytes."""
         return self.peak(counts) <= limit + TOLERANCE
 
     def reduced(self, limit: float) -> Problem:
         """Leave out instants that decide nothing: those that cannot exceed the limit, and those that others cover.
 
         An instant covers another if it holds no less, and no place takes more off it. Each is held against the last
-        that was kept: buffers come and go one by one, so what covers an instant is mostly beside it.
-
-        Parameters
-        ----------
-        limit
-            Bytes; minus infinity keeps every instant that any limit may meet.
+        that was kept: buffers come and go one by one, so what covers an instant is mostly beside it. The limit is in
+        bytes; minus infinity keeps every instant that any limit may meet.
         """
         savings = self._stacked()
         worst = self.live - np.minimum(savings, 0.0).sum(axis=0)
@@ -169,35 +142,15 @@ def _covers(live: Floats, savings: Floats, one: int, other: int) -> bool:
 
 @dataclass(frozen=True)
 class Solution:
-    """What a solver chose.
+    """What a solver chose."""
 
-    Attributes
-    ----------
-    counts
-        By choice: how many of its first places are on.
-    cost_ms
-        What they add to a step, in ms.
-    peak_bytes
-        The highest instant with them, where what places save is added up.
-    limit_bytes
-        The limit that was asked for.
-    method
-        "exact" or "greedy".
-    bound_ms
-        No allowed counts within the limit cost less than this; nan where the solver does not know.
-    proven
-        Whether it is proven that nothing is cheaper or, where it does not fit, that nothing has a lower peak.
-    seconds
-        How long it took.
-    """
-
-    counts: tuple[int, ...]
+    counts: tuple[int, ...]  # by choice: how many of its first places are on
     cost_ms: float
-    peak_bytes: float
+    peak_bytes: float  # where what places save is added up
     limit_bytes: float
-    method: str
-    bound_ms: float
-    proven: bool
+    method: str  # "exact" or "greedy"
+    bound_ms: float  # no allowed counts within the limit cost less; nan where the solver does not know
+    proven: bool  # that nothing is cheaper or, where it does not fit, that nothing has a lower peak
     seconds: float
 
     @property
@@ -223,7 +176,7 @@ def solution(
     proven: bool,
     seconds: float,
 ) -> Solution:
-    """Write down counts with what they cost and leave."""
+    """Return counts with what they cost and the peak that they leave."""
     return Solution(
         tuple(int(count) for count in counts),
         problem.cost_ms(counts),

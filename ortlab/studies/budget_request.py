@@ -23,34 +23,17 @@ _ALL: Final = 100.0
 
 @dataclass(frozen=True)
 class Request:
-    """A budget as it was asked for; one of the three is given.
+    """A budget as it was asked for; one of share, step bytes and device bytes is given."""
 
-    Attributes
-    ----------
-    asked
-        The same in words.
-    share
-        What a step may need, as a share of what it needs without plans.
-    step_bytes
-        What a step may need above its start, in bytes.
-    device_bytes
-        What the whole process or device may hold, in bytes.
-    """
-
-    asked: str
-    share: float | None = None
-    step_bytes: int | None = None
-    device_bytes: int | None = None
+    asked: str  # in words
+    share: float | None = None  # of what a step needs without plans
+    step_bytes: int | None = None  # above the start of the step
+    device_bytes: int | None = None  # of the whole process or device
 
     def limit(self, without_bytes: float, held_bytes: float = 0.0) -> int:
         """Return the limit of step memory, in bytes; it is not above zero where a device holds more than was asked for.
 
-        Parameters
-        ----------
-        without_bytes
-            Step memory without plans.
-        held_bytes
-            What the process or device holds at the start of a step.
+        `without_bytes` is step memory without plans; `held_bytes` is what process or device holds as a step starts.
         """
         if self.share is not None:
             return int(without_bytes * self.share)
@@ -62,10 +45,7 @@ class Request:
 def read_request(limit: object, device: object) -> Request:
     """Read what `Lab.budget` was called with.
 
-    Raises
-    ------
-    OptionError
-        If it is both or neither, no share and no size, or one that no step can keep.
+    Raises OptionError for both or neither, for what is no share and no size, and for a share that no step can keep.
     """
     if limit is None and device is None:
         raise OptionError("A budget needs a limit.", fix=_FIX)

@@ -19,10 +19,10 @@ ROUNDS: Final = 6
 """How often a limit is tightened or loosened by what the simulation says."""
 
 DESCENT_S: Final = 3.0
-"""Seconds for the search for the lowest simulated peak; what it has simulated is kept, so that it ends once for all."""
+"""Seconds for the search for the lowest simulated peak; a later one gets further, since simulated peaks are kept."""
 
 _TRIED: Final = 24
-"""Chosen plans with the most places; more are not looked at for places that are spare."""
+"""How many chosen plans are looked at for places that are spare, those whose last place costs most first."""
 
 _DIFFERS: Final = 0.02
 """Share of a peak by which the simulation may differ from what savings add up to; beyond, plans spoil one another."""
@@ -31,18 +31,10 @@ Counts = tuple[int, ...]
 
 
 class Simulated(Protocol):
-    """A step that can be simulated with plans.
+    """A step that can be simulated with plans."""
 
-    Attributes
-    ----------
-    problem
-        What each place of each plan takes off, as far as that adds up.
-    levels
-        By memory level: peak in bytes and added ms, simulated.
-    """
-
-    problem: Problem
-    levels: Mapping[int, tuple[float, float]]
+    problem: Problem  # what each place of each plan takes off, as far as that adds up
+    levels: Mapping[int, tuple[float, float]]  # by memory level: simulated peak in bytes and added ms
 
     def peak(self, counts: Sequence[int]) -> float:
         """Return the highest bytes of the step, simulated with all the places together; known ones at once."""
@@ -50,36 +42,16 @@ class Simulated(Protocol):
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen for a limit.
+    """What was chosen for a limit."""
 
-    Attributes
-    ----------
-    counts
-        By choice of the problem: how many of its first places are on.
-    cost_ms
-        What they add to a step, predicted, in ms.
-    peak_bytes
-        The highest instant of the step, simulated with all of them together.
-    limit_bytes
-        The limit.
-    solved
-        What the exact solver said in the round that this comes from, or in the last.
-    quick
-        The greedy solver, asked the same.
-    seconds
-        How long all rounds took, simulations included.
-    level
-        The memory level that is chosen instead of plans; 0 for plans.
-    """
-
-    counts: Counts
-    cost_ms: float
-    peak_bytes: float
+    counts: Counts  # by choice of the problem: how many of its first places are on
+    cost_ms: float  # predicted
+    peak_bytes: float  # simulated with all of them together
     limit_bytes: float
-    solved: Solution
-    quick: Solution
-    seconds: float
-    level: int = 0
+    solved: Solution  # of the exact solver, in the round that this comes from, or in the last
+    quick: Solution  # of the greedy solver, asked the same
+    seconds: float  # of all rounds, simulations included
+    level: int = 0  # the memory level that is chosen instead of plans; 0 for plans
 
     @property
     def fits(self) -> bool:
@@ -88,7 +60,7 @@ class Choice:
 
 
 def choose(step: Simulated, limit: float, *, time_limit_s: float = exact.TIME_LIMIT_S) -> Choice:
-    """Find the plans that cost least and fit when simulated together.
+    """Find the plans that cost least and fit within a limit in bytes when simulated together.
 
     Plans influence one another: what one recomputes, another may keep alive, and a chain that is recomputed from the
     start of the model lives all at once. So what the solver chooses is simulated, the solver's limit is moved by how
@@ -96,19 +68,8 @@ def choose(step: Simulated, limit: float, *, time_limit_s: float = exact.TIME_LI
     that the lowest simulated peak has. What a person would tick, largest saving first, and the memory levels stand
     beside it. What is spare in the cheapest that fits is then taken back.
 
-    Parameters
-    ----------
-    step
-        What can be simulated.
-    limit
-        Bytes.
-    time_limit_s
-        Seconds for all rounds of the solver together.
-
-    Returns
-    -------
-    Choice
-        With `fits` False if nothing was found; it is then the lowest simulated peak.
+    `time_limit_s` limits the solver's rounds with all plans and, once more, those with the plans of the lowest peak. If
+    nothing fits, the choice is the lowest simulated peak that was found.
     """
     started = time.perf_counter()
     problem = step.problem
@@ -137,7 +98,7 @@ def choose(step: Simulated, limit: float, *, time_limit_s: float = exact.TIME_LI
 
 
 def by_hand(step: Simulated) -> Iterator[Counts]:
-    """Go through what a person would tick: one plan after the other, in all places, the largest saving first."""
+    """Yield what a person would tick: one plan after the other, in all places, the largest saving first."""
     problem = step.problem
     nothing, top = problem.nothing, step.peak(problem.nothing)
     alone = {i: step.peak(_with(nothing, i, one.places)) for i, one in enumerate(problem.choices)}
@@ -237,7 +198,7 @@ def _next_target(solved: list[Solution], limit: float, step: Simulated) -> float
 
 
 def _without_spare(step: Simulated, counts: Counts, limit: float) -> Counts:
-    """Switch places off that the simulation does not need, those that spare most first, until none is spare."""
+    """Switch off places that the simulation does not need, those that spare most first, until none is spare."""
     problem = step.problem
     while True:
         before = counts

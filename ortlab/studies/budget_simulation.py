@@ -20,35 +20,22 @@ if TYPE_CHECKING:
 
 _LEAST_SHARE: Final = 1e-4
 _LEAST_BYTES: Final = 64 * 1024
-"""What a plan has to take off at some instant, of the peak and in bytes: less cannot be seen when it is measured."""
+"""What a plan must take off at some instant, of the peak and in bytes: a measurement does not show less."""
 
 _LEVELS: Final = (1, 2)
 """Memory levels: all plans of transformer layers, without and with compromise."""
 
 
 class SimulatedStep:
-    """One step without plans, as profiled, which can be simulated with any.
+    """One profiled step without plans, which can be simulated with any.
 
-    Parameters
-    ----------
-    trace
-        The step, its nodes in the order that ORT gives to sessions with plans.
-    places
-        The places of its plans.
-    plain_bytes
-        Simulated peak without plans in the order that a session without plans has; by default as in `trace`.
-    together
-        Plans that act only together, as ORT offers them: "A+:1,B+:1".
+    The trace has its nodes in the order that ORT gives to sessions with plans. `plain_bytes` is the simulated peak
+    without plans in the order that a session without plans has; by default the trace's. `together` names plans that act
+    only together, as ORT offers them: "A+:1,B+:1"; these are one choice more of `problem`.
 
-    Attributes
-    ----------
-    problem
-        The choice of plans. Its instants are the trace's nodes; what is recomputed counts at the node that follows.
-        Plans that take next to nothing off at any instant are left out. Plans that act only together are one
-        choice more: "A+:1,B+:1".
-    levels
-        By memory level: the peak in bytes and the added ms, simulated; a level that recomputes what the one below does
-        is left out.
+    The instants of `problem` are the trace's nodes; what is recomputed counts at the node that follows. Plans that take
+    next to nothing off at any instant are left out. `levels` holds, by memory level, the peak in bytes and the added
+    ms, simulated; a level that recomputes what the one below does is left out.
     """
 
     def __init__(

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from ortlab.studies.engine_comparison import EngineComparison
 
 _STAGES: Final = 10
-"""Parts of the work that are told: profile, simulate, measure, choose, the trials with choices between, time, curve."""
+"""Parts of the work on the progress bar: profile, simulate, measure, choose, trials and choices, time, curve."""
 
 _STEPS: Final = 2
-"""Steps that each measurement of memory is the highest of."""
+"""Steps of each measurement of memory, of which the highest counts."""
 
 _TIMED_STEPS: Final = 4
 """Steps of each turn that are timed; there are two turns of either side."""
@@ -191,7 +191,7 @@ def _ground(
 ) -> Ground:
     """Profile the step without plans, once for each step call and configuration, and measure it each time.
 
-    What else has come into the process since, such as matplotlib, is in every later measurement.
+    Whatever the process has loaded since, such as matplotlib, is in every later measurement.
     """
     from ortlab.memory.lifetimes import lifetimes
     from ortlab.studies.budget_planning import Ground

@@ -28,12 +28,12 @@ BUDGETS: Final = (0.5,)
 """Activation memory budgets that `torch.compile` is tried with, beside its own choice."""
 
 ROUNDS: Final = 5
-"""Rounds of `candidates`: an interval over rounds in turns needs three, and five to be narrow."""
+"""Rounds of `compare_engines`: an interval over rounds in turns needs three, and five to be narrow."""
 
 _MEASURED_STEPS: Final = 2
 
 TURNS: Final = 6
-"""Rounds of `compare`: an interval over rounds gets narrow slowly, at first."""
+"""Rounds of `compare`: an interval over rounds narrows slowly at first."""
 
 _TURN_STEPS: Final = 8
 """Steps of a turn: some of them go until page faults have settled; see `ortlab.records.verdicts.settled`."""

@@ -107,13 +107,7 @@ class EngineComparison(Shown, JsonRecord, noun="record of candidates", layout=1)
         return len(self.sweep.points)
 
     def __getitem__(self, name: str) -> Candidate:
-        """Return the candidate of a name, as `table()` lists them.
-
-        Raises
-        ------
-        LedgerError
-            If there is none; the message lists the names.
-        """
+        """Return the candidate of a name, as `table()` lists them; raises LedgerError if there is none."""
         for candidate in self:
             if candidate.name == name:
                 return candidate

@@ -24,20 +24,11 @@ S = TypeVar("S", bound=Study)
 def kept(
     studies: list[S], study: S, place: str, stopped: Callable[[str], str], *, is_empty: Callable[[], bool]
 ) -> Iterator[str]:
-    """Keep a study among the lab's while the block fills it in, and yield where the user finds it.
+    """Keep a study in the lab's list while the block fills it in, and yield where the user finds it: "lab.sweeps[0]".
 
-    Parameters
-    ----------
-    studies
-        The lab's, in order; the study takes the number of its place, unless it is among them already.
-    study
-        The new one, or one that is resumed.
-    place
-        What the user calls the list: "lab.sweeps".
-    stopped
-        Says in a line what Ctrl-C has left, given where it is kept.
-    is_empty
-        Tells after an error that nothing is worth keeping.
+    `place` is what the user calls the list; a study that is new to it takes the number of its place. On Ctrl-C the
+    study stays, and `stopped` says in a line what is left, given where it is kept. After an error, a study that is
+    empty goes.
     """
     if all(study is not known for known in studies):
         study.number = len(studies) + 1
@@ -58,23 +49,9 @@ def kept(
 def check_same_ground(
     study: Study, what: str, start_digest: str, made_with: Mapping[str, str], present: Mapping[str, str]
 ) -> None:
-    """Refuse to go on with a study whose other runs would not be comparable with those that it has.
+    """Raise LedgerError if a study has another start or was made with other versions: its runs would not be comparable.
 
-    Parameters
-    ----------
-    study
-        As far as it has come.
-    what
-        What the user calls it: "sweep".
-    start_digest
-        Digest of the start of the lab's last step call.
-    made_with, present
-        Versions of packages, when its runs were made and now.
-
-    Raises
-    ------
-    LedgerError
-        If the start is another, or other versions are installed.
+    `what` is what the user calls the study: "sweep". `start_digest` is of the start of the lab's last step call.
     """
     if study.start_digest != start_digest:
         raise LedgerError(

@@ -17,16 +17,7 @@ if TYPE_CHECKING:
 def make_runs(sweep: Sweep, trial: Callable[[Point], Run], progress: Progress, *, show: bool) -> None:
     """Make the runs of a sweep that are missing; what fails is written down, and the sweep goes on.
 
-    Parameters
-    ----------
-    sweep
-        Filled in run by run.
-    trial
-        Goes back to the start and runs the steps with a point's configuration.
-    progress
-        The line that says how far it has come.
-    show
-        Whether the cell or the terminal shows a bar.
+    `trial` goes back to the start and runs the steps with a point's configuration.
     """
     with progress.task(sweep.runs_planned, done=sweep.runs_done, evenly=True, show=show) as bar:
         while (following := next(sweep.missing(), None)) is not None:

@@ -152,30 +152,13 @@ def lay_out(
 ) -> Sweep:
     """Lay a sweep out; nothing runs.
 
-    Parameters
-    ----------
-    grid
-        As `ortlab.studies.sweep_grid.read_grid` takes it.
-    present
-        The lab's configuration, which the points change.
-    have
-        What is present: `ortlab.engine.installation.have()`.
-    baseline
-        What the point changes that the others are held against; None for `present` as it is. If it is not among the
-        points, it is run as one more, number 0.
-    rounds
-        Runs of each point.
-    repeats
-        Whether points that do the same are run all the same, beside a baseline of its own.
-    **facts
-        More of what `Sweep` takes: `number`, `model`, `count`, `start_digest`.
+    The grid is as `read_grid` takes it, and its points change `present`. `baseline` is what the point changes that the
+    others are held against; None for `present` as it is. If it is not among the points, it is one more, number 0. With
+    `repeats`, points that do the same are run all the same, beside a baseline of its own. `facts` are other fields of
+    `Sweep`.
 
-    Raises
-    ------
-    OptionError
-        If the grid or the baseline makes no sense as a whole, or no point of the grid can run.
-    StepError
-        If the number of rounds is no whole number from 1 on.
+    Raises OptionError if the grid or the baseline makes no sense as a whole, or no point of the grid can run; StepError
+    if the number of rounds is no whole number from 1 on.
     """
     if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
         raise StepError(f"The number of rounds must be a whole number from 1 on, not {rounds!r}.")
@@ -194,13 +177,7 @@ def lay_out(
 
 
 def check_resumable(sweep: Sweep, start_digest: str, present: Mapping[str, str]) -> None:
-    """Refuse to go on with a sweep that is complete, or whose other runs would not be comparable.
-
-    Raises
-    ------
-    LedgerError
-        If nothing is missing, the start is another, or other versions are installed.
-    """
+    """Raise LedgerError if a sweep is complete, or was made from another start or with other versions."""
     if sweep.complete:
         raise LedgerError(
             "There is nothing to resume: every point of this sweep is done.",

@@ -35,14 +35,7 @@ _watch: Final[ContextVar[TracedValues | None]] = ContextVar("watch", default=Non
 def cached_export(execution: Execution, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Export:
     """Return the export of a call: from `export_cache_dir` if it is there, otherwise made and kept there.
 
-    What is done, and why an export cannot be kept, is said in the execution's log.
-
-    Parameters
-    ----------
-    execution
-        The execution that needs the export.
-    args, kwargs
-        The arguments of the module's forward.
+    The execution's log says what is done, and why an export cannot be kept.
     """
     _install()
     cache = _Cache(execution)

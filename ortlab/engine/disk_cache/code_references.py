@@ -88,28 +88,12 @@ MISSING: Final = _Missing()
 
 
 def references(code: types.CodeType, function: types.FunctionType) -> Iterator[tuple[str, Any, str]]:
-    """Yield each name that code looks up outside itself.
+    """Yield each name that code looks up outside itself, what it stands for, and an impure module on the way.
 
-    Parameters
-    ----------
-    code
-        A function's code, or that of a function inside it.
-    function
-        The function, for its globals and closure.
-
-    Yields
-    ------
-    name : str
-        With the attributes of modules that follow it: "torch.nn.functional.gelu".
-    value : object
-        What it stands for; `MISSING` if it stands for nothing.
-    through : str
-        A module of Python's library on the way whose answers may differ each time; empty if there is none.
-
-    Raises
-    ------
-    Uncovered
-        The code imports a module that is not loaded.
+    The code is that of `function`, whose globals and closure are used, or of a function inside it. A name includes the
+    attributes of modules that follow it: "torch.nn.functional.gelu". It stands for `MISSING` if it stands for nothing.
+    The module is one of Python's library whose answers may differ each time; "" if there is none. Raises Uncovered if
+    the code imports a module that is not loaded.
     """
     instructions = [one for one in dis.get_instructions(code) if one.opname not in ("CACHE", "PRECALL")]
     seen: set[str] = set()

@@ -30,54 +30,26 @@ class UnusableEntry(ValueError):  # noqa: N818 - an answer, not an error
 
 @dataclass(frozen=True)
 class Settled:
-    """An attribute that the forward settled in its first call, such as ``config.problem_type``.
+    """An attribute that the forward settled in its first call, such as ``config.problem_type``."""
 
-    Attributes
-    ----------
-    path
-        Name of the module in the model.
-    holder
-        "config" if it is an attribute of the module's `config`, otherwise "".
-    name, value
-        The attribute; a plain number, text, boolean or None.
-    """
-
-    path: str
-    holder: str
+    path: str  # of the module in the model
+    holder: str  # "config" for an attribute of the module's `config`, otherwise ""
     name: str
     value: bool | int | float | str | None
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What an entry holds.
+    """What an entry holds."""
 
-    Attributes
-    ----------
-    model
-        The model as it was exported; without weights.
-    output_schema
-        The structure of the forward's result.
-    settled
-        What the trace changed in the model, to be repeated.
-    messages
-        Level, source and text of what was said during the export.
-    """
-
-    model: onnx.ModelProto
-    output_schema: Any
-    settled: tuple[Settled, ...]
-    messages: tuple[tuple[str, str, str], ...]
+    model: onnx.ModelProto  # without weights
+    output_schema: Any  # structure of the forward's result
+    settled: tuple[Settled, ...]  # what the trace changed in the model, to be repeated
+    messages: tuple[tuple[str, str, str], ...]  # level, source and text of what the export said
 
 
 def pack(export: Export, key: str, settled: Sequence[Settled]) -> bytes:
-    """Write an export.
-
-    Raises
-    ------
-    Uncovered
-        It holds something that another process cannot use.
-    """
+    """Write an export; raise Uncovered if it holds something that another process cannot use."""
     model = export.exported.exported_model
     check_model(model)
     record = {
@@ -92,13 +64,7 @@ def pack(export: Export, key: str, settled: Sequence[Settled]) -> bytes:
 
 
 def unpack(data: bytes, key: str) -> Entry:
-    """Read what `pack` wrote.
-
-    Raises
-    ------
-    UnusableEntry
-        The bytes are not those of an entry with this key.
-    """
+    """Read what `pack` wrote; raise UnusableEntry if the bytes are not those of an entry with this key."""
     head = len(MAGIC) + 32
     if data[: len(MAGIC)] != MAGIC:
         raise UnusableEntry("it is no export of this version of ortlab")
@@ -127,12 +93,9 @@ def unpack(data: bytes, key: str) -> Entry:
 
 
 def check_model(model: onnx.ModelProto) -> None:
-    """Refuse a model that means something in one process only, or leads to other files.
+    """Raise Uncovered for a model that means something in one process only, or keeps tensors in other files.
 
-    Raises
-    ------
-    Uncovered
-        It runs autograd Functions, which ORT knows by numbers and names of the process, or keeps tensors elsewhere.
+    The former runs autograd Functions, which ORT knows by numbers and names of the process.
     """
     graphs = [model.graph]
     while graphs:
@@ -150,13 +113,7 @@ def check_model(model: onnx.ModelProto) -> None:
 
 
 def check_constants(model: onnx.ModelProto, module: torch.nn.Module) -> None:
-    """Refuse a model in which values of a parameter or buffer became a constant, since keys leave them out.
-
-    Raises
-    ------
-    Uncovered
-        A constant of the graph equals a parameter or a buffer of `state_dict`.
-    """
+    """Raise Uncovered if a constant equals a parameter or buffer of `state_dict`, whose values keys leave out."""
     constants = [
         attribute.t for node in model.graph.node if node.op_type == "Constant" for attribute in node.attribute
     ]

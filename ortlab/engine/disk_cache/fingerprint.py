@@ -70,15 +70,7 @@ _OPERATORS: Final = ("aten", "prim", "prims")
 class Fingerprint:
     """Describe objects one after the other; `digest` closes the description.
 
-    Parameters
-    ----------
-    known
-        Names of objects that are described elsewhere, by `id`; the caller keeps them alive.
-
-    Attributes
-    ----------
-    installed
-        The installed code that was reached.
+    `known` has names of objects that are described elsewhere, by `id`; the caller keeps them alive.
     """
 
     def __init__(self, known: Mapping[int, str] | None = None) -> None:
@@ -97,10 +89,7 @@ class Fingerprint:
     def digest(self) -> str:
         """Describe what the names in the code that was reached stand for, and return SHA-256 of it all.
 
-        Raises
-        ------
-        Uncovered
-            The code uses something that cannot be described.
+        Raises Uncovered if the code uses something that cannot be described.
         """
         self._describe_named_members()
         for function, where in self.installed.replaced_functions():
@@ -116,22 +105,10 @@ class Fingerprint:
     # ---- values -----------------------------------------------------------------------------------------------
 
     def value(self, value: Any, where: str, *, strict: bool = True) -> None:  # noqa: PLR0911, PLR0912, C901 - one case each
-        """Describe an object.
+        """Describe an object, or raise Uncovered with `where`, which says what it is to the user.
 
-        Parameters
-        ----------
-        value
-            The object.
-        where
-            What it is to the user, for the refusal.
-        strict
-            Whether an object of unknown kind is refused; otherwise its class stands for it, as is right for what
-            belongs to an installed package.
-
-        Raises
-        ------
-        Uncovered
-            It cannot be described.
+        Unless `strict`, an object of unknown kind is not refused: its class stands for it, as is right for what belongs
+        to an installed package.
         """
         kind = type(value)
         if kind in _SIMPLE:
@@ -241,7 +218,7 @@ class Fingerprint:
                 self.attribute(name, value, f"{where}.{name}", strict=strict)
 
     def attribute(self, name: str, value: Any, where: str, *, strict: bool = True) -> None:
-        """Describe an attribute; if that is impossible, it is refused in the end, but only if the code uses its name.
+        """Describe an attribute; if that is impossible, `digest` refuses it, but only if the code uses its name.
 
         A tokenizer that somebody has put on a model is nothing to its forward.
         """

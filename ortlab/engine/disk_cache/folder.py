@@ -21,13 +21,7 @@ _PATIENCE_S: Final = 10
 
 
 class ExportFolder:
-    """Entries by key.
-
-    Parameters
-    ----------
-    path
-        The folder; it is made when something is written.
-    """
+    """Entries by key, in a folder that is made when something is written."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -37,13 +31,7 @@ class ExportFolder:
         return self.path / f"{key}{SUFFIX}"
 
     def read(self, key: str) -> bytes | None:
-        """Return an entry, None if there is none.
-
-        Raises
-        ------
-        OSError
-            It cannot be read.
-        """
+        """Return an entry, None if there is none; raise OSError if it cannot be read."""
         file = self.file(key)
         try:
             data = file.read_bytes()
@@ -54,13 +42,7 @@ class ExportFolder:
         return data
 
     def write(self, key: str, data: bytes) -> Path:
-        """Put an entry in its place, and make room for it.
-
-        Raises
-        ------
-        OSError
-            The folder cannot be written, or is kept locked by others.
-        """
+        """Put an entry in its place and make room for it; raise OSError if the folder stays locked or unwritable."""
         file = self.file(key)
         self.path.mkdir(parents=True, exist_ok=True)
         try:

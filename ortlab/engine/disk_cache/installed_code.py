@@ -39,7 +39,7 @@ _BY_VERSION: Final = frozenset(
         "sympy",
     )
 )
-"""Packages whose version says enough; their number of files does not allow to read them all."""
+"""Packages whose version says enough; they have too many files to read them all."""
 
 _SETTINGS: Final = (bool, int, float, str, type(None))
 _RANDOM_NAME: Final = re.compile(r"[0-9a-f]{8}-?(?:[0-9a-f]{4}-?){3}[0-9a-f]{12}")
@@ -67,7 +67,7 @@ class InstalledCode:
         self.reach(kind.__module__)
 
     def names(self) -> set[str]:
-        """Names of attributes that the methods of these classes use."""
+        """Return the names that the methods of these classes use, except in packages known by version."""
         found = set[str]()
         for kind in self._classes.values():
             if origin_of_module(kind.__module__) not in _BY_VERSION:

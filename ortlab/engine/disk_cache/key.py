@@ -41,26 +41,10 @@ def export_key(
     kwargs: Mapping[str, Any],
     options: Options,
 ) -> str:
-    """Return the key of the export that a call would need.
+    """Return the key of the export that a call would need: 64 hexadecimal digits.
 
-    Parameters
-    ----------
-    module
-        The module, wrapped or not.
-    args, kwargs
-        The arguments of its forward. Their sizes are in the key as well: a forward may branch on them.
-    options
-        The switches.
-
-    Returns
-    -------
-    str
-        64 hexadecimal digits.
-
-    Raises
-    ------
-    Uncovered
-        The trace may depend on something that no key can cover; it is named.
+    The module may be wrapped or not. The sizes of the arguments are in the key as well: a forward may branch on them.
+    Raises Uncovered, which names the cause, if the trace may depend on something that no key can cover.
     """
     parts = dict(module.named_modules())
     known = {id(part): f"module {name}" for name, part in reversed(parts.items())}

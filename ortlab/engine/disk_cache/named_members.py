@@ -56,23 +56,15 @@ FUNCTION_LIKE: Final = (
     functools.cached_property,
     functools.partialmethod,
 )
-"""Kinds of members that run only when they are named; a value of another kind is read by who knows what."""
+"""Kinds of members that run only when they are named; nobody knows what reads a value of another kind."""
 
 
 class Owner:
-    """A class or a module of the user, whose members are described when code names them.
-
-    Parameters
-    ----------
-    holder
-        The class or module.
-    name
-        What it is called in the description.
-    """
+    """A class or a module of the user, whose members are described when code names them."""
 
     def __init__(self, holder: Any, name: str) -> None:
         self.holder = holder  # keeps its id
-        self.name = name
+        self.name = name  # in the description
         self.members: Mapping[str, Any] = vars(holder)
         self.is_module = isinstance(holder, types.ModuleType)
         self.made_here = False
@@ -80,19 +72,11 @@ class Owner:
 
 
 class NamedMembers:
-    """Owners that were reached, and the names in the code that was reached.
-
-    Attributes
-    ----------
-    names
-        Every name that stands in the code.
-    owners
-        The user's classes and modules, by their `id`.
-    """
+    """Owners that were reached, and the names in the code that was reached."""
 
     def __init__(self) -> None:
-        self.names: set[str] = {"forward"}
-        self.owners: dict[int, Owner] = {}
+        self.names: set[str] = {"forward"}  # every name that stands in the code
+        self.owners: dict[int, Owner] = {}  # the user's classes and modules, by their `id`
 
     def owner(self, holder: type | types.ModuleType, name: str) -> Owner:
         """Return the record of a class or a module, new if it was not reached before."""

@@ -6,10 +6,7 @@ from __future__ import annotations
 class Uncovered(Exception):  # noqa: N818 - an answer, not an error
     """Something that a fingerprint cannot describe.
 
-    Attributes
-    ----------
-    thing
-        What it is, in words: "`scale`, which Net.forward uses: an object of class foreign.Scale".
+    `thing` says what it is, in words: "`scale`, which Net.forward uses: an object of class foreign.Scale".
     """
 
     def __init__(self, thing: str) -> None:

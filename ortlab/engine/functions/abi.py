@@ -83,7 +83,7 @@ _add_reference = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("Py_IncRef", ctypes.
 
 
 def _delegate(pointer: Any) -> bool:
-    """Run the Function that a `NativeCall` asks for; False if it failed, with the exception kept."""
+    """Run the Function that a `NativeCall` asks for; if it fails, keep the exception and return False."""
     native = pointer.contents
     name = native.name.decode()
     try:
@@ -139,15 +139,7 @@ _delegate_callback: Final = _Delegate(_delegate)
 
 
 class Runners:
-    """The addresses of the two functions that ORT calls.
-
-    Attributes
-    ----------
-    path
-        How they are made, in words for the doctor.
-    forward, backward
-        Addresses of functions with ORT's C++ signature.
-    """
+    """The addresses of the two functions with ORT's C++ signature; `path` tells the doctor how they are made."""
 
     def __init__(self, path: str, forward: int, backward: int) -> None:
         self.path = path
@@ -156,18 +148,7 @@ class Runners:
 
 
 def compiled_runners(library: Path) -> Runners:
-    """Load the compiled runners and point them at this process's Python.
-
-    Parameters
-    ----------
-    library
-        What :func:`ortlab.engine.functions.library.build` made.
-
-    Raises
-    ------
-    OSError
-        If the library cannot be loaded.
-    """
+    """Load the compiled runners and point them at this process's Python; raise OSError if they cannot be loaded."""
     loaded = ctypes.CDLL(str(library))
     loaded.ortlab_set_delegate(_delegate_callback)
     for function in (loaded.ortlab_forward_runner, loaded.ortlab_backward_runner):

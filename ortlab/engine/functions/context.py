@@ -51,20 +51,13 @@ class TensorType:
 class FunctionContext(FunctionCtx):
     """The ``ctx`` of one call of a Function.
 
-    ``save_for_backward``, ``mark_dirty``, ``mark_non_differentiable`` and ``set_materialize_grads`` are
-    torch's own (:class:`torch.autograd.function.FunctionCtx` stores their arguments in attributes); the
-    attributes that PyTorch's C++ adds are added here.
-
-    Parameters
-    ----------
-    inputs
-        All arguments of the Function, tensors and others.
-    needs_input_grad
-        One flag for each.
+    ``save_for_backward``, ``mark_dirty``, ``mark_non_differentiable`` and ``set_materialize_grads`` are torch's own
+    (:class:`torch.autograd.function.FunctionCtx` stores their arguments in attributes); the attributes that PyTorch's
+    C++ adds are added here. `inputs` are all arguments of the Function, tensors and others, with one flag each in
+    `needs_input_grad`.
     """
 
-    serial: int = -1
-    """Its number among the contexts that wait for their backward."""
+    serial: int = -1  # among the contexts that wait for their backward
 
     def __init__(self, inputs: Sequence[object], needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad
@@ -77,13 +70,7 @@ class FunctionContext(FunctionCtx):
 
     @property
     def saved_tensors(self) -> tuple[Tensor, ...]:
-        """The tensors given to ``save_for_backward``.
-
-        Raises
-        ------
-        RuntimeError
-            If they have been freed, as in PyTorch after a backward.
-        """
+        """The tensors given to ``save_for_backward``; RuntimeError if freed, as in PyTorch after a backward."""
         if self._released:
             raise RuntimeError("the saved tensors of this call have been freed: its backward has run already")
         return self.to_save
@@ -91,14 +78,9 @@ class FunctionContext(FunctionCtx):
     def keep(self, outputs: Sequence[object], borrowed: set[int]) -> None:
         """Make what was saved independent of ORT's buffers, which are reused once the kernel has returned.
 
-        Parameters
-        ----------
-        outputs
-            What forward returned; backward's gradients have their types.
-        borrowed
-            Storage addresses of the tensors that ORT lent for this call. Whatever the ``ctx`` holds of them
-            is copied, also where it is a view of an input or an attribute of ``ctx``; 1.19.2's C++ copies
-            only inputs that were themselves given to ``save_for_backward``.
+        Whatever the ``ctx`` holds at the storage addresses `borrowed`, which ORT lent for this call, is copied, also a
+        view of an input or an attribute of ``ctx``; 1.19.2's C++ copies only inputs that were themselves given to
+        ``save_for_backward``. Backward's gradients get the types of `outputs`, which forward returned.
         """
         copies: dict[int, Tensor] = {}
 
@@ -194,7 +176,7 @@ def _release_serials(serials: Sequence[int]) -> None:
 
 @contextmanager
 def contexts_made() -> Iterator[list[int]]:
-    """Collect the contexts that forwards on this thread make in the ``with``; an error frees them."""
+    """Collect the serial numbers of contexts that forwards on this thread make in the ``with``; an error frees them."""
     if not hasattr(_passes, "stack"):
         _passes.stack = []
     serials: list[int] = []
@@ -211,8 +193,7 @@ def contexts_made() -> Iterator[list[int]]:
 def tie_contexts_to_pass(run_forward: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``TrainingManager.execution_session_run_forward``: contexts live as long as the pass's run state.
 
-    The ``_RunStateInfo`` that it returns is held by the autograd node of ORTModule's outputs and by nobody
-    else.
+    The ``_RunStateInfo`` that it returns is held by the autograd node of ORTModule's outputs and by nobody else.
     """
 
     def run_forward_and_own(*args: Any, **kwargs: Any) -> Any:

@@ -32,7 +32,7 @@ _unavailable = ""
 
 
 def forbid(reason: str) -> None:
-    """Make the export of a Function fail with a reason: nothing could run it here. Empty to allow it."""
+    """Make the export of a Function fail with a reason, where nothing could run it; "" allows it."""
     global _unavailable  # noqa: PLW0603 - what the platform can do is a fact of the process
     _unavailable = reason
 

@@ -39,13 +39,7 @@ def cache_folder() -> Path:
 
 
 def library_path(compiler: str) -> Path:
-    """Return where the library of this source, compiler and platform is or would be.
-
-    Parameters
-    ----------
-    compiler
-        Path of a C++ compiler, as :func:`find_compiler` returns it.
-    """
+    """Return where the library of this source, compiler (a path) and platform is or would be."""
     facts = (
         _SOURCE.read_text(encoding="utf-8"),
         compiler,
@@ -60,10 +54,7 @@ def library_path(compiler: str) -> Path:
 def find_compiler() -> str:
     """Return the path of the machine's C++ compiler: ``CXX``, or else ``c++``, ``g++``, ``clang++``.
 
-    Raises
-    ------
-    BuildError
-        If there is none, or if its C++ could not be that of ONNX Runtime.
+    Raises BuildError if there is none, and on Windows.
     """
     if sys.platform == "win32":
         # ORT is built with Visual C++ there; what is on PATH is MinGW, if anything: another std::vector.
@@ -84,25 +75,11 @@ def find_compiler() -> str:
 
 
 def build(progress: Progress | None = None) -> Path:
-    """Compile the Function runners, unless the cache has them.
+    """Compile the Function runners, unless the cache has them, and return the library's path.
 
-    Any number of processes may do so at once: one compiles, the others wait for it. The library appears in
-    the cache under its name only when it is complete.
-
-    Parameters
-    ----------
-    progress
-        Called with each stage.
-
-    Returns
-    -------
-    library
-        For :func:`ortlab.engine.functions.abi.compiled_runners`.
-
-    Raises
-    ------
-    BuildError
-        If there is no compiler, it fails, or the cache folder cannot be written.
+    Any number of processes may do so at once: one compiles, the others wait for it. The library appears in the cache
+    under its name only when it is complete. Raises BuildError if there is no compiler, it fails, or the cache folder
+    cannot be written.
     """
     report = progress or _say_nothing
     report("Looking for a C++ compiler", 0.0)
@@ -127,7 +104,7 @@ def build(progress: Progress | None = None) -> Path:
 
 
 def _say_nothing(stage: str, fraction: float) -> None:
-    """Take the progress of a build that nobody watches."""
+    """Ignore the progress of a build that nobody watches."""
 
 
 def _compile(compiler: str, library: Path) -> None:

@@ -37,38 +37,23 @@ from ortlab.engine.operators.dlpack import give_capsule, storage_address, unshar
 
 @dataclass(frozen=True)
 class FunctionCall:
-    """One call of a runner, in Python's terms.
+    """One call of a runner, in Python's terms."""
 
-    Attributes
-    ----------
-    name
-        The Function's name in the graph.
-    callback
-        ``apply`` of the Function, or its plain ``forward`` where `safe` is False, or its ``backward``.
-    kernel
-        Identifies the node and its session (``kernel_invoke_id``).
-    requires_grad, is_tensor
-        One 0 or 1 for each argument.
-    arguments
-        Capsules for tensors (None for a missing gradient), other objects as they are. The first of a
-        backward is the context that forward returned.
-    reuse
-        For each result the input whose buffer ORT planned for it, or -1. In a forward result 0 is the
-        context, and inputs are counted among the tensors; in a backward they are counted with the context
-        as 0.
-    training, safe
-        Whether backward will follow; whether ORT's buffers have to be protected. ``safe_run_mode=0`` is for
-        Functions of ORT's own (parameter retrieval, ZeRO) that know what they do.
-    """
-
-    name: str
+    name: str  # in the graph
+    # ``apply`` of the Function, or its plain ``forward`` where `safe` is False, or its ``backward``.
     callback: Callable[..., Any]
-    kernel: bytes
-    requires_grad: tuple[bool, ...]
+    kernel: bytes  # identifies the node and its session (``kernel_invoke_id``)
+    requires_grad: tuple[bool, ...]  # one for each argument
     is_tensor: tuple[bool, ...]
+    # Capsules for tensors (None for a missing gradient), other objects as they are. The first of a backward is the
+    # context that forward returned.
     arguments: tuple[Any, ...]
+    # For each result the input whose buffer ORT planned for it, or -1. In a forward result 0 is the context, and
+    # inputs are counted among the tensors; in a backward they are counted with the context as 0.
     reuse: tuple[int, ...]
-    training: bool
+    training: bool  # whether backward will follow
+    # Whether ORT's buffers have to be protected. ``safe_run_mode=0`` is for Functions of ORT's own (parameter
+    # retrieval, ZeRO) that know what they do.
     safe: bool
 
 
@@ -103,13 +88,7 @@ class _Borrowed:
         return seen
 
     def check_writes(self) -> None:
-        """Learn, in a kernel's first call, which tensors it writes to; later hold it to that.
-
-        Raises
-        ------
-        RuntimeError
-            If a Function wrote into ORT's own buffer after it had left that input alone in its first call.
-        """
+        """Learn which tensors a kernel's first call writes to; raise RuntimeError if a later call writes to others."""
         if not self._call.safe:
             return
         written = frozenset(
@@ -134,10 +113,8 @@ class _Borrowed:
     def place(self, output: Tensor, position: int) -> Tensor:
         """Put an output into the buffer of the input that ORT planned for it.
 
-        Raises
-        ------
-        RuntimeError
-            If the Function's ``alias_input`` promised that the output reuses this input, and it does not.
+        Raises RuntimeError if the output has memory of its own, although the Function's ``alias_input`` promised that
+        it reuses this input.
         """
         lent, seen = self.lent[position], self.seen[position]
         if storage_address(output) not in {storage_address(lent), storage_address(seen)}:
@@ -151,21 +128,11 @@ class _Borrowed:
 
 
 def run_forward(call: FunctionCall, booleans: frozenset[int] = frozenset()) -> list[object]:
-    """Run a Function's forward.
+    """Run a Function's forward for ORT's ``PythonOp`` kernel, and return the context and the outputs.
 
-    Parameters
-    ----------
-    call
-        The call of ORT's ``PythonOp`` kernel.
-    booleans
-        Positions of the arguments that are boolean tensors, which ORT's DLPack passes as ``uint8``.
-
-    Returns
-    -------
-    results
-        The context (None if no backward can follow) and a capsule for each output (None where forward
-        returned None). The caller must not keep them: ORT checks that it holds the only reference to each
-        capsule.
+    `booleans` are the positions of the arguments that are boolean tensors, which ORT's DLPack passes as ``uint8``. The
+    context is None if no backward can follow; each output is a capsule, or None where forward returned None. The caller
+    must not keep them: ORT checks that it holds the only reference to each capsule.
     """
     borrowed = _Borrowed(call)
     arguments = [
@@ -206,14 +173,10 @@ def run_forward(call: FunctionCall, booleans: frozenset[int] = frozenset()) -> l
 
 
 def run_backward(call: FunctionCall) -> list[object]:
-    """Run a Function's backward, and free its context.
+    """Run a Function's backward, free its context, and return a capsule per gradient.
 
-    Returns
-    -------
-    results
-        For each argument of forward a capsule with its gradient, or None where it needs none. A gradient that
-        backward left out although it is needed is zero, as in PyTorch; so is its shape and dtype that of the
-        input.
+    There is one for each argument of forward, None where it needs no gradient. As in PyTorch, a gradient that backward
+    left out although it is needed is zero, and each has the shape and dtype of its input.
     """
     context: FunctionContext = call.arguments[0]
     borrowed = _Borrowed(call)

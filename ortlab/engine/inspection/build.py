@@ -29,27 +29,13 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one module.
+    """What became of one module."""
 
-    Attributes
-    ----------
-    path
-        Of the module; "" for the model.
-    built
-        Whether it was exported, its gradient graph was built and a session created.
-    findings
-        What was seen.
-    seconds
-        Wall time.
-    export_seconds
-        Of it, in the export; not a number if the build failed.
-    """
-
-    path: str
-    built: bool
+    path: str  # of the module; "" for the model
+    built: bool  # exported, with a gradient graph and a session
     findings: tuple[Finding, ...]
-    seconds: float
-    export_seconds: float = float("nan")
+    seconds: float  # wall time
+    export_seconds: float = float("nan")  # of it, in the export; not a number if the build failed
 
     @property
     def trains(self) -> bool:
@@ -61,18 +47,7 @@ class Builder:
     """Builds a model or one of its modules, watched; nothing of it runs on ONNX Runtime.
 
     The export and the gradient graph are kept for the module, as those of a lab are, so that wrapping it makes neither
-    again.
-
-    Parameters
-    ----------
-    model
-        The model.
-    path
-        Of the module to build; "" for the model.
-    options
-        The switches.
-    progress
-        Told about each stage.
+    again. `path` is that of the module to build; "" for the model.
     """
 
     def __init__(self, model: torch.nn.Module, path: str, options: Options, progress: Progress) -> None:
@@ -93,12 +68,8 @@ class Builder:
     ) -> Outcome:
         """Build what the call needs.
 
-        Parameters
-        ----------
-        run_original, instance_forward
-            The module's own forward, and the one on the object if there is one; see `ortlab.runs.wrapping.Takeover`.
-        args, kwargs
-            The call.
+        `run_original` is the module's own forward, `instance_forward` the one on the object if there is one; see
+        `ortlab.runs.wrapping.Takeover`.
         """
         started = time.perf_counter()
         translation = Translation(self._places, self._findings.add)

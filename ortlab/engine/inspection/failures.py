@@ -36,17 +36,7 @@ _KINDS: Final = (
 
 
 def finding_of(error: BaseException, places: Places, translation: Translation) -> Finding:
-    """Say what an error of a build means, and where it comes from.
-
-    Parameters
-    ----------
-    error
-        What was raised.
-    places
-        Of the model.
-    translation
-        What was seen of the operators.
-    """
+    """Say what an error of a build means, and where it comes from."""
     what, fix = _words(error)
     if isinstance(error, ForwardError):
         if error.__cause__ is None:

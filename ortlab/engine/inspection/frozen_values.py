@@ -37,15 +37,7 @@ _RANDOM: Final = frozenset(
 
 
 class FrozenValues(TorchFunctionMode):
-    """Report what of the data a trace makes constant, with its place.
-
-    Parameters
-    ----------
-    places
-        Of the model that is traced.
-    report
-        Told about each finding.
-    """
+    """Report what of the data a trace makes constant, with its place."""
 
     def __init__(self, places: Places, report: Callable[[Finding], None]) -> None:
         super().__init__()
@@ -56,7 +48,7 @@ class FrozenValues(TorchFunctionMode):
         self._random: tuple[Any, ...] | None = None
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `function`; while torch traces, look at what it makes of what."""
+        """Call `function`; while torch traces, look at what it makes of its arguments."""
         kwargs = kwargs or {}
         if torch._C._get_tracing_state() is None:
             self._random = None
@@ -115,7 +107,7 @@ class FrozenValues(TorchFunctionMode):
                 self._uniform[id(one)] = one
 
     def _is_certain(self, name: str, args: Any, given: list[torch.Tensor]) -> bool:
-        """Tell whether this compares a number from [0, 1) with one beyond, as the layer drop of transformers does."""
+        """Tell whether a limit alone decides a comparison with a number from [0, 1), as in transformers' layer drop."""
         if len(args) != 2 or not is_certain_of_uniform(name, args[1]):  # noqa: PLR2004
             return False
         return bool(given) and all(id(one) in self._uniform for one in given)

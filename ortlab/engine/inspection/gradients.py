@@ -21,17 +21,7 @@ if TYPE_CHECKING:
 
 
 class GradientsAsked(TorchFunctionMode):
-    """Differentiate some operators of a forward in PyTorch, each on copies of its inputs.
-
-    Parameters
-    ----------
-    names
-        Of the operators, without namespace.
-    places
-        Of the model.
-    report
-        Told about each operator that has no gradient.
-    """
+    """Differentiate the operators `names`, without namespace, of a forward in PyTorch, on copies of their inputs."""
 
     def __init__(self, names: Collection[str], places: Places, report: Callable[[Finding], None]) -> None:
         super().__init__()

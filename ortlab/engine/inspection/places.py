@@ -52,12 +52,7 @@ def in_onnx_runtime() -> bool:
 class Places:
     """Finds modules of a model by stack frames, traced nodes and names in a graph.
 
-    Parameters
-    ----------
-    model
-        The model; the paths are those of its `named_modules`.
-    traced
-        Path of the module that is exported, if it is not the model itself.
+    Paths are those of the model's `named_modules`; `traced` is that of the exported module, "" for the model.
     """
 
     def __init__(self, model: torch.nn.Module, traced: str = "") -> None:

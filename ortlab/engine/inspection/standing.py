@@ -25,15 +25,7 @@ def device_of(model: torch.nn.Module) -> torch.device:
 
 
 def findings_in_model(model: torch.nn.Module, places: Places) -> Iterator[Finding]:
-    """Yield what a look at the model's parts shows.
-
-    Parameters
-    ----------
-    model
-        The model.
-    places
-        Its places.
-    """
+    """Yield what a look at the model's parts shows."""
     yield from _mode(model, places)
     device = device_of(model)
     for path, part in model.named_modules():

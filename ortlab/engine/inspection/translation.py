@@ -20,31 +20,17 @@ if TYPE_CHECKING:
 
 
 class Translation(Watcher):
-    """Report what becomes of the nodes of one traced graph.
-
-    Parameters
-    ----------
-    places
-        Of the model that is traced.
-    report
-        Told about each finding.
-
-    Attributes
-    ----------
-    untrained : list
-        Operators of ONNX on the way of a gradient that ONNX Runtime may not train, with their places: obstacles if
-        the gradient graph cannot be built.
-    trained_by_torch : set of str
-        Operators that PyTorch runs and differentiates.
-    """
+    """Report what becomes of the nodes of one traced graph."""
 
     def __init__(self, places: Places, report: Callable[[Finding], None]) -> None:
         self._places = places
         self._report = report
         self._failure: BuildError | None = None
         self._doubtful: set[int] = set()
+        # Operators of ONNX on the way of a gradient that ONNX Runtime may not train: obstacles if the gradient graph
+        # cannot be built.
         self.untrained: list[tuple[frozenset[str], str, Place]] = []
-        self.trained_by_torch: set[str] = set()
+        self.trained_by_torch: set[str] = set()  # operators that PyTorch runs and differentiates
 
     def called(self, node: Any) -> None:
         """Note an autograd Function that stays one."""
@@ -90,13 +76,7 @@ class Translation(Watcher):
         self._failure = self._failure or refusal or BuildError(finding.what, why=str(error).strip())
 
     def finish(self) -> None:
-        """End the export.
-
-        Raises
-        ------
-        BuildError
-            If an operator could not be translated.
-        """
+        """End the export; raise BuildError if an operator could not be translated."""
         if self._doubtful:
             raise self._failure or BuildError("An operator could not be translated.")
 

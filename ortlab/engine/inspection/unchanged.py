@@ -17,7 +17,7 @@ from ortlab.engine.tracing.buffers import Buffers
 def unchanged(model: torch.nn.Module) -> Iterator[None]:
     """Put back, when the block ends in any way, what looking at a model may change in it.
 
-    Weights are not among it: a trace refuses to write to them, and whoever runs the model in PyTorch has to use
+    Weights are not put back: a trace refuses to write to them, and whoever runs the model in PyTorch has to use
     `weights_kept`.
     """
     random, buffers, changes = RandomState.read(), Buffers(model), Changes(model, Places(model))

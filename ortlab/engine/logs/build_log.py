@@ -57,7 +57,7 @@ class _Collector(logging.Handler):
 
 
 class _Listener(logging.Handler):
-    """Passes on what a logger of the export says, by its severity and text."""
+    """A handler that passes on what a logger of the export says, by its severity and text."""
 
     def __init__(self, keep: Callable[[str, str], None]) -> None:
         super().__init__()
@@ -84,19 +84,10 @@ def _corrected(text: str) -> str:
 
 
 def ortmodule_logger(level: LogLevel, log: MessageLog, rank: int) -> logging.Logger:
-    """Make the logger that a manager of ORTModule writes to, which is nobody else's.
+    """Make the logger that a manager of ORTModule writes to, which is nobody else's; its records go to `log`.
 
     1.19.2 takes one from the registry of `logging`, where two models with different levels share it, and the second
-    one's level holds for both.
-
-    Parameters
-    ----------
-    level
-        What it lets through.
-    log
-        Where its records go.
-    rank
-        Rank of this process; most levels let only rank 0 write.
+    one's level holds for both. Most levels let only rank 0 write.
     """
     logger = logging.Logger("orttraining", level.python_level)  # noqa: LOG001 - not to be shared, see above
     logger.addHandler(_Collector(log))
@@ -108,16 +99,7 @@ def ortmodule_logger(level: LogLevel, log: MessageLog, rank: int) -> logging.Log
 def exporter_messages(level: LogLevel, log: MessageLog, rank: int) -> Iterator[None]:
     """Collect the warnings of the block, of Python and of torch's C++ code, and the graphs that the exporter prints.
 
-    Standard output and standard error stay what they are: the user's model runs in there, and a debugger in it.
-
-    Parameters
-    ----------
-    level
-        What is kept.
-    log
-        Where it is kept.
-    rank
-        Rank of this process.
+    Standard output and standard error stay what they are: the user's model, and perhaps a debugger, runs in the block.
     """
     seen = set[str]()
     heard = not (level.rank_zero_only and rank != 0)
@@ -230,14 +212,8 @@ def runtime_messages(log: MessageLog, stage: str) -> Iterator[None]:
     """Collect what ONNX Runtime's C++ code logs in the block.
 
     Its lines reach a file as they are written, so that a crash leaves them; the messages get them at the end of the
-    block. Nothing else is redirected. On Windows and macOS the lines go to standard error as ever.
-
-    Parameters
-    ----------
-    log
-        Where they are kept.
-    stage
-        What is being done: "graph", "session" or "step".
+    block. Nothing else is redirected. On Windows and macOS the lines go to standard error as ever. `stage` is "graph",
+    "session" or "step".
     """
     runtime_log = _runtime_log()
 
@@ -254,19 +230,10 @@ def runtime_messages(log: MessageLog, stage: str) -> Iterator[None]:
 
 @contextmanager
 def step_messages(log: MessageLog) -> Iterator[Callable[[], None]]:
-    """Collect what ONNX Runtime's C++ code logs while the steps of a run go wrong; a run in order says nothing.
+    """Collect what ONNX Runtime's C++ code logs while the steps of a run go wrong; a run in order logs nothing.
 
-    What an operator says that Ctrl-C has interrupted is no failure, and is dropped.
-
-    Parameters
-    ----------
-    log
-        Where it is kept.
-
-    Yields
-    ------
-    drop
-        Drops all of it, for a run that keeps the steps before an interrupt and raises none.
+    What an operator logs because Ctrl-C has interrupted it is no failure, and is dropped. Yields a function that drops
+    everything, for a run that keeps the steps before an interrupt and raises none.
     """
     dropped = False
 
@@ -286,12 +253,8 @@ def step_messages(log: MessageLog) -> Iterator[Callable[[], None]]:
 def runtime_lines(stage: str) -> Iterator[list[Line]]:
     """Read what ONNX Runtime's C++ code logs in the block, instead of keeping it among the messages.
 
-    The list is filled at the end of the block; on Windows and macOS it stays empty.
-
-    Parameters
-    ----------
-    stage
-        What is being done: "graph", "session" or "step".
+    The list is filled at the end of the block; on Windows and macOS it stays empty. `stage` is "graph", "session" or
+    "step".
     """
     lines: list[Line] = []
     with _runtime_log().block(_streams().runtime, lines.append, stage):

@@ -44,45 +44,23 @@ _MARK: Final = "[ortlab] "
 
 
 class Line(NamedTuple):
-    """One message; its text may have several lines.
+    """One message; its text may have several lines."""
 
-    Attributes
-    ----------
-    severity
-        "VERBOSE", "INFO", "WARNING", "ERROR" or "FATAL".
-    text
-        Without time, place and colours.
-    place
-        Where in the source it was said.
-    when
-        With the local time zone, in which ONNX Runtime writes it.
-    of_torch
-        Whether torch said it, and not ONNX Runtime.
-    """
-
-    severity: str
-    text: str
-    place: str
-    when: datetime
+    severity: str  # "VERBOSE", "INFO", "WARNING", "ERROR" or "FATAL"
+    text: str  # without time, place and colours
+    place: str  # in the source code that said it
+    when: datetime  # with the local time zone, in which ONNX Runtime writes it
     of_torch: bool = False
 
 
 class RuntimeLog:
     """What this process's C++ code logs: a file, and who is told what has been written to it.
 
-    Parameters
-    ----------
-    folder
-        Where the file is made; by default the user's folder for logs.
-
-    Attributes
-    ----------
-    path
-        The file; None before the first block, and where there is none.
+    The file lies in `folder`, by default the user's folder for logs, or else in the system's for temporary files.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.path: Path | None = None
+        self.path: Path | None = None  # None before the first block, and where no file can be made
         self._folder = folder
         self._lock = threading.RLock()
         self._sinks: list[Sink] = []
@@ -95,15 +73,9 @@ class RuntimeLog:
     def block(self, stream: StandardStream | None, sink: Sink, what: str) -> Iterator[None]:
         """Collect what is written to a stream in the block; blocks nest, and the innermost gets the messages.
 
-        Parameters
-        ----------
-        stream
-            The stream; None where it cannot be redirected, and nothing is collected then.
-        sink
-            Told about each message, at the latest when the block ends.
-        what
-            What is being done, for somebody who reads the file after a crash; empty for what may run for hours, and be
-            killed for other reasons than what ONNX Runtime does.
+        `stream` is None where it cannot be redirected, and nothing is collected then. `sink` is told about each
+        message, at the latest when the block ends. `what` says what is being done, for somebody who reads the file
+        after a crash; it is empty for what may run for hours, and be killed for reasons other than ONNX Runtime.
         """
         if stream is None or not self._has_file(sink):
             yield
@@ -129,7 +101,7 @@ class RuntimeLog:
 
     @contextmanager
     def aside(self, stream: StandardStream | None) -> Iterator[None]:
-        """Let a stream write where it would without a block, for code that is not meant."""
+        """Let a stream write where it would without a block, for code whose messages are not to be collected."""
         pointed = self._pointed.count(stream) if stream is not None else 0
         if stream is None or not pointed:
             yield
@@ -155,7 +127,7 @@ class RuntimeLog:
     # ---- the file ---------------------------------------------------------------------------------------------
 
     def _has_file(self, sink: Sink) -> bool:
-        """Make this process's file, if it has none yet; a fork makes its own."""
+        """Make this process's file if it has none yet, and say whether there is one; a fork makes its own."""
         if self._process == os.getpid():
             return self.path is not None
         with self._lock:
@@ -205,14 +177,9 @@ class RuntimeLog:
 
 
 def read_log(written: str) -> tuple[str, list[Line]]:
-    """Split what ONNX Runtime wrote into messages; lines without a head of their own belong to the one above.
+    """Split a log into what stands before its first message, which somebody else wrote, and its messages.
 
-    Returns
-    -------
-    foreign : str
-        What stands before the first head, which is none of ONNX Runtime's.
-    lines : list of Line
-        The messages.
+    Lines without a head of their own belong to the message above.
     """
     split = _COLOURS.sub("", written).splitlines(keepends=True)
     plain = "".join(line for line in split if not line.startswith(_MARK))
@@ -251,15 +218,7 @@ def log_folder() -> Path:
 def crashed_processes(folder: Path | None = None) -> tuple[str, ...]:
     """Say of each process that died inside ONNX Runtime where its last lines are; each is told once.
 
-    Parameters
-    ----------
-    folder
-        Where to look; by default the user's folder for logs.
-
-    Returns
-    -------
-    tuple of str
-        A sentence per process. Files of processes that ended otherwise are removed.
+    Files of processes that ended otherwise are removed. `folder` is by default the user's folder for logs.
     """
     if sys.platform == "win32":  # nothing is collected there, see StandardStream
         return ()

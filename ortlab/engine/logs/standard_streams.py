@@ -36,17 +36,8 @@ _WORD: Final = ctypes.sizeof(ctypes.c_void_p)
 class StandardStream:
     """A C++ output stream of this process, and a file to point it at.
 
-    Parameters
-    ----------
-    library
-        Path of the library whose stream is meant, should there be several.
-    name
-        `CLOG` or `CERR`.
-
-    Raises
-    ------
-    OSError, AttributeError, ValueError
-        The library has no such stream of libstdc++, as on Windows and macOS.
+    `library` is the path of the library whose stream is meant, should there be several; `name` is `CLOG` or `CERR`.
+    Raises OSError, AttributeError or ValueError where it has no such stream of libstdc++, as on Windows and macOS.
     """
 
     def __init__(self, library: str, name: str) -> None:
@@ -65,13 +56,7 @@ class StandardStream:
         self._own: int = 0
 
     def point_at(self, path: Path) -> None:
-        """Let what is written from now on be appended to a file, until `put_back`.
-
-        Raises
-        ------
-        OSError
-            It cannot be opened.
-        """
+        """Let what is written from now on be appended to a file, until `put_back`; OSError if it cannot be opened."""
         file = (os.getpid(), path)  # a fork must not write through its parent's
         if file not in self._files:
             self._files[file] = self._opened(path)

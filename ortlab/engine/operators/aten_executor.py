@@ -63,25 +63,15 @@ class Argument:
     """One argument of an operator: what its tensor from ORT has to become."""
 
     name: str
-    kind: str
-    """Kind of the value, or of the list's elements: ``TensorType``, ``IntType``, ``FloatType`` ..."""
+    kind: str  # of the value, or of the list's elements: "TensorType", "IntType", "FloatType" ...
     is_list: bool
     keyword_only: bool
-    default: Any
-    """What stands for "not given"; None without a default, which for a tensor means an undefined one."""
+    default: Any  # stands for "not given"; None without a default, which for a tensor means an undefined one
 
     def value(self, tensors: Sequence[Tensor | None]) -> Any:
-        """Make the argument's value.
+        """Make the argument's value of what ORT passed: one tensor or None, for a list of tensors any number of them.
 
-        Parameters
-        ----------
-        tensors
-            What ORT passed for it: one tensor or None; for a list of tensors any number of them.
-
-        Raises
-        ------
-        TypeError
-            If the schema asks for something that no tensor can carry (a string, a device, a generator).
+        Raises TypeError where the schema asks for what no tensor can carry: a string, a device, a generator.
         """
         if self.is_list and self.kind == "TensorType":
             # torch has no undefined tensor inside `Tensor[]`, only inside `Tensor?[]`; None is right for
@@ -114,26 +104,12 @@ class Operator:
     call: Callable[..., Any]
     arguments: tuple[Argument, ...]
     returns: tuple[str, ...]
-    in_place: bool = False
-    """Whether the output is the memory of an input, which nothing else reads."""
+    in_place: bool = False  # whether the output is the memory of an input, which nothing else reads
 
     @staticmethod
     @cache
     def find(name: str, overload: str) -> Operator:
-        """Look an operator up, once.
-
-        Parameters
-        ----------
-        name
-            With or without its namespace; the exporter leaves ``aten::`` out.
-        overload
-            As in the schema; empty for the default one.
-
-        Raises
-        ------
-        AttributeError
-            If this torch has no such operator.
-        """
+        """Look an operator up, once; `name` may lack its namespace, since the exporter leaves ``aten::`` out."""
         namespace, _, base = name.rpartition("::")
         if namespace == NAMESPACE:
             kernel = KERNELS[base]
@@ -163,21 +139,12 @@ class Operator:
         return self.returns[index] == "TensorType"
 
     def execute(self, tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """Call the operator.
+        """Call the operator with one tensor for each argument of its schema.
 
-        Parameters
-        ----------
-        tensors
-            One for each argument of the schema. If there are more, the surplus belongs to the operator's
-            one argument that is a list of tensors (``index``, ``cat``): an ONNX node has flat inputs. If
-            there are fewer, the last arguments are not given: ONNX leaves trailing optional inputs out.
-
-        Returns
-        -------
-        outputs
-            One for each return of the schema, None where the tensor is undefined. Unless the operator works in
-            place, none shares memory with an input or with another output, because ORT may overwrite any buffer
-            whose last reader has run.
+        Surplus tensors belong to its one argument that is a list of tensors (``index``, ``cat``), since an ONNX node
+        has flat inputs. Missing ones are the last arguments, which are not given: ONNX leaves trailing optional inputs
+        out. An output is None where the tensor is undefined. Unless the operator works in place, no output shares
+        memory with an input or with another output, because ORT may overwrite any buffer whose last reader has run.
         """
         positional: list[Any] = []
         keywords: dict[str, Any] = {}

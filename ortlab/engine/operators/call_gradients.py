@@ -24,7 +24,7 @@ def install() -> None:
 
 
 def _define_first(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Define the gradients that a graph needs: it may come from an export on disk, made by another process."""
+    """Define a graph's gradients when its builder starts: its export may come from another process's file."""
 
     def initialize_graph_builder(self: Any, info: Any) -> Any:
         define_call_gradients(info._post_export_processed_model)
@@ -36,8 +36,8 @@ def _define_first(original: Callable[..., Any]) -> Callable[..., Any]:
 def note_call_gradients(model: onnx.ModelProto) -> None:
     """Write into each `TorchCall` of a graph which of its inputs need a gradient and which outputs get one.
 
-    ORT looks a gradient up by the operator and its overload, which for these holds the whole call. So equal calls with
-    other needs have to differ.
+    ORT looks a gradient up by the operator and its overload, which for these holds the whole call. So calls that differ
+    in these needs alone must have different texts.
     """
     facts = GraphFacts(model)
     for node in model.graph.node:
@@ -88,7 +88,7 @@ def define_call_gradients(model: onnx.ModelProto) -> None:
 
 
 def call_text(node: onnx.NodeProto) -> str:
-    """Return the `TorchCall` of a node as text, "" if it is another node."""
+    """Return the `TorchCall` of a node as text, "" for any other node."""
     if not aten_operator(node):
         return ""
     attribute = _attribute(node, "overload_name")

@@ -49,28 +49,11 @@ class NotACallError(Exception):
 
 
 def leave_to_torch(g: Any, node: Any, inputs: Any, *, trained: bool) -> Any:
-    """Emit a node of the traced graph as a `TorchCall`.
+    """Emit a node of the traced graph as a `TorchCall`; return what stands for its outputs.
 
-    Parameters
-    ----------
-    g
-        The graph context of the export.
-    node
-        The traced node.
-    inputs
-        Its inputs in the graph that is being made.
-    trained
-        Whether a gradient goes through it.
-
-    Returns
-    -------
-    value or list of values
-        What stands for the outputs of `node`.
-
-    Raises
-    ------
-    NotACallError
-        If it has an effect beside its result, or takes or returns what ONNX Runtime cannot hold.
+    `inputs` are the node's inputs in the graph that is being made; `trained` says whether a gradient goes through the
+    node. Raises NotACallError where the operator has an effect beside its result, or takes or returns what ONNX Runtime
+    cannot hold.
     """
     namespace, _, name = node.kind().partition("::")
     name = name.removesuffix("_") if namespace == "aten" else name
@@ -109,9 +92,9 @@ def is_random(overload: Any) -> bool:
 def has_no_kernels(value: Any) -> bool:
     """Say whether a traced value is of a dtype that ONNX Runtime's CPU provider has few kernels for, or none.
 
-    For bfloat16 that is all but Cast. For float16 it casts to float32 and back around each node, which rounds elsewhere
-    than PyTorch does, and some gradients have no kernel. For float64 convolutions, layer normalisations and products of
-    matrices in the backward are missing; scalars of that dtype are mostly Python's numbers, and stay.
+    For bfloat16 it has Cast alone. For float16 it casts to float32 and back around each node, which rounds elsewhere
+    than PyTorch does, and some gradients have no kernel. For float64 it lacks convolutions, layer normalisations and
+    products of matrices in the backward; scalars of that dtype are mostly Python's numbers, and stay.
     """
     kind = value.type()
     if kind.kind() != "TensorType" or not (kind.device() is None or kind.device().type == "cpu"):
@@ -185,7 +168,7 @@ def _overload(g: Any, packet: Any, values: list[tuple[Any, Any]]) -> tuple[Any, 
 
 
 def _with_an_input(g: Any, entries: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]]:
-    """Make an input of a constant, such as the size of what is drawn: ONNX Runtime's ATen node must have one."""
+    """Make an input of a constant, such as the size of a random tensor: ONNX Runtime's ATen node must have one."""
     for index, entry in enumerate(entries):
         constant = entry[1] if entry[0] == VALUE else None
         several = isinstance(constant, tuple)
@@ -267,7 +250,7 @@ def _constant(traced: Any) -> Any:
 
 
 def _as(kind: str, constant: float | str) -> bool | float | str:
-    """Check that a constant can be of the kind that the schema asks for."""
+    """Convert a constant to the kind that the schema asks for; raise NotACallError where it is of another kind."""
     allowed: dict[str, tuple[type, ...]] = {
         "IntType": (bool, int),
         "SymIntType": (bool, int),

@@ -70,48 +70,26 @@ class DLManagedTensor(ctypes.Structure):
 
 
 def take_pointer(pointer: int) -> Tensor:
-    """Make a tensor of a ``DLManagedTensor*`` whose ownership ORT has handed over.
+    """Make a tensor over the memory of a ``DLManagedTensor*``, not null, whose ownership ORT has handed over.
 
-    Parameters
-    ----------
-    pointer
-        Address of the ``DLManagedTensor``; not null. Its deleter is called when the tensor's storage dies, or
-        at once if torch cannot represent it.
-
-    Returns
-    -------
-    tensor
-        A tensor over the same memory, contiguous; ``uint8`` where ORT had a boolean.
-
-    Raises
-    ------
-    BufferError, RuntimeError
-        Whatever torch says of a type or device that it does not know.
+    The tensor is contiguous, and ``uint8`` where ORT had a boolean. The deleter is called when the tensor's storage
+    dies, or at once where torch does not know the type or device (BufferError, RuntimeError).
     """
     capsule = _new_capsule(pointer, _OWNING, None)
     try:
         return from_dlpack(capsule)
     except BaseException:
         # The capsule has no destructor, so the array of a refused capsule has to be given back by hand. But an
-        # interrupt may arrive when torch has taken it, and a tensor gives it back that dies here.
+        # interrupt may arrive when torch has taken it; then the tensor, which dies here, gives it back.
         if _is_named(capsule, _OWNING):
             DLManagedTensor.from_address(pointer).deleter(pointer)
         raise
 
 
 def give_pointer(tensor: Tensor) -> int:
-    """Hand a tensor to ORT as a ``DLManagedTensor*``; ORT calls the deleter when it is done.
+    """Hand a tensor to ORT as a ``DLManagedTensor*`` that keeps its storage alive until ORT calls the deleter.
 
-    Parameters
-    ----------
-    tensor
-        Any strided tensor. ORT reads dense memory only, so anything else is copied; autograd history is left
-        behind.
-
-    Returns
-    -------
-    pointer
-        Address of a ``DLManagedTensor`` that keeps the tensor's storage alive.
+    ORT reads dense memory only, so anything else is copied; autograd history is left behind.
     """
     capsule = give_capsule(tensor)
     pointer = _pointer_of(capsule, _OWNING)
@@ -136,17 +114,7 @@ def storage_address(tensor: Tensor) -> int:
 def unshared(tensor: Tensor, owned: set[int]) -> Tensor:
     """Copy a tensor whose memory is somebody else's; ORT may overwrite any buffer whose last reader has run.
 
-    Parameters
-    ----------
-    tensor
-        What is about to be handed to ORT.
-    owned
-        Storage addresses that already have an owner. The result's own is added.
-
-    Returns
-    -------
-    tensor
-        The tensor itself, or a dense copy of it.
+    `owned` holds the storage addresses that already have an owner; the result's own is added.
     """
     if storage_address(tensor) in owned:
         tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -160,5 +128,5 @@ _unreadable = DLManagedTensor(DLTensor(code=2, bits=32, lanes=1, device_type=0))
 
 
 def unreadable_pointer() -> int:
-    """Return a ``DLManagedTensor*`` that ORT refuses, which makes a kernel fail that cannot say so."""
+    """Return a ``DLManagedTensor*`` that ORT refuses, so that a kernel fails that has no other way to say so."""
     return ctypes.addressof(_unreadable)

@@ -24,7 +24,7 @@ from ortlab.engine.operators.symbolics import FEWEST_CLASSES
 from ortlab.engine.passes.graph_edits import GraphFacts, aten_operator, copied, declare_aten
 
 _Kind = Callable[[onnx.NodeProto, dict[str, Any]], list[onnx.NodeProto] | None]
-"""Makes what takes the place of a node with these attributes, or None."""
+"""Makes what takes the place of a node with these attributes; None leaves the node as it is."""
 
 _AXES_ARE_INPUT: Final = {"ReduceSum": 13, "ReduceMean": 18}
 """From which opset on the axes are an input of the node instead of an attribute."""
@@ -36,17 +36,9 @@ _NONE_IGNORED: Final = -(2**31)
 
 
 def choose_exact(model: onnx.ModelProto) -> bool:
-    """Let PyTorch compute sums, means and convolutions of float32 in a training graph.
+    """Let PyTorch compute the float32 nodes in which ORT loses digits; say whether there were any.
 
-    Parameters
-    ----------
-    model
-        A gradient graph; it is changed in place.
-
-    Returns
-    -------
-    bool
-        Whether it changed.
+    The gradient graph is changed in place.
     """
     choice = _Choice(model)
     nodes = [one for node in model.graph.node for one in choice.instead_of(node)]
@@ -64,7 +56,7 @@ def choose_exact(model: onnx.ModelProto) -> bool:
 
 
 class _Choice:
-    """What takes the place of each node, while a graph is read."""
+    """The choice of what takes the place of each node of a graph."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
         self.changed = False
@@ -97,7 +89,7 @@ class _Choice:
         }
 
     def instead_of(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
-        """Return the nodes that take the place of one: itself, where PyTorch is not to compute it."""
+        """Return the nodes that take the place of one: the node itself where PyTorch is not to compute it."""
         made = None
         kind = self._kinds.get(node.op_type)
         if kind is not None and self._is_float32(node):
@@ -109,12 +101,12 @@ class _Choice:
         return made
 
     def _is_float32(self, node: onnx.NodeProto) -> bool:
-        """Say so where it is known of one of a node's outputs or of its first operand; both have one type."""
+        """Say whether the first known type among a node's outputs and its first operand is float32; they share it."""
         known = (self._type(name) for name in (*node.output, node.input[0]))
         return next(filter(None, known), 0) == TensorProto.FLOAT
 
     def _type(self, name: str) -> int:
-        """Return the element type of a value, 0 where nothing says it; the gradient builder leaves many out."""
+        """Return the element type of a value, 0 where it is not known; the gradient builder leaves many out."""
         producer = self._producers.get(name)
         while not self._types.get(name) and producer is not None and producer.op_type in _KEEPS_TYPE:
             name = producer.input[0]
@@ -122,7 +114,7 @@ class _Choice:
         return self._types.get(name, 0)
 
     def _has_few_classes(self, logits: str) -> bool:
-        """Say whether a loss is small: with many classes, torch's two steps take memory for the logits twice."""
+        """Say whether a loss has few classes: with many, torch's two steps take memory for the logits twice."""
         shape = self._shapes.get(logits, ())
         classes = shape[1] if len(shape) > 1 else None
         return isinstance(classes, int) and classes < FEWEST_CLASSES
@@ -241,7 +233,7 @@ class _Choice:
     def _windows(
         self, node: onnx.NodeProto, attributes: dict[str, Any], constants: list[onnx.NodeProto]
     ) -> list[str] | None:
-        """Add stride, padding, dilation and groups as constants; nothing if torch cannot be asked for them."""
+        """Add stride, padding, dilation and groups as constants; return their names, None if torch cannot take them."""
         kernel = attributes.get("kernel_shape")
         if not kernel or attributes.get("auto_pad", b"NOTSET") not in {b"NOTSET", "NOTSET"}:
             return None

@@ -18,16 +18,16 @@ _INT64: Final = 7
 
 
 def scatter_add(g: Any, x: Any, dim: Any, index: Any, source: Any) -> Any:
-    """``Tensor.scatter_add``: executed by torch.
+    """Leave ``Tensor.scatter_add`` to torch.
 
-    The gradient of ScatterElements in 1.19.2 (``gradient_builder.cc``, GetScatterElementsGradient) does not look at
-    its `reduction`, and cuts the gradient of what is added to.
+    The gradient of ScatterElements in 1.19.2 (``gradient_builder.cc``, GetScatterElementsGradient) ignores its
+    `reduction`, and cuts the gradient of the tensor that is added to.
     """
     return aten(g, "scatter_add", x, dim, index, source).setType(x.type())
 
 
 def index_add(g: Any, x: Any, dim: Any, index: Any, source: Any, alpha: Any = None) -> Any:
-    """``Tensor.index_add``: executed by torch; torch's export keeps only one of the rows that meet in one place."""
+    """Leave ``Tensor.index_add`` to torch, whose export keeps only one of the rows that meet in one place."""
     if alpha is not None and constant(alpha, "f") != 1:
         source = g.op("Mul", source, filled(g, int64(g, [1]), constant(alpha, "f"), like=source))
     one = int64(g, 1)
@@ -44,16 +44,12 @@ def left_to_torch(why: str) -> Any:
 
 
 def as_strided(g: Any, x: Any, _sizes: Any, strides: Any, offset: Any = None) -> Any:
-    """``torch.as_strided``: the elements that it chooses, by their places in memory as it was while tracing.
+    """Emit the elements that ``torch.as_strided`` chooses, by their places in memory as it was while tracing.
 
     Torch's export takes every tensor for contiguous (``symbolic_opset9.as_strided``), and is silently wrong for others.
     Here the dimensions are put in the order in which they lie in memory first. Places depend on the sizes of the batch,
-    to which such an export is bound (`ortlab.engine.tracing.input_sizes`).
-
-    Raises
-    ------
-    BuildError
-        If elements of the tensor meet in memory or have gaps between them, or it reads beyond them.
+    to which such an export is bound (`ortlab.engine.tracing.input_sizes`). Raises BuildError where elements of the
+    tensor meet in memory or have gaps between them, or where it reads beyond them.
     """
     helper = symbolic_module("symbolic_helper")
     traced = g.original_node.inputsAt(0).type()  # in the graph that is being made, nothing has strides
@@ -99,10 +95,10 @@ def _unreadable(why: str) -> BuildError:
 
 
 def index_put(onnx_index_put: Any) -> Any:
-    """``Tensor.index_put``: as torch exports it, where that is right.
+    """Return the symbolic function of ``Tensor.index_put``: as torch exports it, where that is right.
 
-    Values that meet in one place are not summed, and for a mask of several dimensions the values are not expanded to
-    the places that it chooses: torch does these two.
+    Torch's export does not sum values that meet in one place, and for a mask of several dimensions it does not expand
+    the values to the places that the mask chooses. So torch executes sums and masks.
     """
 
     def symbolic(g: Any, x: Any, indices: Any, values: Any, accumulate: Any = None) -> Any:
@@ -138,11 +134,11 @@ _COUNTS: Final = frozenset({"ArgMax", "ArgMin", "NonZero", "Shape", "Size"})
 
 
 def index(plain: Any) -> Any:
-    """``aten::index`` with several tensors: torch's own, with negative indices made positive first.
+    """Return the symbolic function of ``aten::index``: torch's own, with negative indices made positive first.
 
-    Torch's (``symbolic_opset9.index``) makes one number of the indices of an element, ``i * columns + j``, and takes
-    another element where one of them is negative. It warns of that in every model of transformers, whose masks are
-    indexed by ranges.
+    With several tensors, torch's (``symbolic_opset9.index``) makes the number ``i * columns + j`` of the indices of an
+    element, and takes another element where one of them is negative. It warns of that in every model of transformers,
+    whose masks are indexed by ranges.
     """
 
     def symbolic(g: Any, x: Any, indices: Any) -> Any:
@@ -164,14 +160,14 @@ def index(plain: Any) -> Any:
 
 
 def _wrapped(g: Any, x: Any, axis: int, places: Any) -> Any:
-    """Emit indices that count from the start, of ones that may count from the end."""
+    """Emit indices that count from the start, made of ones that may count from the end."""
     size = g.op("Gather", g.op("Shape", x), int64(g, axis), axis_i=0)
     places = g.op("Cast", places, to_i=_INT64)
     return g.op("Where", g.op("Less", places, int64(g, 0)), g.op("Add", places, size), places)
 
 
 def _is_from_zero_on(value: Any) -> bool:
-    """Tell whether a traced value is known to have nothing below zero, as a range of sizes has."""
+    """Say whether an emitted value is known to hold nothing below zero, as a range of sizes does."""
     node = value.node()
     kind, inputs = node.kind().removeprefix("onnx::"), list(node.inputs())
     if kind == "Constant":

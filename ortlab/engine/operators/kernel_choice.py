@@ -31,18 +31,10 @@ _PRODUCTS: Final = frozenset({"Gemm", "MatMul", "FusedMatMul"})
 
 
 def choose_kernels(model: onnx.ModelProto) -> list[int]:
-    """Let PyTorch compute what it computes faster in the backward of a graph, on the CPU.
+    """Let PyTorch compute what it computes faster in the backward of a gradient graph, on the CPU.
 
-    Parameters
-    ----------
-    model
-        A gradient graph, with its YieldOp; it is changed in place.
-
-    Returns
-    -------
-    list of int
-        The outputs of the module for which "no gradient" may be given as a scalar, instead of as zeros in the
-        output's shape.
+    The graph is changed in place; one without a YieldOp stays as it is. Returns the numbers of the module's outputs for
+    which "no gradient" may be given as a scalar, instead of as zeros in the output's shape.
     """
     choice = _Choice(model)
     choice.make()
@@ -50,7 +42,7 @@ def choose_kernels(model: onnx.ModelProto) -> list[int]:
 
 
 class _Choice:
-    """The nodes that take the place of others, while a graph is read."""
+    """The choice of the nodes that take the place of others in a graph."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
         self._model = model
@@ -87,7 +79,7 @@ class _Choice:
         declare_aten(self._model)
 
     def _needed(self, nodes: list[onnx.NodeProto]) -> list[onnx.NodeProto]:
-        """Leave out what nothing reads any more, of these in topological order."""
+        """Drop the nodes that nothing reads any more; `nodes` are in topological order."""
         read, needed = set(self._outputs), []
         for node in reversed(nodes):
             if node.op_type == "YieldOp" or not read.isdisjoint(node.output):
@@ -194,7 +186,7 @@ class _Choice:
         return readers[0] if len(readers) == 1 and name not in self._outputs else None
 
     def _before_flattening(self, name: str, width: int | str | None) -> str:
-        """Return what a Reshape to a matrix of this width was made from, if its last dimension is that width."""
+        """Return the input of the Reshape that makes a matrix, if its last dimension is `width`; else the matrix."""
         producer = self._producers.get(name)
         if producer is None or producer.op_type != "Reshape" or self._width(producer.input[0]) != width:
             return name
@@ -235,7 +227,7 @@ class _Choice:
         return self._is_zero(scaled) and self._is_zero(is_sparse)
 
     def _is_zero(self, name: str) -> bool:
-        """Say whether a value is a constant that holds nothing but zeros, or False."""
+        """Say whether a value is a constant that holds nothing but zeros or False."""
         producer = self._producers.get(name)
         tensor = self._constants.get(name)
         if producer is not None and producer.op_type == "Constant":

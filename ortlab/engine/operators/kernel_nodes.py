@@ -26,7 +26,7 @@ def kernel_call(
 
 
 def call_kernel(node: onnx.NodeProto, kernel: str) -> None:
-    """Make a node a call of a kernel, with the inputs and outputs that it has."""
+    """Turn a node into a call of a kernel; it keeps its inputs and outputs."""
     node.op_type, node.domain = "ATen", ATEN
     del node.attribute[:]
     node.attribute.append(helper.make_attribute("operator", f"{NAMESPACE}::{kernel}"))

@@ -34,7 +34,7 @@ _SCALE: Final = 5  # position in the arguments of aten::scaled_dot_product_atten
 
 
 def convolution(onnx_convolution: Symbolic) -> Symbolic:
-    """``aten::_convolution``: ONNX's Conv where its gradient is right, torch's own otherwise.
+    """Return the symbolic function of ``aten::_convolution``: ONNX's Conv where its gradient is right, else torch's.
 
     On the CPU, ConvGrad of 1.19.2 with more than one group writes outside its buffers
     (``orttraining/training_ops/cpu/nn/conv_grad.cc``): gradients of *neighbouring* layers come out wrong, and larger
@@ -56,7 +56,7 @@ def convolution(onnx_convolution: Symbolic) -> Symbolic:
 
 
 def convolution_mode(convolution: Symbolic) -> Symbolic:
-    """``aten::_convolution_mode``: a convolution with padding "same" or "valid", written out in numbers.
+    """Return the symbolic function of ``aten::_convolution_mode``: padding "same" or "valid", written out in numbers.
 
     Torch exports "same" as Conv with ``auto_pad``. ConvGrad of 1.19.2 ignores that attribute and reads beyond the
     input: gradients of 1e19 were seen. An odd total is padded at the end, as torch does.
@@ -89,7 +89,7 @@ def convolution_mode(convolution: Symbolic) -> Symbolic:
 
 
 def batch_norm(g: Any, x: Any, weight: Any, bias: Any, *args: Any) -> Any:
-    """``aten::batch_norm``: executed by torch.
+    """Leave ``aten::batch_norm`` to torch.
 
     In 1.19.2, a layer that trains gets the biased variance in ``running_var`` where torch has the unbiased one, and a
     layer in eval mode inside a model that trains normalises with the statistics of the batch and overwrites its own
@@ -102,14 +102,10 @@ def batch_norm(g: Any, x: Any, weight: Any, bias: Any, *args: Any) -> Any:
 
 
 def instance_norm(g: Any, x: Any, weight: Any, bias: Any, *args: Any) -> Any:
-    """``aten::instance_norm``: a batch normalisation of shape (1, batch * channels, ...), as torch computes it.
+    """Emit ``aten::instance_norm`` as a batch normalisation of shape (1, batch * channels, ...), as torch computes it.
 
-    ONNX Runtime 1.19.2 has no gradient for ONNX's InstanceNormalization.
-
-    Raises
-    ------
-    BuildError
-        If the layer keeps running statistics, which are averages over the samples of a batch.
+    ONNX Runtime 1.19.2 has no gradient for ONNX's InstanceNormalization. Raises BuildError where the layer keeps
+    running statistics, which are averages over the samples of a batch.
     """
     running_mean, _, use_input_stats, momentum, eps, _ = args
     if not is_none(running_mean):
@@ -132,9 +128,9 @@ def instance_norm(g: Any, x: Any, weight: Any, bias: Any, *args: Any) -> Any:
 
 
 def group_norm(aten_group_norm: Symbolic) -> Symbolic:
-    """``aten::group_norm``: as ORT exports it, also for a layer without weights.
+    """Return the symbolic function of ``aten::group_norm``: as ORT exports it, also for a layer without weights.
 
-    ``_custom_op_symbolic_registry.group_norm`` leaves that one to torch, which emits InstanceNormalization.
+    ``_custom_op_symbolic_registry.group_norm`` leaves such a layer to torch, which emits InstanceNormalization.
     """
 
     def symbolic(g: Any, x: Any, groups: Any, weight: Any, bias: Any, *args: Any) -> Any:
@@ -146,7 +142,7 @@ def group_norm(aten_group_norm: Symbolic) -> Symbolic:
 
 
 def layer_norm(onnx_layer_norm: Symbolic) -> Symbolic:
-    """``F.layer_norm``: ORT's operator, with the weight and the bias it needs.
+    """Return the symbolic function of ``F.layer_norm``: ORT's operator, with the weight and the bias that it needs.
 
     Without a bias, LayerNormalizationGrad of 1.19.2 ends the process; without a weight its graph is invalid.
     """
@@ -161,9 +157,10 @@ def layer_norm(onnx_layer_norm: Symbolic) -> Symbolic:
 
 
 def attention(plain: Symbolic) -> Symbolic:
-    """``F.scaled_dot_product_attention``: torch's own symbolic, with its scale as a value of the graph.
+    """Return the symbolic function of ``F.scaled_dot_product_attention``: torch's own, with a scale that it can use.
 
-    The one of torch 2.4 (``symbolic_opset14``) reads a constant scale as a Python number and fails to use it.
+    That of torch 2.4 (``symbolic_opset14``) reads a constant scale as a Python number and fails to use it. Here the
+    scale is a value of the graph.
     """
 
     def symbolic(g: Any, query: Any, *args: Any) -> Any:

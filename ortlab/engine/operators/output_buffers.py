@@ -24,7 +24,7 @@ _holders = getattr(torch._C, "_storage_Use_Count", None)
 
 
 class OutputBuffers:
-    """The memory of one session. A piece is used again when nothing holds a tensor in it any more."""
+    """The memory of one session, of which a piece is used again when nothing holds a tensor in it any more."""
 
     def __init__(self) -> None:
         self._kept: dict[int, list[torch.UntypedStorage]] = {}
@@ -47,12 +47,9 @@ class OutputBuffers:
             _current.reset(token)
 
     def storage(self, size: int) -> torch.UntypedStorage:
-        """Return memory that nobody holds.
+        """Return memory of at least `size` bytes that nobody holds.
 
-        Parameters
-        ----------
-        size
-            In bytes. The memory is up to an eighth larger, so that batches of almost the same shape share it.
+        It is up to an eighth larger, so that batches of almost the same shape share it.
         """
         step = 2 ** max(size.bit_length() - 4, 0)
         size = -(-size // step) * step

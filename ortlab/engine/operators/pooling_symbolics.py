@@ -17,7 +17,7 @@ NONE_OF_THE_AXES: Final = 1
 
 
 def max_pool1d(g: Any, x: Any, kernel_size: Any, stride: Any, padding: Any, *args: Any) -> Any:
-    """``F.max_pool1d``: torch's two-dimensional one along an axis of size one."""
+    """Emit ``F.max_pool1d`` as torch's two-dimensional one along an axis of size one."""
     dilation, ceil_mode = args
     kernel = constant(kernel_size, "is")
     shape_arguments = (
@@ -33,13 +33,13 @@ def max_pool1d(g: Any, x: Any, kernel_size: Any, stride: Any, padding: Any, *arg
 
 
 def max_pool3d(g: Any, x: Any, kernel_size: Any, stride: Any, padding: Any, *args: Any) -> Any:
-    """``F.max_pool3d``: executed by torch."""
+    """Leave ``F.max_pool3d`` to torch."""
     stride = stride if constant(stride, "is") else kernel_size
     return aten(g, "max_pool3d_with_indices", x, kernel_size, stride, padding, *args, outputs=2)[0]
 
 
 def avg_pool1d(g: Any, x: Any, kernel_size: Any, stride: Any, padding: Any, *args: Any) -> Any:
-    """``F.avg_pool1d``: torch's two-dimensional one along an axis of size one."""
+    """Emit ``F.avg_pool1d`` as torch's two-dimensional one along an axis of size one."""
     ceil_mode, count_include_pad = args
     kernel = constant(kernel_size, "is")
     shape_arguments = (
@@ -54,19 +54,19 @@ def avg_pool1d(g: Any, x: Any, kernel_size: Any, stride: Any, padding: Any, *arg
 
 
 def avg_pool3d(g: Any, x: Any, kernel_size: Any, stride: Any, *args: Any) -> Any:
-    """``F.avg_pool3d``: executed by torch."""
+    """Leave ``F.avg_pool3d`` to torch."""
     stride = stride if constant(stride, "is") else kernel_size
     return aten(g, "avg_pool3d", x, kernel_size, stride, *args)
 
 
 def adaptive_avg_pool1d(g: Any, x: Any, output_size: Any) -> Any:
-    """``F.adaptive_avg_pool1d``: torch's two-dimensional one along an axis of size one."""
+    """Emit ``F.adaptive_avg_pool1d`` as torch's two-dimensional one along an axis of size one."""
     size = int64(g, [NONE_OF_THE_AXES, *constant(output_size, "is")])
     return _remove_axis(g, aten(g, "_adaptive_avg_pool2d", _insert_axis(g, x), size))
 
 
 def adaptive_avg_pool3d(g: Any, x: Any, output_size: Any) -> Any:
-    """``F.adaptive_avg_pool3d``: executed by torch."""
+    """Leave ``F.adaptive_avg_pool3d`` to torch."""
     return aten(g, "_adaptive_avg_pool3d", x, output_size)
 
 

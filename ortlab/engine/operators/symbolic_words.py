@@ -79,7 +79,7 @@ def none(g: Any) -> Any:
 
 
 def aten(g: Any, operator: str, *args: Any, outputs: int = 1) -> Any:
-    """Emit a node that torch executes: `operator` without its namespace, for its default overload."""
+    """Emit a node that torch executes: `operator`, without its namespace ``aten::``, for its default overload."""
     return g.op("org.pytorch.aten::ATen", *args, operator_s=operator, outputs=outputs)
 
 

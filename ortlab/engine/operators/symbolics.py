@@ -116,7 +116,7 @@ def install() -> None:
 
 
 def diff(g: Any, x: Any, n: Any, dim: Any, prepend: Any = None, append: Any = None) -> Any:
-    """``torch.diff``: neighbouring differences, as slices; neither torch nor 1.19.2 has a symbolic for it.
+    """Emit ``torch.diff``, neighbouring differences, as slices; neither torch nor 1.19.2 has a symbolic for it.
 
     Transformers finds packed sequences in position ids with it, when no attention mask is given.
     """
@@ -132,7 +132,7 @@ def diff(g: Any, x: Any, n: Any, dim: Any, prepend: Any = None, append: Any = No
 
 
 def unflatten(g: Any, x: Any, dim: Any, sizes: Any) -> Any:
-    """``Tensor.unflatten``: a Reshape to the shape with one dimension replaced.
+    """Emit ``Tensor.unflatten`` as a Reshape to the shape with one dimension replaced.
 
     Torch's own (``symbolic_opset13.unflatten``) computes the dimension with ``Mod`` and needs the rank; the symbolic
     shape inference of 1.19.2 stops at what it emits with a bare AssertionError, and with it
@@ -148,13 +148,13 @@ def unflatten(g: Any, x: Any, dim: Any, sizes: Any) -> Any:
 
 
 def permute(g: Any, x: Any, dims: Any) -> Any:
-    """``Tensor.permute``: torch's own symbolic writes negative dimensions into Transpose, which knows none."""
+    """Emit ``Tensor.permute``; torch's own symbolic writes negative dimensions into Transpose, which knows none."""
     axes = constant(dims, "is")
     return g.op("Transpose", x, perm_i=[axis % len(axes) for axis in axes])
 
 
 def cumsum(g: Any, x: Any, dim: Any, dtype: Any = None) -> Any:
-    """``torch.cumsum``: torch's own symbolic; booleans are counted in int64, as torch counts them."""
+    """Emit ``torch.cumsum`` as torch's own symbolic does; booleans are counted in int64, as torch counts them."""
     if x.type().scalarType() == "Bool" and is_none(dtype):
         from torch.onnx import TensorProtoDataType
 
@@ -163,14 +163,15 @@ def cumsum(g: Any, x: Any, dim: Any, dtype: Any = None) -> Any:
 
 
 def softplus(g: Any, x: Any, beta: Any, threshold: Any) -> Any:
-    """``F.softplus``: executed by torch; ONNX Runtime has no gradient for ONNX's Softplus."""
+    """Leave ``F.softplus`` to torch; ONNX Runtime has no gradient for ONNX's Softplus."""
     return aten(g, "softplus", x, beta, threshold).setType(x.type())
 
 
 def cross_entropy_loss(onnx_cross_entropy: Symbolic) -> Symbolic:
-    """``aten::cross_entropy_loss``: ORT's own, or torch's where `ATEN_CROSS_ENTROPY` asks for it and it fits.
+    """Return the symbolic function of ``aten::cross_entropy_loss``: ORT's own, or torch's.
 
-    Label smoothing and class probabilities as targets are left to torch: ORT's operator has neither.
+    Torch's is taken where `ATEN_CROSS_ENTROPY` asks for it and it fits. Label smoothing and class probabilities as
+    targets are left to torch: ORT's operator has neither.
     """
 
     def symbolic(
@@ -193,8 +194,8 @@ def cross_entropy_loss(onnx_cross_entropy: Symbolic) -> Symbolic:
 def _suits_torch(g: Any, logits: Any, target: Any) -> bool:
     """Say whether torch computes a loss faster, and whether ORT's optimizers can do without its operator.
 
-    The one that leaves out ignored rows (``InsertGatherBeforeSceLoss``) looks for ORT's operator behind the marker
-    that ORTModule puts on sparse labels, a Python operator.
+    The optimizer that leaves out ignored rows (``InsertGatherBeforeSceLoss``) looks for ORT's operator behind the
+    marker that ORTModule puts on sparse labels, a Python operator.
     """
     traced, *_ = g.original_node.inputs()  # with the sizes of the trace, which the export forgets
     sizes: list[int | None] = traced.type().sizes() or []
@@ -210,12 +211,9 @@ def _suits_torch(g: Any, logits: Any, target: Any) -> bool:
 
 
 def by_torch(in_pieces: Symbolic) -> Symbolic:
-    """``F.scaled_dot_product_attention``: one call to torch where `sdpa_fallback` asks for it and it can be one.
+    """Return the symbolic function of ``F.scaled_dot_product_attention``: one call to torch, or else `in_pieces`.
 
-    Parameters
-    ----------
-    in_pieces
-        The symbolic function for all other cases.
+    It is one call where `sdpa_fallback` asks for that and torch's operator can compute it.
     """
 
     def symbolic(g: Any, query: Any, key: Any, value: Any, *args: Any) -> Any:

@@ -49,7 +49,7 @@ class TorchBackward:
 
 
 class _GraphInfo:
-    """ORT's facts about a gradient graph, but for the outputs whose missing gradient need not be zeros.
+    """ORT's facts about a gradient graph, without the outputs whose missing gradient need not be zeros.
 
     ``_ORTModuleFunction.backward`` makes a tensor of zeros for each output that no gradient comes for, if the graph
     has to see its shape; for the logits of a language model these are more bytes than for everything else together.
@@ -88,13 +88,7 @@ class _BufferedAgent:
 
 
 def leave_short_sums(model: onnx.ModelProto) -> None:
-    """Let PyTorch compute the sums of short floats in a gradient graph; it is changed in place.
-
-    Parameters
-    ----------
-    model
-        A gradient graph whose values have their types.
-    """
+    """Let PyTorch compute the sums of float16 and bfloat16 in a typed gradient graph, which is changed in place."""
     facts = GraphFacts(model)
     for node in model.graph.node:
         if node.op_type != "Sum" or node.domain or facts.element_types.get(node.output[0]) not in _SHORT:

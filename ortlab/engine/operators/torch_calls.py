@@ -34,33 +34,19 @@ _GRADIENT: Final = "_vjp"
 
 @dataclass(frozen=True)
 class TorchCall:
-    """What is constant about one call of an operator.
+    """What is constant about one call of an operator."""
 
-    Attributes
-    ----------
-    overload : str
-        Of the operator, "default" for the unnamed one.
-    arguments : tuple
-        One entry for each argument of the schema: ``("tensor",)``, ``("boolean",)`` or ``("complex",)`` for an input
-        of the node, ``("number",)`` and ``("numbers",)`` for an input that becomes a Python number or a list of them,
-        ``("tensors", kinds)`` for a list, with None for one that is not given, ``("value", value)`` for a constant.
-    results : tuple
-        Dtype, in torch's words ("float32", "bool"), and rank of each output.
-    random : bool
-        Whether it draws numbers and has a gradient. The generator's state before the call is one more output then, and
-        the backward draws the same numbers again.
-    gradient_of : tuple of int
-        The inputs whose gradient the second node gives.
-    gradients_from : tuple of int
-        The outputs whose gradient it gets, as its first inputs.
-    """
-
-    overload: str
+    overload: str  # "default" for the unnamed one
+    # One entry for each argument of the schema: ("tensor",), ("boolean",) or ("complex",) for an input of the node,
+    # ("number",) and ("numbers",) for an input that becomes a Python number or a list of them, ("tensors", kinds) for a
+    # list, with None for one that is not given, ("value", value) for a constant.
     arguments: tuple[tuple[Any, ...], ...]
-    results: tuple[tuple[str, int], ...]
+    results: tuple[tuple[str, int], ...]  # torch's dtype ("float32", "bool") and rank of each output
+    # Whether it draws numbers and has a gradient. Then the generator's state before the call is one more output, from
+    # which the backward draws the same numbers again.
     random: bool = False
-    gradient_of: tuple[int, ...] = ()
-    gradients_from: tuple[int, ...] = ()
+    gradient_of: tuple[int, ...] = ()  # the inputs whose gradient the second node gives
+    gradients_from: tuple[int, ...] = ()  # the outputs whose gradient it gets, as its first inputs
 
     @property
     def text(self) -> str:
@@ -125,16 +111,8 @@ class CallableCall:
     def execute(self, tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Call the operator, or compute its gradient.
 
-        Parameters
-        ----------
-        tensors
-            The inputs of the node.
-
-        Returns
-        -------
-        outputs
-            The outputs of the node. None shares memory with an input or with another output, because ORT may overwrite
-            any buffer whose last reader has run.
+        No output shares memory with an input or with another output, because ORT may overwrite any buffer whose last
+        reader has run.
         """
         with _plain():
             outputs = self._gradient(tensors) if self._is_gradient else self._forward(tensors)
@@ -142,7 +120,7 @@ class CallableCall:
         return tuple(None if output is None else unshared(output.detach(), owned) for output in outputs)
 
     def results(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return what the forward node returns, as `execute` does, for tensors without memory too."""
+        """Return the outputs of the forward node; unlike `execute`, it takes tensors without memory, too."""
         with _plain():
             return self._forward(tensors)
 
@@ -228,7 +206,7 @@ def crossing_type(dtype: str, rank: int) -> tuple[str, int]:
 
 
 def is_elementwise(operator: str, call: TorchCall) -> bool:
-    """Say whether a call gives a tensor of the shape of its first input."""
+    """Say whether a call works on each element of its only tensor, whose shape its result has."""
     tensors = [kind for kind in call.kinds if kind not in {NUMBER, NUMBERS}]
     return tensors == [TENSOR] and torch.Tag.pointwise in CallableCall(operator, call)._operator.tags
 
@@ -240,7 +218,7 @@ def _given(tensor: Tensor | None) -> Tensor:
 
 
 def _crossed(tensor: Tensor | None, kind: str) -> Tensor:
-    """Make of an input what it is in torch."""
+    """Turn an input of a node into what it is in torch."""
     tensor = _given(tensor)
     if kind == BOOLEAN:
         return tensor.view(torch.bool)
@@ -248,7 +226,7 @@ def _crossed(tensor: Tensor | None, kind: str) -> Tensor:
 
 
 def _crossing(result: Tensor, dtype: str) -> Tensor:
-    """Make of a result what ONNX Runtime can hold, of the dtype that it had when it was traced."""
+    """Turn a result into what ONNX Runtime can hold, of the dtype that it had when it was traced."""
     result = result.to(getattr(torch, dtype))
     if result.is_complex():
         return torch.view_as_real(result.resolve_conj())
@@ -277,7 +255,7 @@ def _generator_state(device: torch.device) -> Tensor:
 
 @contextmanager
 def _drawing_again(state: Tensor | None, device: torch.device) -> Iterator[None]:
-    """Draw the numbers that were drawn from `state` on, and leave the generators as they are."""
+    """Draw the numbers that were drawn from `state` on once more, and leave the generators as they are."""
     if state is None:
         yield
         return

@@ -71,7 +71,7 @@ def _product(a: Tensor, b: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 @_kernel("(Tensor a, Tensor b, int[] turned, Tensor? addend=None) -> Tensor")
 def gemm(a: Tensor, b: Tensor, turned: list[int], addend: Tensor | None) -> Tensor:
-    """Multiply two matrices, each turned first where `turned` is 1, and add what broadcasts to the product."""
+    """Multiply two matrices, each transposed first where `turned` is 1, and add what broadcasts to the product."""
     a, b = (one.t() if is_turned else one for one, is_turned in zip((a, b), turned, strict=True))
     output = empty((a.shape[0], b.shape[1]), a)
     if addend is None:
@@ -121,7 +121,7 @@ def gelu_backward(grad: Tensor, x: Tensor) -> Any:
 
 @_kernel("(Tensor grad, Tensor probabilities, Tensor? mask=None) -> Tensor")
 def softmax_backward(grad: Tensor, probabilities: Tensor, mask: Tensor | None) -> Any:
-    """Return the gradient of a softmax over the last dimension; where `mask` is true, nothing comes in."""
+    """Return the gradient of a softmax over the last dimension; where `mask` is true, `grad` counts as zero."""
     output = empty(probabilities.shape, probabilities)
     if mask is not None:
         # In the output's memory, since a buffer of scores more would be the peak of a step with long sequences. The
@@ -162,7 +162,7 @@ def cross_entropy_backward(
 ) -> Tensor:
     """Return the gradient of the logits: each row's share times (probabilities - the target's one).
 
-    It takes the place of the log probabilities, which nothing else reads.
+    It is written over the log probabilities, which nothing else reads.
     """
     counts = target != ignore_index
     target = torch.where(counts, target, 0)
@@ -234,7 +234,7 @@ def _over(reduce: Callable[..., Tensor], x: Tensor, flags: list[int], axes: list
 
 @_kernel("(Tensor x, int[] size) -> Tensor")
 def adaptive_avg_pool2d(x: Tensor, size: list[int]) -> Any:
-    """Average to a given size; to a single entry, torch takes its mean, which is more exact than its pooling."""
+    """Average to a given size; for a single entry, torch takes the mean, which is more exact than its pooling."""
     return torch.ops.aten.adaptive_avg_pool2d(x, size)
 
 

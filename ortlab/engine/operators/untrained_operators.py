@@ -56,7 +56,7 @@ _FLOATS: Final = frozenset({1, 10, 11, 16})  # ONNX's numbers of float, float16,
 class _Export:
     """One export in work: what needs a gradient in its traced graph, and what was left to torch.
 
-    The tracer's own word for it is not enough: it says no of what ``aten::_convolution`` returns.
+    The tracer's own `requires_grad` is not enough: it is false for what ``aten::_convolution`` returns.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ _export: Final[ContextVar[_Export]] = ContextVar("export")
 
 
 class Watcher(Protocol):
-    """Is told what becomes of the nodes of a traced graph."""
+    """An observer that is told what becomes of the nodes of a traced graph."""
 
     def called(self, node: Any) -> None:
         """Note an autograd Function that stays one."""
@@ -300,8 +300,8 @@ _OF_ALL_DTYPES: Final = frozenset(
 )
 """Casts, and questions about a shape: ONNX Runtime has kernels for these, whatever the dtype."""
 
-# Operators whose form in ONNX is right for nobody: with torch's, random numbers are those that PyTorch draws from the
-# same seed, and the Range that linspace becomes ends the process when 1.19.2 builds a graph with it.
+# Operators whose form in ONNX is never right: torch's own draw the random numbers of PyTorch for the same
+# seed, and the Range that linspace becomes ends the process when 1.19.2 builds a graph with it.
 _BY_TORCH: Final = frozenset(
     f"aten::{name}"
     for name in (
@@ -312,7 +312,8 @@ _BY_TORCH: Final = frozenset(
 _OF_EQUALS: Final = frozenset({"aten::topk"})
 """Operators that choose among equal values otherwise than those of ONNX, which take the first.
 
-A router of a mixture of experts begins with equal scores where its weights begin with zeros; others were trained.
+A router of a mixture of experts begins with equal scores where its weights begin with zeros: other experts were
+trained.
 """
 _SMALL: Final = 16
 
@@ -321,8 +322,8 @@ _SMALL: Final = 16
 def _constants_kept(inputs: Any) -> Iterator[None]:
     """Undo what a symbolic function changes in its constants, which other operators share.
 
-    Torch's own of repeat_interleave (``symbolic_opset11``, to 2.15) adds the rank to a negative dimension in place; a
-    later ``torch.stack(..., dim=-1)`` then stacks along another one.
+    Torch's symbolic function of repeat_interleave (``symbolic_opset11``, to 2.15) adds the rank to a negative dimension
+    in place; a later ``torch.stack(..., dim=-1)`` then stacks along another one.
     """
     constants = [
         (tensor, tensor.clone())
@@ -349,7 +350,7 @@ def _constants_kept(inputs: Any) -> Iterator[None]:
 def _sources(node: Any, inputs: Any) -> dict[int, bool]:
     """Return the inputs of a node in the graph that is being made, and which of them need a gradient.
 
-    Asked before the node is translated: torch's own of `cat` takes empty tensors out of its list.
+    Call it before the node is translated: torch's symbolic function of `cat` takes empty tensors out of its list.
     """
     needs = _export.get().needs
     sources: dict[int, bool] = {}
@@ -365,7 +366,7 @@ def _sources(node: Any, inputs: Any) -> dict[int, bool]:
 
 
 def _untrained(emitted: Any, sources: dict[int, bool]) -> set[str]:
-    """Return the operators of ONNX on the way of a gradient through what was emitted that 1.19.2 cannot train."""
+    """Return the ONNX operators that a gradient meets in what was emitted and that 1.19.2 cannot train."""
     found: set[str] = set()
     for value in emitted if isinstance(emitted, (list, tuple)) else [emitted]:
         if value is not None:
@@ -374,7 +375,7 @@ def _untrained(emitted: Any, sources: dict[int, bool]) -> set[str]:
 
 
 def _follow(value: Any, sources: dict[int, bool], found: set[str]) -> bool:
-    """Say whether a value needs a gradient, and collect what has none on the way to the sources."""
+    """Say whether a value needs a gradient, and collect in `found` what has none on the way to the sources."""
     known = sources.get(value.unique())
     if known is not None:
         return known

@@ -11,15 +11,10 @@ if TYPE_CHECKING:
 
 
 def slice_partly_used_splits(model: onnx.ModelProto) -> bool:
-    """Turn a Split into Slices where not all of its outputs lead to an output of the graph.
+    """Turn a Split into Slices where not all of its outputs lead to an output; say whether the model changed.
 
     The gradient of Split in 1.19.2 (``gradient_builder.cc``, GetSplitGradient) joins the gradients that it gets and
-    leaves the others out, where zeros belong: gradients of a wrong shape, or in the wrong place.
-
-    Returns
-    -------
-    bool
-        Whether the model changed.
+    leaves out the others, where zeros belong: the result has a wrong shape, or values in the wrong place.
     """
     facts, additions = GraphFacts(model), GraphAdditions(model)
     for node in [node for node in model.graph.node if node.op_type == "Split" and not node.domain]:
@@ -48,18 +43,13 @@ def slice_partly_used_splits(model: onnx.ModelProto) -> bool:
 
 
 def isolate_choices(model: onnx.ModelProto) -> bool:
-    """Keep ORT's optimizers away from a Slice or a Gather that they would get wrong.
+    """Keep ORT's optimizers away from a Slice or a Gather that they get wrong; say whether the model changed.
 
     ``UpStreamGatherGraphTransformer`` of 1.19.2 (``core/optimizer/compute_optimizer/upstream_gather.cc``) moves a
     choice along the last axis towards the inputs, and fails for an operand with fewer dimensions, such as the bias of a
     linear layer: ``linear(x)[..., :n]`` does not build. ``GatherSliceToSplitFusion`` joins the choices from one value
     into a Split, whose gradient is wrong if one of them needs none (see `slice_partly_used_splits`). Both are stopped
     by a pair of nodes in front that only change the shape, which copies nothing.
-
-    Returns
-    -------
-    bool
-        Whether the model changed.
     """
     facts, additions = GraphFacts(model), GraphAdditions(model)
     for node in model.graph.node:
@@ -77,7 +67,7 @@ def isolate_choices(model: onnx.ModelProto) -> bool:
 
 
 def _ends_a_broadcast(facts: GraphFacts, node: onnx.NodeProto) -> bool:
-    """Say whether a node chooses along the last axis of what an operator with operands of several ranks made."""
+    """Say whether a node chooses along the last axis of the result of an operator whose operands differ in rank."""
     rank = facts.ranks.get(node.input[0], 0)
     producer = facts.producers.get(node.input[0])
     if producer is None or all(facts.ranks.get(name, 0) == rank for name in producer.input):

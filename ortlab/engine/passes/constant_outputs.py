@@ -38,13 +38,7 @@ def _run_first(original: Callable[[onnx.ModelProto], onnx.ModelProto]) -> Callab
 
 
 def keep_constant_outputs(model: onnx.ModelProto) -> bool:
-    """Let torch copy each output that is computed from constants alone.
-
-    Returns
-    -------
-    bool
-        Whether the model changed.
-    """
+    """Let torch copy each output that is computed from constants alone; say whether the model changed."""
     graph = model.graph
     variable = {value.name for value in graph.input}
     for node in graph.node:

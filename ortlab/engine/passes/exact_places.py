@@ -23,21 +23,9 @@ _SUFFIX: Final = "_to_keep"
 
 
 def leaving_alone(model: onnx.ModelProto, kept: Iterable[Sequence[str]]) -> tuple[onnx.ModelProto, list[str]]:
-    """Copy a training graph in which some results cannot be recomputed.
+    """Copy a training graph, before its session is made, so that the results in `kept` cannot be recomputed.
 
-    Parameters
-    ----------
-    model
-        A training graph, before its session is made; it is not changed.
-    kept
-        Results to keep, by node.
-
-    Returns
-    -------
-    model : onnx.ModelProto
-        The copy.
-    missing : list of str
-        Those of them that no node of the graph makes.
+    `kept` lists them by node. Returns the copy, and those of the results that no node of the graph makes.
     """
     copied = onnx.ModelProto()
     copied.CopyFrom(model)

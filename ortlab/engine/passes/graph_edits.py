@@ -26,32 +26,12 @@ Shape: TypeAlias = tuple[int | str | None, ...]
 
 
 class GraphFacts:
-    """Shapes, element types and differentiability of the values of a graph.
-
-    Attributes
-    ----------
-    shapes : dict
-        Shape per value, where every dimension is known as a number or by its symbol.
-    ranks : dict
-        Number of dimensions per value, where it is known.
-    element_types : dict
-        ONNX element type per value.
-    differentiable : set
-        Values through which a gradient may flow to a parameter or to an input that needs one. A value whose type
-        is not known counts as a float.
-    producers : dict
-        The node that makes a value.
-    consumed : set
-        Values that a node or the caller of the graph reads.
-    leading_out : set
-        Values from which a gradient may come: an output of the graph depends on them, without an integer and
-        without a `detach` in between.
-    """
+    """Shapes, element types and differentiability of the values of a graph."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
         graph = model.graph
-        self.shapes: dict[str, Shape] = {}
-        self.ranks: dict[str, int] = {}
+        self.shapes: dict[str, Shape] = {}  # where every dimension is known as a number or by its symbol
+        self.ranks: dict[str, int] = {}  # where known
         self.element_types: dict[str, int] = {}
         for value in (*graph.input, *graph.value_info, *graph.output):
             tensor = value.type.tensor_type
@@ -70,12 +50,17 @@ class GraphFacts:
             self.element_types[initializer.name] = initializer.data_type
         needing = NEEDING_GRADIENT.get()
         inputs = {value.name for value in graph.input}
+        # Values through which a gradient may flow to a parameter or to an input that needs one. A value whose type is
+        # not known counts as a float.
         self.differentiable = {
             name for name in (inputs if needing is None else needing) if self._is_float(name)
         }
         self.producers = {name: node for node in graph.node for name in node.output}
+        # Values that a node or the caller of the graph reads.
         self.consumed = {name for node in graph.node for name in node.input}
         self.consumed.update(value.name for value in graph.output)
+        # Values from which a gradient may come: an output of the graph depends on them, without an integer and without
+        # a `detach` in between.
         self.leading_out = {value.name for value in graph.output}
         for node in reversed(graph.node):  # a graph is in topological order, as ONNX demands
             if aten_operator(node) != STOP and not self.leading_out.isdisjoint(node.output):
@@ -147,13 +132,13 @@ class GraphAdditions:
 
 
 def declare_aten(model: onnx.ModelProto) -> None:
-    """Let a model have ``ATen`` nodes; it is changed in place. A second time changes nothing."""
+    """Let a model, which is changed in place, have ``ATen`` nodes. A second time changes nothing."""
     if all(one.domain != ATEN for one in model.opset_import):
         model.opset_import.append(helper.make_opsetid(ATEN, 1))
 
 
 def copied(node: onnx.NodeProto) -> onnx.NodeProto:
-    """Return a node that lives on when the graph that it is taken from is emptied."""
+    """Return a copy of a node that lives on when the graph that it is taken from is emptied."""
     copy = onnx.NodeProto()
     copy.CopyFrom(node)
     return copy

@@ -59,16 +59,11 @@ def install() -> None:
 
 
 def complete_dropouts(model: onnx.ModelProto) -> bool:
-    """Give each Dropout its `training_mode` input and its mask output.
+    """Give each Dropout its `training_mode` input and its mask output; say whether the model changed.
 
     Torch exports the dropout inside scaled dot product attention (``symbolic_opset14``) as ``Dropout(x, p)``. Without
-    `training_mode` ONNX's Dropout lets everything pass, so the model trains without that dropout and nobody is told;
-    without a mask there is no gradient. The functional form drops in training and in eval alike, as torch does.
-
-    Returns
-    -------
-    bool
-        Whether the model changed.
+    `training_mode` ONNX's Dropout lets everything pass, so the model silently trains without that dropout; without a
+    mask there is no gradient. The functional form drops in training and in eval alike, as torch does.
     """
     incomplete = [
         node
@@ -90,17 +85,12 @@ def complete_dropouts(model: onnx.ModelProto) -> bool:
 
 
 def broadcast_where(model: onnx.ModelProto) -> bool:
-    """Expand the branches of a Where to the shape of its output, where they need a gradient.
+    """Expand the branches of a Where that need a gradient to its output's shape; say whether the model changed.
 
     The gradient of Where in 1.19.2 (``orttraining/core/graph/gradient_builder.cc``, GetWhereGradient) has the shape
     of the output and is not summed over broadcast dimensions. The gradient of Expand is, so the broadcast is left to
     an Expand to the shape of the other branch and one to the shape of the condition: three shapes broadcast
     together are the shape of the output, whichever of them spans it.
-
-    Returns
-    -------
-    bool
-        Whether the model changed.
     """
     facts, additions = GraphFacts(model), GraphAdditions(model)
     for node in model.graph.node:
@@ -145,7 +135,7 @@ def forget_unlike_shapes(model: onnx.ModelProto) -> None:
     The gradients of Add, Sub, Mul, Div, MatMul and Expand in 1.19.2 (``gradient_builder_base.cc``,
     ComputeBroadcastBackwardAxes) take two dimensions with symbols for equal: ``x * adaptive_avg_pool2d(x, 1)``, as in
     each squeeze-and-excitation block, then gets wrong gradients, and reads beyond its buffers. Where a shape is not
-    known they look at the sizes.
+    known they look at the sizes at run time.
     """
     facts = GraphFacts(model)
     given = {size for value in model.graph.input for size in facts.shapes.get(value.name, ())}
@@ -167,18 +157,13 @@ def forget_unlike_shapes(model: onnx.ModelProto) -> None:
 
 
 def tie_gradient_inputs(model: onnx.ModelProto) -> bool:
-    """Let all inputs of an operator with several gradients need theirs, or none.
+    """Let all inputs of an operator with several gradients need theirs, or none; say whether the model changed.
 
     GetExternalGradient of 1.19.2 (``orttraining/core/graph/gradient_builder.cc``) looks at the wrong input when one
     of them needs no gradient, such as the image that a model's first layer gets or a kernel that is a buffer: the
     build ends in "... is not a valid intermediate output" or the backward in "invalid index -1". LayerNormalization
     defines the gradient of a constant bias once for each layer that shares it. Such an input gets a zero added that
     depends on one that needs a gradient. Where chooses the zero, so that an infinite weight stays without influence.
-
-    Returns
-    -------
-    bool
-        Whether the model changed.
     """
     facts, additions = GraphFacts(model), GraphAdditions(model)
     for node in model.graph.node:
@@ -202,15 +187,10 @@ def tie_gradient_inputs(model: onnx.ModelProto) -> bool:
 
 
 def lift_vector_products(model: onnx.ModelProto) -> bool:
-    """Give the vectors in a MatMul a second dimension.
+    """Give the vectors in a MatMul a second dimension; say whether the model changed.
 
     The gradient of MatMul in 1.19.2 (``gradient_builder.cc``, GetMatMulGradient) takes its operands for matrices; a
     vector's gradient fails when it runs, or has another shape.
-
-    Returns
-    -------
-    bool
-        Whether the model changed.
     """
     facts, additions = GraphFacts(model), GraphAdditions(model)
     for node in [node for node in model.graph.node if node.op_type == "MatMul" and not node.domain]:
@@ -230,15 +210,10 @@ def lift_vector_products(model: onnx.ModelProto) -> bool:
 
 
 def keep_reduced_dimensions(model: onnx.ModelProto) -> bool:
-    """Let ReduceL2 and ReduceLogSumExp keep the dimensions they reduce, and remove these afterwards.
+    """Let ReduceL2 and ReduceLogSumExp keep their axes, and remove these afterwards; say whether the model changed.
 
     Their gradients in 1.19.2 (``gradient_builder.cc``, GetReduceL2Gradient, GetReduceLogSumExpGradient) put the
     dimensions back with an Unsqueeze of an opset before 13, which is no valid node.
-
-    Returns
-    -------
-    bool
-        Whether the model changed.
     """
     additions = GraphAdditions(model)
     for node in [node for node in model.graph.node if node.op_type in {"ReduceL2", "ReduceLogSumExp"}]:
@@ -298,19 +273,10 @@ def _run_passes(original: Callable[[onnx.ModelProto], onnx.ModelProto]) -> Calla
 
 
 def declare_opset_16(model: onnx.ModelProto) -> bool:
-    """Declare a graph of opset 17 as one of opset 16, if it is one but for its layer normalisations.
+    """Declare opset 16 where only layer normalisations need opset 17; say whether the model changed.
 
-    They then mean ORT's own operator, which computes the same, with the same kernels.
-
-    Parameters
-    ----------
-    model
-        The graph, after its shapes are inferred.
-
-    Returns
-    -------
-    bool
-        Whether the model changed.
+    They then mean ORT's own operator, which computes the same, with the same kernels. The shapes have to be inferred
+    before.
     """
     declared = next((one for one in model.opset_import if not one.domain), None)
     if declared is None or declared.version != _NEWER:
@@ -323,5 +289,5 @@ def declare_opset_16(model: onnx.ModelProto) -> bool:
 
 
 def _is_older(operator: str) -> bool:
-    """Tell whether an operator means the same in both; those that ONNX does not know are ORT's own."""
+    """Say whether an operator means the same in both opsets; those that ONNX does not know are ORT's own."""
     return not defs.has(operator) or bool(defs.get_schema(operator, _NEWER).since_version <= _OLDER)

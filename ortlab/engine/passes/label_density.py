@@ -43,22 +43,11 @@ def _only_mark(_original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def valid_label_counts(model: onnx.ModelProto, inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Count the labels behind each symbol that label sparsity has made.
+    """Count the labels that are not ignored behind each symbol that label sparsity has made.
 
-    ORT inserts `NonZero(labels - ignore_index)` (InsertGatherBeforeSceLoss) and gives the number of its results the
-    symbol.
-
-    Parameters
-    ----------
-    model
-        The graph after its optimisation.
-    inputs
-        Its inputs by name; labels of any shape and integer type.
-
-    Returns
-    -------
-    dict
-        Symbol to count; empty where the graph has no such symbol, or where several losses leave open which is whose.
+    ORT inserts `NonZero(labels - ignore_index)` (InsertGatherBeforeSceLoss) into the optimised graph and gives the
+    number of its results the symbol. The result is empty where the graph has no such symbol, or where several losses
+    leave open which is whose.
     """
     graph = model.graph
     counts = set(_counts(graph, inputs))
@@ -67,18 +56,10 @@ def valid_label_counts(model: onnx.ModelProto, inputs: Mapping[str, torch.Tensor
 
 
 def label_totals(model: onnx.ModelProto) -> dict[str, str]:
-    """Say how many labels there are in all behind each symbol that label sparsity has made.
+    """Say how many labels there are in all behind each symbol that label sparsity has made in an optimised graph.
 
-    Parameters
-    ----------
-    model
-        The graph after its optimisation.
-
-    Returns
-    -------
-    dict
-        Symbol to a formula over the dimensions of the inputs; empty where the shape of the labels is not known, or
-        where several losses leave open which is whose.
+    The number is a formula over the dimensions of the inputs. The result is empty where the shape of the labels is not
+    known, or where several losses leave open which is whose.
     """
     graph = model.graph
     shapes = {

@@ -69,10 +69,10 @@ def _tolerant(base: Any) -> Any:  # noqa: C901 - one class, of small methods
         def _add_suggested_merge(self, symbols: Any, apply: bool = False) -> None:  # noqa: FBT001, FBT002 - ORT's
             """Take two dimensions that meet for equal only if both are dimensions of inputs.
 
-            ORT's own does it for any two ("auto merge has the risk of incorrectly merge symbols while one of them
-            being 1", it says). ``x * adaptive_avg_pool2d(x, 1)`` then gets wrong gradients, and memory beyond its end.
-            Of two it keeps the one that comes first among the inputs; ORT's own leaves that to the order of a set of
-            strings, and so to the process.
+            ORT's own does it for any two ("auto merge has the risk of incorrectly merge symbols while one of them being
+            1", it says). ``x * adaptive_avg_pool2d(x, 1)`` then gets wrong gradients, and reads beyond its buffers. Of
+            two dimensions, this method keeps the one that comes first among the inputs; ORT's own leaves that to the
+            order of a set of strings, and so to the process.
             """
             if not all(is_literal(one) or str(one) in self.input_symbols_ for one in symbols):
                 return
@@ -162,9 +162,9 @@ def _name_open_dimensions(inference: Any, node: onnx.NodeProto, index: int) -> N
 
 
 def _met_uncut(inference: Any, node: onnx.NodeProto, place: int) -> str:
-    """Return the dimension that all operands of an addition or the like have at a place, counted from the end from 1.
+    """Return the dimension that both operands of an addition or the like have at a place; "" if there is none.
 
-    Empty if there is no such dimension.
+    `place` counts from the end, from 1.
     """
     if node.op_type not in _BROADCASTING or node.domain:
         return ""
@@ -178,7 +178,7 @@ def _met_uncut(inference: Any, node: onnx.NodeProto, place: int) -> str:
 
 
 def _uncut(shape: Sequence[Any], beside: Sequence[Any]) -> list[Any]:
-    """Replace each dimension of `shape` that is cut to the one of `beside` that it meets by that one.
+    """Replace each dimension of `shape` that is cut to the dimension of `beside` that it meets by the latter.
 
     A buffer of 512 positions, cut to the length of a batch, has "Min(512, length)" of them beside "length": where the
     two meet they are equal, or the batch is too long for the model.

@@ -19,13 +19,7 @@ if TYPE_CHECKING:
 
 
 def batch_sizes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Schema:
-    """Describe the sizes of a call's tensors, which a graph for one shape depends on.
-
-    Parameters
-    ----------
-    args, kwargs
-        The arguments of the module's forward.
-    """
+    """Describe the sizes of the tensors among a forward's arguments, which a graph for one shape depends on."""
     import torch
     from torch.utils import _pytree
 
@@ -38,15 +32,7 @@ def batch_sizes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Schema:
 
 
 def with_sizes(model: onnx.ModelProto, sizes: Mapping[str, int]) -> onnx.ModelProto:
-    """Copy a model with numbers where its shapes are known in terms of these symbols.
-
-    Parameters
-    ----------
-    model
-        As exported; it is not changed.
-    sizes
-        The values of the symbols, which are what the dimensions of its inputs are named.
-    """
+    """Copy an exported model with numbers in its shapes where `sizes`, the values of its symbols, determine them."""
     import sympy
 
     fixed = type(model)()

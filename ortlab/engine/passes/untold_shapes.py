@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def install() -> None:
-    """Let the switch decide about what ONNX Runtime is told only. Calling it again changes nothing."""
+    """Let the switch decide only about what ONNX Runtime is told. Calling it again changes nothing."""
     from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
 
     replace(GraphTransitionManager, "_post_export_process", _infer_and_forget)

@@ -43,10 +43,7 @@ _SUM_OF_TWO: Final = 2
 def hand_over(model: onnx.ModelProto) -> None:
     """Give each output of the forward memory of its own, and keep GemmSumFusion from gradients that it stops at.
 
-    Parameters
-    ----------
-    model
-        A gradient graph, which is changed in place. Nothing changes in a graph without a YieldOp.
+    The gradient graph is changed in place; one without a YieldOp stays as it is.
     """
     place = next((index for index, node in enumerate(model.graph.node) if node.op_type == _YIELD), None)
     if place is None:
@@ -94,7 +91,7 @@ def _own_outputs(model: onnx.ModelProto, place: int) -> bool:
 
 
 def _let_torch_add(node: onnx.NodeProto, facts: GraphFacts, readers: Counter[str]) -> None:
-    """Add without ORT, which would write over an operand; a bias is added to the product in the product's memory."""
+    """Let PyTorch add, since ORT would write over an operand; a bias is added in the memory of the product."""
     for product, bias in (tuple(node.input), tuple(reversed(node.input))):
         made = facts.producers.get(product)
         if (

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def install() -> None:
-    """Let numbers stay numbers, and name an argument that cannot cross. Calling it again changes nothing."""
+    """Let numbers stay numbers, and name an argument that a graph cannot take. Calling it again changes nothing."""
     from onnxruntime.training.ortmodule import _io
 
     replace(_io, "parse_inputs_for_onnx_export", _read_arguments)

@@ -54,15 +54,7 @@ def matters(value: object) -> bool:
 
 
 def state(value: object, depth: int = 0) -> object:
-    """Return what is equal as long as a trace would find the same value.
-
-    Parameters
-    ----------
-    value
-        An attribute, a default or the content of a closure's cell.
-    depth
-        How many containers it is in.
-    """
+    """Return what is equal as long as a trace would find the same value; `depth` counts the containers around it."""
     kind = type(value)
     if kind in PLAIN:
         return (kind, value) if kind in (bool, int, float) else value  # 1 == 1.0 == True
@@ -79,15 +71,7 @@ def state(value: object, depth: int = 0) -> object:
 
 
 def describe(value: object, depth: int = 0) -> str:
-    """Return text that tells values apart, in this process and in others.
-
-    Parameters
-    ----------
-    value
-        An attribute, a default or the content of a closure's cell.
-    depth
-        How many containers and closures it is in.
-    """
+    """Return text that tells values apart in every process; `depth` counts the containers and closures around it."""
     kind = type(value)
     if kind in PLAIN:
         return repr(value)

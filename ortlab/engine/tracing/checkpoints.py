@@ -44,7 +44,7 @@ def _trace_through(cls: Any, function: Callable[..., Any], preserve_rng_state: b
 
 
 def _leave_to_torch(*_args: Any, **_kwargs: Any) -> None:
-    """Let the region become a PythonOp, if that is wished; called for each `CheckpointFunction` that was traced."""
+    """Let a traced `CheckpointFunction` become a PythonOp, or raise BuildError where the options forbid it."""
     options = present()
     if options is None or options.allow_autograd_checkpoint:
         return
@@ -59,10 +59,10 @@ def _leave_to_torch(*_args: Any, **_kwargs: Any) -> None:
 
 
 def saving_apart() -> AbstractContextManager[object]:
-    """Keep hooks on saved tensors that lie around a call, as a checkpoint's, out of its build.
+    """Keep hooks on saved tensors around a call, such as a checkpoint's, out of its build.
 
-    Only where there are any: before torch 2.6, `torch.vmap` refuses to run under hooks, and models of transformers make
-    their masks with it.
+    It acts only where there are such hooks: before torch 2.6, `torch.vmap` refuses to run under hooks, and models of
+    transformers make their masks with it.
     """
     try:
         with disable_saved_tensors_hooks("asking whether there are any"):
@@ -72,5 +72,5 @@ def saving_apart() -> AbstractContextManager[object]:
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    """Save a tensor of a build for a backward: a checkpoint around the call would count it among those of the call."""
+    """Save a build's tensor as it is: a checkpoint around the call would count it among the call's tensors."""
     return tensor

@@ -18,19 +18,13 @@ from ortlab.engine.tracing.not_traced import not_traced
 
 
 class ExpandedWrites:
-    """The tensors that writes have left behind, because they went to copies."""
+    """The tensors that writes have left behind, because the writes went to copies."""
 
     def __init__(self) -> None:
         self._left: list[weakref.ref[torch.Tensor]] = []
 
     def target(self, written: torch.Tensor) -> torch.Tensor:
-        """Return what a write to a tensor goes to: the tensor itself, or a copy if its entries share memory.
-
-        Parameters
-        ----------
-        written
-            Of any shape.
-        """
+        """Return what a write to a tensor goes to: the tensor itself, or a copy if its entries share memory."""
         if not _is_expanded(written):
             return written
         self._left.append(weakref.ref(written))

@@ -86,8 +86,8 @@ def _keep_needed_stops(
 def keep_needed_stops(model: onnx.ModelProto) -> None:
     """Drop each stop through which no gradient would flow, and double those on an input that needs one.
 
-    The constructor of GradientGraphBuilder in 1.19.2 (``orttraining/core/framework/gradient_graph_builder.cc``) takes
-    each node that reads an input in need of a gradient for one to differentiate, a stop as well, which has none.
+    The constructor of GradientGraphBuilder in 1.19.2 (``orttraining/core/framework/gradient_graph_builder.cc``)
+    differentiates each node that reads an input in need of a gradient, also a stop, which has no gradient.
     """
     differentiable = GraphFacts(model).differentiable
     inputs = {value.name for value in model.graph.input}

@@ -26,13 +26,7 @@ class TensorHooks(TorchFunctionMode):
     """Refuses hooks on the tensors that a forward makes, while it is traced."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `function`.
-
-        Raises
-        ------
-        BuildError
-            If it puts a hook on a tensor, or asks for the gradient of one to be kept.
-        """
+        """Call `function`; raise BuildError if it hooks a tensor of the forward's or asks to keep its gradient."""
         name = getattr(function, "__name__", "")
         if name in _ON_TENSORS and not isinstance(args[0], torch.nn.Parameter):
             raise BuildError(
@@ -45,20 +39,7 @@ class TensorHooks(TorchFunctionMode):
 
 
 def check_hooks(module: torch.nn.Module, log: MessageLog) -> None:
-    """Refuse backward hooks of sub-modules, and say which forward hooks are exported.
-
-    Parameters
-    ----------
-    module
-        The module that is to be exported; hooks on itself do not count.
-    log
-        Where it is said.
-
-    Raises
-    ------
-    BuildError
-        If a sub-module has a backward hook.
-    """
+    """Raise BuildError if a sub-module has a backward hook, and log which sub-modules' forward hooks are exported."""
     parts = [(name, part) for name, part in module.named_modules() if part is not module]
     refused = [name for name, part in parts if any(getattr(part, table) for table in _BACKWARD)]
     if refused:

@@ -39,13 +39,7 @@ _MAKES_NUMBERS: Final = frozenset(
 
 
 class NumbersMade(TorchFunctionMode):
-    """Notes while a module is traced whether a number of Python's is made of a traced value.
-
-    Attributes
-    ----------
-    any : bool
-        Whether one was.
-    """
+    """Notes in `any`, while a module is traced, whether a Python number is made of a traced value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,13 +54,7 @@ class NumbersMade(TorchFunctionMode):
 
 
 def sizes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sizes:
-    """Return the size of each dimension of each tensor of a call.
-
-    Parameters
-    ----------
-    args, kwargs
-        The arguments of the module's forward.
-    """
+    """Return the size of each dimension of each tensor among the arguments of a forward."""
     leaves = _pytree.tree_leaves((list(args), dict(kwargs)))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     return frozenset(

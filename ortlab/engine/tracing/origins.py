@@ -56,16 +56,9 @@ class Origin(Enum):
 def origin(tensor: torch.Tensor) -> Origin:
     """Tell what a tensor is made of, while it is traced.
 
-    Parameters
-    ----------
-    tensor : torch.Tensor
-        Of any shape and dtype.
-
-    Returns
-    -------
-    Origin
-        `INPUTS` if an input has a part in it, be it by its sizes; `RANDOM` if random numbers have one and the value of
-        no input has; `CONSTANT` if it is the same in each step, as the comparison of a layer drop of probability 0 is.
+    It is `INPUTS` if the value of an input has a part in it; else `RANDOM` if random numbers have one; else `INPUTS` if
+    the size of an input has one; else `CONSTANT`, the same in each step. The comparison of a layer drop of probability
+    0 counts as constant.
     """
     internals: Any = torch._C
     last = internals._get_value_trace(tensor).node()
@@ -131,7 +124,7 @@ def _writers(node: Any) -> Iterator[Any]:
 
 
 def _is_certain(last: Any, operators: set[str]) -> bool:
-    """Tell whether a node compares a number from [0, 1) with one beyond, and nothing was written to the former."""
+    """Tell whether a node compares a draw from [0, 1), not written to since, with a limit that decides alone."""
     comparison = last.kind()
     if not operators <= {*_UNIFORM, comparison} or last.inputsSize() != 2:  # noqa: PLR2004
         return False

@@ -95,7 +95,7 @@ class _Numbers:
 
 @dataclass(frozen=True)
 class NumberPart(Part):
-    """A number of an object's, by its place among all of these, which are one tensor of the graph.
+    """A number in an object, by its place in the one tensor of the graph that holds all of them.
 
     A trace makes a tensor of a number that comes from a size, so that it is right for batches of other sizes.
     """
@@ -124,7 +124,7 @@ class SequencePart(Part):
 
 @dataclass(frozen=True)
 class MappingPart(Part):
-    """A mapping; `template` has its class and what else it needs, and other values."""
+    """A mapping; `template` has its class and what else it needs, but other values."""
 
     template: Mapping[Any, Any]
     items: dict[Any, Part]
@@ -145,7 +145,7 @@ class ObjectPart(Part):
     attributes: dict[str, Part]
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return a new one; its class's `__init__` is not asked."""
+        """Return a new one; its class's `__init__` is not called."""
         made: Any = object.__new__(self.kind)
         for name, part in self.attributes.items():
             object.__setattr__(made, name, part.filled(tensors))
@@ -153,7 +153,7 @@ class ObjectPart(Part):
 
 
 def _put_together(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``unflatten_data_using_schema``, which knows ORT's own schemas."""
+    """Wrap ``unflatten_data_using_schema``, which knows only ORT's own schemas."""
 
     def unflatten_data_using_schema(data: Any, schema: Any) -> Any:
         return schema.filled(data) if isinstance(schema, Part) else original(data, schema)
@@ -165,7 +165,7 @@ def _put_together(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _take_apart(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``_io._extract_schema``, which knows tensors in plain containers."""
+    """Wrap ``_io._extract_schema``, which knows only tensors in plain containers."""
 
     def extract_schema(data: Any, device: Any) -> Any:
         if _is_plain(data):
@@ -199,12 +199,8 @@ _numbers_seen: Final[ContextVar[tuple[int, ...]]] = ContextVar("numbers_seen", d
 class _Taken:
     """The tensors that were found in what a forward returned, and the classes of the objects that held them.
 
-    Parameters
-    ----------
-    device
-        Where tensors are made of numbers.
-    numbers
-        The leaves, counted from 0, that are numbers although a trace has made tensors of them.
+    `device` is where numbers become tensors; `numbers` are the leaves, counted from 0, that are numbers although a
+    trace has made tensors of them.
     """
 
     def __init__(self, device: Any, numbers: Sequence[int]) -> None:
@@ -308,7 +304,7 @@ def _attributes(data: object) -> Iterator[tuple[str, Any]]:
 
 
 def _note(taken: _Taken) -> None:
-    """Say what objects cost."""
+    """Warn of what objects cost."""
     if not taken.outermost:
         return
     advice = (

@@ -30,7 +30,7 @@ def install() -> None:
 
 @contextmanager
 def source_lines() -> Iterator[dict[str, str]]:
-    """Collect "file:line" by name of the node from the export in the block; it is filled meanwhile."""
+    """Collect "file:line" by name of the node; the export in the block fills the dictionary."""
     found: dict[str, str] = {}
     token = _lines.set(found)
     try:

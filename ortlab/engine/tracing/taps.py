@@ -39,22 +39,14 @@ class Looker:
 
 
 class Taps:
-    """The marks of one trace after another; make them with `mark` while `is_tracing`.
-
-    Attributes
-    ----------
-    silent
-        Whether ORTModule runs the module, before it traces it, to see what it returns.
-    calls
-        How often each module was called in the present trace; whoever marks counts here.
-    """
+    """The marks of one trace after another; make them with `mark` while `is_tracing`."""
 
     def __init__(self) -> None:
         self._marks: list[list[Mark]]
         self._tensors: list[torch.Tensor]
         self._places: dict[int, int]
-        self.silent = False
-        self.calls: Counter[str]
+        self.silent = False  # on while ORTModule runs the module, before it traces it, to see what it returns
+        self.calls: Counter[str]  # of each module in the present trace; whoever marks counts here
         self.forget()
 
     def mark(self, mark: Mark, tensor: torch.Tensor) -> None:
@@ -122,7 +114,7 @@ def marks_of(model: onnx.ModelProto) -> dict[str, list[Mark]]:
 
 
 def install() -> None:
-    """Return marked tensors from a trace, and take them out right behind the exporter. Again, it changes nothing."""
+    """Return marked tensors from a trace; take them out right after the exporter. Calling it again changes nothing."""
     from onnxruntime.training.ortmodule import _io
     from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
 

@@ -38,29 +38,17 @@ _NOT_THE_MODEL: Final = tuple(str(Path(one.__file__ or "").parent) for one in (t
 
 
 class TracedStops(TorchFunctionMode):
-    """Put a recorded `detach` on each result that torch cuts off without recording it.
-
-    Attributes
-    ----------
-    in_function : bool
-        Whether an autograd Function runs: what it does inside is not part of the graph.
-    """
+    """Put a recorded `detach` on each result that torch cuts off without recording it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.in_function = False
+        self.in_function = False  # on while an autograd Function runs, whose inside is not part of the graph
         self._writes = TracedWrites()
         self._expanded = ExpandedWrites()
         self._sharing: dict[int, list[weakref.ref[torch.Tensor]]] = {}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `function`, and cut off its results where torch does.
-
-        Raises
-        ------
-        BuildError
-            If it writes to memory and the graph would not show all that changes.
-        """
+        """Call `function`, cut off its results where torch does; raise BuildError if the graph would hide a write."""
         kwargs = kwargs or {}
         if self.in_function:
             return function(*args, **kwargs)
@@ -175,7 +163,7 @@ _exporting: Final = threading.RLock()
 
 @contextmanager
 def functions_asked() -> Iterator[None]:
-    """Let autograd Functions ask the mode, which torch does not let them.
+    """Show the mode each call of an autograd Function, which torch hides from modes.
 
     It has to last for a whole export: torch's exporter looks for the `symbolic` of a traced Function only if its
     `apply` is still the one that was traced (``torch/csrc/jit/python/python_ir.cpp``, autogradFunction).

@@ -37,7 +37,7 @@ FACTS: Final = frozenset(
         *("__dir__", "register_hook", "_backward_hooks", "grad"),
     )
 )
-"""What code asks of a tensor that its values have no part in."""
+"""Functions of a tensor in whose results its values have no part."""
 
 _ARITHMETIC: Final = frozenset(
     (
@@ -69,14 +69,11 @@ _ELEMENTWISE: Final = _ARITHMETIC | frozenset(
 """What takes a number among its arguments for a value, never for a size."""
 
 _COMPARISONS: Final = {"lt": 0.0, "ge": 0.0, "le": -0.0, "gt": 1.0}
-"""Comparisons of a number from [0, 1) whose result does not depend on it if the other is at most (`gt`: least) this."""
+"""Comparisons that come out alike for each number from [0, 1) if the other is at most (`gt`: at least) this."""
 
 
 class TracedValues(TorchFunctionMode):
-    """Note what of the batch becomes constant while a module is traced.
-
-    Enter it with `on`.
-    """
+    """Notes what of the batch becomes constant while a module is traced; enter it with `on`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,12 +182,7 @@ def flat(value: Any) -> Iterator[Any]:
 def is_certain_of_uniform(name: str, other: object) -> bool:
     """Tell whether a comparison comes out alike for each number from [0, 1), as the layer drop of probability 0 does.
 
-    Parameters
-    ----------
-    name : str
-        Of the comparison, such as ``"lt"`` or ``"__lt__"``.
-    other
-        What the number is compared with; it must be a number to be certain.
+    The comparison has a name such as ``"lt"`` or ``"__lt__"``; it is certain only if `other` is a number.
     """
     limit = _COMPARISONS.get(name.strip("_"))
     if limit is None or not isinstance(other, (int, float)):

@@ -43,15 +43,7 @@ class TracedWrites:
     def note_result(
         self, name: str, sources: Iterable[torch.Tensor], results: Iterable[torch.Tensor]
     ) -> None:
-        """Note what an operator has returned: it shows its memory as it is now.
-
-        Parameters
-        ----------
-        name
-            The operator's name, such as "view".
-        sources, results
-            Tensors that went in and came out.
-        """
+        """Note what an operator, such as "view", has returned: it shows its memory as it is now."""
         sliced = (
             {memory(source) for source in sources if self._reaches_its_base(source)}
             if name in _SLICES
@@ -73,12 +65,9 @@ class TracedWrites:
         self._written.setdefault(memory(written), []).append(_extent(written))
 
     def stale(self, tensors: Iterable[torch.Tensor], results: Sequence[torch.Tensor]) -> bool:
-        """Tell whether one of the tensors would show an old value in the graph.
+        """Tell whether one of the tensors that an operator takes would show an old value in the graph.
 
-        Parameters
-        ----------
-        tensors, results
-            Tensors that go into an operator and come out.
+        `results` is what the operator returns: it may make views of what was not written to.
         """
         return any(
             place in self._readable
@@ -104,7 +93,7 @@ class TracedWrites:
 
 
 def _extent(tensor: torch.Tensor) -> range:
-    """Return the elements of its memory from the first to the last that a tensor has."""
+    """Return the positions in its memory from the first element of a tensor to the last."""
     with torch._C.DisableTorchFunction(), not_traced():  # not questions of the model's
         if not tensor.numel():
             return range(0)

@@ -18,15 +18,9 @@ DOMAIN: Final = "ortlab.module"
 class Body:
     """The nodes of a group: what goes in, what comes out, and what tells it from other bodies.
 
-    Parameters
-    ----------
-    nodes
-        The nodes, in an order in which they can be computed.
-    weights
-        The constants of the graph by name. Functions have none, so that they become nodes in the body, one for each
-        use: netron draws a constant in the node that uses it only if there is one such node.
-    wanted
-        What is read outside of the group.
+    The nodes come in an order in which they can be computed; `wanted` is what is read outside of the group. Functions
+    have no initializers, so that `weights` become nodes in the body, one for each use: netron draws a constant in the
+    node that uses it only if there is one such node.
     """
 
     def __init__(

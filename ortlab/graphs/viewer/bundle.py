@@ -88,36 +88,19 @@ _PATIENCE_S: Final = 20
 
 @dataclass(frozen=True)
 class Bundle:
-    """What every page carries.
+    """What every page carries."""
 
-    Attributes
-    ----------
-    version
-        Of netron.
-    packed
-        The script, the styles and the markup: JSON, compressed with gzip, in base64.
-    script_hash
-        SHA-256 of the script in base64, as a content security policy names it.
-    """
-
-    version: str
-    packed: str
-    script_hash: str
+    version: str  # of netron
+    packed: str  # the script, the styles and the markup: JSON, compressed with gzip, in base64
+    script_hash: str  # SHA-256 of the script in base64, as a content security policy names it
 
 
 @lru_cache(maxsize=8)
 def bundle(folder: Path | None = None) -> Bundle:
-    """Return the page for the installed netron, from the user's cache if it has been assembled before.
+    """Return the page for a netron package, from the user's cache if it has been assembled before.
 
-    Parameters
-    ----------
-    folder
-        The folder of a netron package; by default the installed one.
-
-    Raises
-    ------
-    InstallError
-        If netron is missing, or is a version whose modules cannot be assembled.
+    `folder` is that of the package; None for the installed one. Raises InstallError where netron is missing, or is a
+    version whose modules cannot be assembled.
     """
     package = folder or _installed()
     version = _version(package)
@@ -141,10 +124,7 @@ def bundle(folder: Path | None = None) -> Bundle:
 def assemble(package: Path, version: str) -> Bundle:
     """Make the page of a netron package.
 
-    Raises
-    ------
-    InstallError
-        If a module is missing, or is written as no netron of the supported range is.
+    Raises InstallError where a module is missing, or is not written as those of the supported versions are.
     """
     try:
         sources = {name: _text(package / f"{name}.js") for name in NETRON_MODULES}
@@ -172,7 +152,7 @@ def assemble(package: Path, version: str) -> Bundle:
 
 
 def pack(data: bytes, level: int = 6) -> str:
-    """Compress and encode; the same bytes give the same text on any day."""
+    """Compress with gzip and encode in base64; the same bytes give the same text on any day."""
     return base64.b64encode(gzip.compress(data, level, mtime=0)).decode()
 
 
@@ -268,7 +248,7 @@ def _version(package: Path) -> str:
 
 
 def _fingerprint(package: Path) -> str:
-    """Tell apart what goes into the page: our files by content, netron's by size and time."""
+    """Return a digest of what goes into the page: our files by content, netron's by size and time."""
     digest = hashlib.sha256(Path(__file__).read_bytes())
     for file in sorted(STATIC.iterdir()):
         digest.update(file.read_bytes())

@@ -20,21 +20,11 @@ HEIGHT: Final = 560
 
 @dataclass(frozen=True, repr=False)
 class EmbeddedGraph(Shown):
-    """A graph and its page.
-
-    Attributes
-    ----------
-    graph
-        The graph.
-    document
-        The page, or the reason why there is none.
-    height
-        Of the frame, in pixels.
-    """
+    """A graph and its page, or the reason why there is none."""
 
     graph: Graph
     document: Document
-    height: int = HEIGHT
+    height: int = HEIGHT  # of the frame, in pixels
 
     @property
     def refused(self) -> str:

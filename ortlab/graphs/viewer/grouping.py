@@ -18,8 +18,8 @@ LARGEST: Final = 400
 
 READABLE: Final = 90
 READABLE_SHARE: Final = 25
-"""How many nodes a grouped graph has at most, or one for so many of its nodes if that is more, unless every depth of
-modules has more."""
+"""A grouped graph has at most `READABLE` nodes, or one for every `READABLE_SHARE` of its nodes if that is more,
+unless every depth of modules has more."""
 
 Place = tuple[bool, tuple[str, ...]]
 """Whether it is in backward, and the names of the modules, the outermost first."""
@@ -27,29 +27,14 @@ Place = tuple[bool, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Group:
-    """A run of nodes of one module.
+    """A run of nodes of one module."""
 
-    Attributes
-    ----------
-    name
-        What the node that stands for it is called: the module's path, after "∇" for backward.
-    title
-        What it is headed with: the end of the path. Netron shows what follows the last dot.
-    backward
-        Whether its nodes are part of backward.
-    function
-        The function with its nodes; groups that compute the same share one.
-    nodes
-        Names of its nodes, in the order of the function.
-    values
-        Names of what its nodes read and write, in the order in which they first occur.
-    """
-
-    name: str
-    title: str
+    name: str  # of the node that stands for it: the module's path, after "∇" for backward
+    title: str  # its heading: the end of the path; netron shows what follows the last dot
     backward: bool
-    function: str
-    nodes: tuple[str, ...]
+    function: str  # the one with its nodes; groups that compute the same share one
+    nodes: tuple[str, ...]  # names of its nodes, in the order of the function
+    # Names of what its nodes read and write, in the order in which they first occur.
     values: tuple[str, ...] = field(repr=False)
 
 
@@ -58,16 +43,10 @@ def grouped(
 ) -> tuple[ModelProto, list[Group]]:
     """Return a copy of a graph with a node for each group, and the groups.
 
-    The depth of modules is the greatest at which at most `READABLE` nodes, or a twenty-fifth of all, are drawn.
-
-    Parameters
-    ----------
-    model
-        A lean graph, whose nodes are in an order in which they can be computed.
-    modules
-        Path of the module by name of the node; nodes that are missing stand with the node whose result they read.
-    backward
-        For each node whether it is part of backward.
+    The depth of modules is the greatest at which at most `READABLE` nodes, or a twenty-fifth of all, are drawn. The
+    graph is a lean one, whose nodes are in an order in which they can be computed. `modules` gives the path of the
+    module by name of the node; nodes that are missing stand with the node whose result they read. `backward` says for
+    each node whether it is part of backward.
     """
     nodes = model.graph.node
     before = predecessors(nodes)

@@ -38,12 +38,8 @@ def predecessors(nodes: Sequence[NodeProto]) -> list[list[int]]:
 def in_order(nodes: Sequence[NodeProto]) -> list[NodeProto]:
     """Return the nodes with each after those that make what it reads, otherwise in their own order.
 
-    ONNX asks for that; the graphs that ORT writes with recompute plans hold recomputed nodes at their end.
-
-    Raises
-    ------
-    BuildError
-        If nodes wait for each other in a circle.
+    ONNX asks for that; the graphs that ORT writes with recompute plans hold recomputed nodes at their end. Raises
+    BuildError where nodes wait for each other in a circle.
     """
     before = predecessors(nodes)
     state = [0] * len(nodes)  # 0 not seen, 1 waits for others, 2 done
@@ -74,7 +70,7 @@ def in_order(nodes: Sequence[NodeProto]) -> list[NodeProto]:
 def in_backward(nodes: Sequence[NodeProto]) -> list[bool]:
     """Return for each node whether it is part of backward: by its name, or because it needs what `YieldOp` hands over.
 
-    Recomputed nodes are: they run there.
+    Recomputed nodes are part of backward: they run there.
     """
     late: list[bool] = []
     for node, needed in zip(nodes, predecessors(nodes), strict=True):
@@ -92,17 +88,9 @@ def runs(
 ) -> list[list[int]]:
     """Part nodes into runs of one place, so that the runs depend on each other without circles.
 
-    Of the nodes that could come next, one of the present place is taken; where there is none, the earliest.
-
-    Parameters
-    ----------
-    before
-        For each node, in an order in which they can be computed, what it depends on.
-    places
-        The place of each.
-    first
-        Nodes that go before all others as long as one of them can: a forward is not parted by what a backward could
-        compute early.
+    Of the nodes that could come next, one of the present place is taken; where there is none, the earliest. `before`
+    holds for each node what it depends on, in an order in which the nodes can be computed. Nodes that are `first` go
+    before all others as long as one of them can: a forward is not parted by what a backward could compute early.
     """
     waiting = _Waiting(before, places, first)
     parted: list[list[int]] = []

@@ -32,22 +32,15 @@ with a million end the browser tab. `bench/graph_view.py` measures graphs of rea
 
 @dataclass(frozen=True)
 class Cost:
-    """What a graph asks of the layout.
+    """What a graph asks of the layout."""
 
-    Attributes
-    ----------
-    nodes
-        Number of nodes that are drawn.
-    span
-        Sum over the edges of how many places in the order of the nodes each of them crosses; several edges between
-        the same two nodes are drawn as one.
-    """
-
-    nodes: int
+    nodes: int  # that are drawn
+    # Sum over the edges of how many places in the order of the nodes each of them crosses; several edges between the
+    # same two nodes are drawn as one.
     span: int
 
     def within(self, limits: tuple[int, int]) -> bool:
-        """Whether neither limit is passed."""
+        """Say whether it passes neither limit: that of nodes, that of span."""
         return self.nodes <= limits[0] and self.span <= limits[1]
 
 

@@ -35,42 +35,18 @@ GROUPINGS: Final = ("auto", "module", "none")
 
 @dataclass(frozen=True)
 class Reduction:
-    """What is drawn.
+    """What is drawn of a graph."""
 
-    Attributes
-    ----------
-    model
-        The graph as it is drawn.
-    groups
-        The groups in it.
-    words
-        What was reduced; empty if nothing was.
-    refused
-        Why nothing can be drawn; empty if something can.
-    """
-
-    model: ModelProto = field(repr=False)
+    model: ModelProto = field(repr=False)  # as it is drawn
     groups: tuple[Group, ...] = field(default=(), repr=False)
-    words: str = ""
-    refused: str = ""
+    words: str = ""  # what was reduced; empty if nothing was
+    refused: str = ""  # why nothing can be drawn; empty if something can
 
 
 def reduced(graph: Graph, model: ModelProto, *, around: str, hops: int, group: str) -> Reduction:
-    """Reduce a graph until the browser can place it.
+    """Reduce `model`, the lean copy of a graph, until the browser can place it; the rest is as in `document`.
 
-    Parameters
-    ----------
-    graph
-        The graph, for the modules of its nodes.
-    model
-        Its lean copy.
-    around, hops, group
-        As in `document`.
-
-    Raises
-    ------
-    OptionError
-        If there is no node `around`, or `hops` is negative.
+    Raises OptionError where there is no node `around`, or `hops` is negative.
     """
     said = []
     count = len(model.graph.node)
@@ -109,19 +85,15 @@ def reduced(graph: Graph, model: ModelProto, *, around: str, hops: int, group: s
 
 
 def modules_of(graph: Graph) -> dict[str, str]:
-    """Return the path of the module of those nodes of which it is known, by the name under which they are drawn."""
+    """Return the module's path of each node whose module is known, by the name under which the node is drawn."""
     return {name: origin.module for name, origin in graph.origins.items() if origin.is_known}
 
 
 def without_long_edges(model: ModelProto, span: int) -> tuple[ModelProto, int]:
     """Return a copy of a graph whose longest edges are cut so that `span` is kept to, and how many were cut.
 
-    Parameters
-    ----------
-    model
-        A lean graph, whose nodes are in an order in which they can be computed.
-    span
-        Sum of the lengths of the edges that stay, as in `preflight.Cost`.
+    The graph is a lean one, whose nodes are in an order in which they can be computed. `span` is the sum of the lengths
+    of the edges that stay, as in `preflight.Cost`.
     """
     import onnx
 
@@ -148,7 +120,8 @@ def without_long_edges(model: ModelProto, span: int) -> tuple[ModelProto, int]:
             if name in producers and (at, producers[name]) not in kept:
                 cut += 1
                 node.input[position] = STUB + name
-                # The head of a node says what it reads from far away; that of a group would be long, its side bar does.
+                # The head of a node says what it reads from far away. That of a group would be long: there the side
+                # bar says it.
                 if name not in stubs and node.domain != DOMAIN:
                     stubs.add(name)
                     stub = copy.graph.initializer.add(name=STUB + name, data_type=onnx.TensorProto.FLOAT)
@@ -162,22 +135,10 @@ def without_long_edges(model: ModelProto, span: int) -> tuple[ModelProto, int]:
 def neighbourhood(model: ModelProto, around: str, hops: int) -> tuple[ModelProto, int]:
     """Return a copy of a graph with the nodes around one, and how many hops they are away at most.
 
-    It reaches less far than asked for if it would have more than `MOST` nodes. What the nodes read from outside are
-    the inputs of the copy, and what is read outside its outputs.
-
-    Parameters
-    ----------
-    model
-        A lean graph, whose nodes are in an order in which they can be computed.
-    around
-        Name of the node.
-    hops
-        How many edges away, in both directions.
-
-    Raises
-    ------
-    OptionError
-        If there is no such node, or `hops` is negative.
+    A hop follows an edge in either direction. The copy reaches less far than asked for if it would have more than
+    `MOST` nodes. What the nodes read from outside are the inputs of the copy, and what is read outside its outputs. The
+    graph is a lean one, whose nodes are in an order in which they can be computed. Raises OptionError where there is no
+    such node, or `hops` is negative.
     """
     import onnx
 

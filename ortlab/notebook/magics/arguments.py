@@ -19,19 +19,9 @@ _PAIR = re.compile(r"(?P<name>[^\W\d]\w*)=(?P<value>.*)", re.DOTALL)
 
 
 class Parser(argparse.ArgumentParser):
-    """Reads the line of one magic; what it cannot read raises, where argparse would end the kernel.
+    """Reads the line of one magic; what it cannot read raises ArgumentError, where argparse would end the kernel.
 
-    Parameters
-    ----------
-    magic
-        Name of the magic with its percent signs.
-    minus
-        Whether words such as "-30%" are amounts, and not options that nobody knows.
-
-    Attributes
-    ----------
-    magic
-        The same.
+    With `minus`, words such as "-30%" are amounts, and not unknown options.
     """
 
     def __init__(self, magic: str, *, minus: bool = False) -> None:
@@ -51,13 +41,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("changes", nargs="*", metavar="option=value")
 
     def read(self, line: str) -> argparse.Namespace:
-        """Parse the line of a magic.
-
-        Raises
-        ------
-        ArgumentError
-            If the line cannot be split into words, an argument is unknown, or one is missing.
-        """
+        """Parse the line of a magic; an ArgumentError says what is wrong with it and what its form is."""
         found = words(line)
         if found and found[-1].endswith("\\"):
             raise ArgumentError(
@@ -88,12 +72,8 @@ def words(line: str) -> list[str]:
     """Split a line at spaces outside quotes and brackets; a word that begins with `#` begins a comment, as in a shell.
 
     `path="my runs"/a`, `plan=['a', 'b']` and `a#b` are one word each. Quotes that enclose a whole word are stripped;
-    those inside `option="..."` are left for `changes`.
-
-    Raises
-    ------
-    ArgumentError
-        If a quotation does not end, or a bracket is not closed.
+    those inside `option="..."` are left for `changes`. Raises ArgumentError where a quotation or a bracket does not
+    end.
     """
     found = [""]
     for character, outside in _scanned(line):
@@ -109,10 +89,7 @@ def words(line: str) -> list[str]:
 def _scanned(text: str) -> Iterator[tuple[str, bool]]:
     """Yield each character, and whether it stands outside quotes and brackets.
 
-    Raises
-    ------
-    ArgumentError
-        At the end, if a quotation does not end, or a bracket is not closed.
+    Raises ArgumentError at the end, if a quotation or a bracket is still open.
     """
     quote, escaped, depth = "", False, 0
     for character in text:
@@ -145,29 +122,11 @@ def unquoted(word: str) -> str:
 
 
 def changes(pairs: Iterable[str], variables: Mapping[str, object]) -> dict[str, Any]:
-    """Read `option=value` pairs; the options themselves turn text into their types.
+    """Read `option=value` pairs; the options themselves turn text into their types. `engine` may be among them.
 
-    A value is plain text (`1`, `True`, `INFO`, `Gelu+:1:-1`), a quoted text, a bracketed list of literals, or
-    `$name` for the value of one variable. A bare word is never looked up: a variable `INFO` changes nothing.
-
-    Parameters
-    ----------
-    pairs
-        Words of the form `option=value`.
-    variables
-        The user's namespace.
-
-    Returns
-    -------
-    dict
-        Values by option name; `engine` may be among them.
-
-    Raises
-    ------
-    ArgumentError
-        If a word is not a pair, an option is given twice, or a variable does not exist.
-    OptionError
-        If there is no such option.
+    A value is plain text (`1`, `True`, `INFO`, `Gelu+:1:-1`), a quoted text, a bracketed list of literals, or `$name`
+    for the value of one variable. A bare word is never looked up: a variable `INFO` changes nothing. Raises OptionError
+    for an option that does not exist.
     """
     known = {one.name for one in switches()} | {"engine"}
     read: dict[str, Any] = {}
@@ -189,24 +148,8 @@ def parts(
 ) -> tuple[list[Any] | None, list[str]]:
     """Read what follows `--only`: paths with spaces or commas between them, or `$name` for what a variable holds.
 
-    Parameters
-    ----------
-    words_
-        Words of the line; None if there is no `--only`.
-    variables
-        The user's namespace.
-
-    Returns
-    -------
-    only : list or None
-        What `ortlab.wrap` takes.
-    changes : list of str
-        The `option=value` pairs that came after the paths.
-
-    Raises
-    ------
-    ArgumentError
-        If a variable does not exist.
+    Returns what `ortlab.wrap` takes, None if there is no `--only`, and the `option=value` pairs that came after the
+    paths.
     """
     if words_ is None:
         return None, []
@@ -223,25 +166,7 @@ def parts(
 
 
 def grid(words_: Sequence[str], variables: Mapping[str, object]) -> object:
-    """Read the grid of a sweep: `option=value,value` pairs, or one `$name` that holds a grid or a list of points.
-
-    Parameters
-    ----------
-    words_
-        Words of the line.
-    variables
-        The user's namespace.
-
-    Returns
-    -------
-    object
-        What `Lab.sweep` takes: lists of values by option, or what the variable holds.
-
-    Raises
-    ------
-    ArgumentError
-        If a word is not a pair, an option is given twice, or a variable does not exist.
-    """
+    """Read the grid of a sweep: `option=value,value` pairs, or one `$name` that holds a grid or a list of points."""
     if len(words_) == 1 and words_[0].startswith("$"):
         return variable(words_[0][1:], variables)
     read: dict[str, object] = {}
@@ -261,15 +186,7 @@ def grid(words_: Sequence[str], variables: Mapping[str, object]) -> object:
 
 
 def configurations(groups: Sequence[Sequence[str]], variables: Mapping[str, object]) -> list[Any]:
-    """Read configurations: each group is `option=value` pairs, or one `$name` of a dict or a list of dicts.
-
-    Raises
-    ------
-    ArgumentError
-        If a word is not a pair, an option is given twice, or a variable does not exist.
-    OptionError
-        If there is no such option.
-    """
+    """Read configurations: each group is `option=value` pairs, or one `$name` of a dict or a list of dicts."""
     found: list[Any] = []
     for group in groups:
         if len(group) == 1 and group[0].startswith("$"):
@@ -281,16 +198,11 @@ def configurations(groups: Sequence[Sequence[str]], variables: Mapping[str, obje
 
 
 def values(text: str, variables: Mapping[str, object]) -> list[object]:
-    """Read values with commas between them; commas inside quotes and brackets part none.
+    """Read values with commas between them; commas inside quotes and brackets do not separate.
 
     A `$name` that holds a list stands for all its values, and so does one bracketed list of things that are not all
     texts: `[0, 1, 2]`, `[['Gelu+:1:-1'], []]`. A bracketed list of texts is one value of an option that holds several:
     `memory_plan=[],['Gelu+:1:-1']`.
-
-    Raises
-    ------
-    ArgumentError
-        If a value is missing between commas, a variable does not exist, or a list holds something other than literals.
     """
     parts = _split(text)
     if not all(parts):
@@ -315,13 +227,7 @@ def _split(text: str) -> list[str]:
 
 
 def value(text: str, variables: Mapping[str, object]) -> object:
-    """Read one value: `$name`, a bracketed list of literals, a quoted text, or plain text.
-
-    Raises
-    ------
-    ArgumentError
-        If the variable does not exist, or the list holds something other than literals.
-    """
+    """Read one value: `$name`, a bracketed list of literals, a quoted text, or plain text."""
     if text.startswith("$"):
         return variable(text[1:], variables)
     if text[:1] in {"[", "("}:
@@ -340,11 +246,6 @@ def plan_sets(words_: Iterable[str], variables: Mapping[str, object]) -> list[ob
     """Read sets of plans: `Gelu+:1:-1`, several with commas between them, or `$name` of a set or a list of sets.
 
     A list of sets is a list; a tuple, as in `lab.options.memory_plan`, is one set.
-
-    Raises
-    ------
-    ArgumentError
-        If a variable does not exist.
     """
     found: list[object] = []
     for word in words_:
@@ -357,13 +258,7 @@ def plan_sets(words_: Iterable[str], variables: Mapping[str, object]) -> list[ob
 
 
 def path(text: str, variables: Mapping[str, object]) -> str:
-    """Read the path of a file, written out or as `$name`.
-
-    Raises
-    ------
-    ArgumentError
-        If the variable does not exist or holds something else.
-    """
+    """Read the path of a file, written out or as `$name`."""
     found = variable(text[1:], variables) if text.startswith("$") else text
     if not isinstance(found, (str, os.PathLike)):
         raise ArgumentError(f"{text} holds a {type(found).__name__}, not the path of a file.")
@@ -371,13 +266,7 @@ def path(text: str, variables: Mapping[str, object]) -> str:
 
 
 def sizes(pairs: Iterable[str], variables: Mapping[str, object]) -> dict[str, Any]:
-    """Read `name=number` pairs, such as `batch=16` or `label_density=0.15`; a number may be `$name`.
-
-    Raises
-    ------
-    ArgumentError
-        If a word is no pair, a name is given twice, or a variable does not exist.
-    """
+    """Read `name=number` pairs, such as `batch=16` or `label_density=0.15`; a number may be `$name`."""
     read: dict[str, Any] = {}
     for pair in pairs:
         parts = _PAIR.fullmatch(pair)
@@ -393,13 +282,7 @@ def sizes(pairs: Iterable[str], variables: Mapping[str, object]) -> dict[str, An
 
 
 def number(text: str, variables: Mapping[str, object], what: str) -> int:
-    """Read a whole number, written out or as `$name`.
-
-    Raises
-    ------
-    ArgumentError
-        If it is not one; `what` names the argument.
-    """
+    """Read a whole number, written out or as `$name`; `what` names the argument in the error."""
     found = value(text, variables)
     if isinstance(found, int) and not isinstance(found, bool):
         return found
@@ -409,13 +292,7 @@ def number(text: str, variables: Mapping[str, object], what: str) -> int:
 
 
 def numbers(text: str, variables: Mapping[str, object], what: str) -> list[int]:
-    """Read whole numbers with commas between them, or `$name` of a list of them.
-
-    Raises
-    ------
-    ArgumentError
-        If one of them is none; `what` names the argument.
-    """
+    """Read whole numbers with commas between them, or `$name` of a list of them; `what` is as for `number`."""
     found = values(text, variables)
     return [one if isinstance(one, int) else number(str(one), variables, what) for one in found]
 
@@ -423,19 +300,7 @@ def numbers(text: str, variables: Mapping[str, object], what: str) -> list[int]:
 def variable(path: str, variables: Mapping[str, object], fitting: Iterable[str] | None = None) -> Any:
     """Look up a variable, or an attribute of one (`trainer.model`); expressions are refused.
 
-    Parameters
-    ----------
-    path
-        A name, or names joined by dots.
-    variables
-        The user's namespace.
-    fitting
-        Names of the variables that would fit; any may if not given.
-
-    Raises
-    ------
-    ArgumentError
-        If it is not a name, or there is no such variable or attribute.
+    `fitting` names the variables that the error may suggest; None stands for all.
     """
     names = path.split(".")
     if not all(name.isidentifier() for name in names):

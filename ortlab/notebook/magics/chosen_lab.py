@@ -13,19 +13,9 @@ if TYPE_CHECKING:
 
 
 def chosen_lab(name: str | None, variables: Mapping[str, object]) -> Lab:
-    """Find the lab that a magic acts on.
+    """Return the lab in the variable that `--lab` names; for None the lab wrapped last, by magic or in Python.
 
-    Parameters
-    ----------
-    name
-        What `--lab` gave: a variable that holds a lab. None for the lab wrapped last, by magic or in Python.
-    variables
-        The user's namespace.
-
-    Raises
-    ------
-    ArgumentError
-        If the variable does not exist or holds something else, or nothing was wrapped yet.
+    Raises ArgumentError if the variable does not exist or holds something else, or nothing was wrapped yet.
     """
     from ortlab.lab.lab import Lab
     from ortlab.lab.wrapped import latest

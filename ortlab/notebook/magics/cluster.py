@@ -229,7 +229,7 @@ class RankPrinter:
             self._printed = end
 
     def finish(self) -> None:
-        """Show the rest, rank by rank; of several errors the traceback of one."""
+        """Show the rest, rank by rank; of several errors, only the traceback of one."""
         for number, one in enumerate(self._outputs):
             _write(one.rank, one.stdout[self._printed if number == 0 else 0 :], sys.stdout)
             _write(one.rank, one.stderr, sys.stderr)
@@ -250,7 +250,7 @@ def _write(rank: int, text: str, stream: TextIO) -> None:
 
 
 def _show(rank: int, data: dict[str, Any], *, is_open: bool) -> None:
-    """Show a value; of HTML, that of the first rank stands open, and the others' unfold."""
+    """Show a value; the HTML of the first rank is unfolded, and that of the others folded."""
     plain = str(data.get("text/plain", ""))
     if set(data) <= {"text/plain"}:
         _write(rank, plain, sys.stdout)

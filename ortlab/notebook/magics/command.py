@@ -32,14 +32,9 @@ def command(parser: Parser) -> Callable[[Magic], Magic]:
     """Make a magic of a method that takes parsed arguments (and, for a cell magic, the line and the cell).
 
     An `OrtlabError` is re-raised as exactly `UsageError`: IPython shows that without the frames inside ortlab, which
-    say no more than the message, and would show a subclass with them. Where the user's own code caused it, the
-    message ends with the line. Ctrl-C passes with one line that says what is kept, and no traceback. Any other error
-    passes, its traceback cut down to what the user's cell did.
-
-    Parameters
-    ----------
-    parser
-        What the line may hold.
+    say no more than the message, and would show a subclass with them. Where the user's own code caused it, the message
+    ends with the line. Ctrl-C passes with one line that says what is kept, and no traceback. Any other error passes,
+    its traceback cut down to what the user's cell did.
     """
 
     def decorate(method: Callable[..., Any]) -> Magic:

@@ -191,13 +191,13 @@ def follow(lab: Lab) -> None:
 
 
 def unfollow(lab: Lab) -> None:
-    """Let the table be as it is; does nothing if there is none."""
+    """Stop redrawing the table, which stays as it is; do nothing if there is none."""
     if lab in _followed:
         _followed[lab].handle = None
 
 
 class _Redrawing:
-    """Told about each event of a lab, draws what the steps have counted; the lab keeps it, and not the other way."""
+    """Draws what the steps of a lab have counted, at its events; the lab keeps this object, which holds it weakly."""
 
     def __init__(self, lab: Lab) -> None:
         self.handle: DisplayHandle | None = None

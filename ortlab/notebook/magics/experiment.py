@@ -310,7 +310,7 @@ class ExperimentMagics(Magics):
         return found
 
     def _plan(self, args: argparse.Namespace) -> MemoryPlan:
-        """Read the plans, priced if asked for."""
+        """Read the plans, with their costs if the line asks for them."""
         lab = chosen_lab(args.lab, self.shell.user_ns)
         if args.measure and not args.costs:
             raise ArgumentError("--measure belongs to --costs.", fix="%ort_plan --costs --measure 3")
@@ -322,7 +322,7 @@ class ExperimentMagics(Magics):
         return lab.plan(args.part, level=int(args.level) if args.level else None)
 
     def _saved_plans(self, args: argparse.Namespace) -> SavedPlans:
-        """Read plans, and hold them against the model if one has been built."""
+        """Read saved plans, and compare them with the model if one has been built."""
         from ortlab.lab.wrapped import latest  # not before a magic is used: it loads torch
 
         variables = self.shell.user_ns

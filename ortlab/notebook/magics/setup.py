@@ -123,7 +123,7 @@ class SetupMagics(Magics):
                 lab.unwrap()  # the caller has no lab to do it with
                 raise
         else:
-            lab_display.note_shown(lab)  # as the value of the cell, it is a line
+            lab_display.note_shown(lab)  # as the value of the cell, it is shown as one line
         return lab
 
     def _write_recipe(self, module: object, args: argparse.Namespace) -> Recipe:

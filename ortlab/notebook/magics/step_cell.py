@@ -24,24 +24,9 @@ _IDENTIFIER = re.compile(r"[^\W\d]\w*")
 class StepCell:
     """One training step, written as a cell; calling it runs the cell once.
 
-    The cell is compiled once, runs where every other cell runs, and leaves its variables there. A traceback
-    points at the cell's own lines, because the source is registered with IPython as that of a cell is.
-
-    Parameters
-    ----------
-    shell
-        The shell whose namespace the step uses.
-    line
-        Rest of the magic's own line, which keeps its place: line numbers are those of the notebook's cell.
-    cell
-        The lines below it.
-
-    Raises
-    ------
-    ArgumentError
-        If the cell awaits, or is a cell magic itself.
-    SyntaxError
-        If it is not Python.
+    The cell is compiled once, runs where every other cell runs, and leaves its variables there. A traceback points at
+    the cell's own lines, because the source is registered with IPython as that of a cell is; `line`, the rest of the
+    magic's own line, keeps its place for that. Raises ArgumentError if the cell awaits or is a cell magic itself.
     """
 
     def __init__(self, shell: InteractiveShell, line: str, cell: str) -> None:
@@ -60,7 +45,7 @@ class StepCell:
 
     @contextmanager
     def variables_kept(self) -> Iterator[None]:
-        """Give the cell's variables the values back, after the block, that they had before it."""
+        """Restore the variables of the namespace after the block, and delete those that it made."""
         before = dict(self._variables)
         try:
             yield
@@ -72,10 +57,7 @@ class StepCell:
     def objects(self) -> list[object]:
         """Return the variables that the cell mentions, or a function it mentions; optimizers are among them.
 
-        Returns
-        -------
-        list of object
-            In the order of the names in the code, each once.
+        They are in the order of the names in the code, each once.
         """
         found: dict[str, object] = {}
         _collect(self._code, self._variables, found)
@@ -115,7 +97,7 @@ def _collect(code: CodeType, variables: Mapping[str, object], found: dict[str, o
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Names that code mentions, those in functions, comprehensions and magics inside it too."""
+    """Yield the names that code mentions, also in functions, comprehensions and magics inside it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -19,17 +19,7 @@ _MACHINERY = ("ortlab", "torch", "onnxruntime", "ipyparallel")
 def since_cell(frames: TracebackType | None, shell: InteractiveShell) -> TracebackType | None:
     """Cut a traceback down to what a cell's code did: from the first frame in the user's namespace on.
 
-    Parameters
-    ----------
-    frames
-        Traceback of an error that a magic caught.
-    shell
-        The shell whose namespace it is.
-
-    Returns
-    -------
-    traceback or None
-        The whole traceback if no frame of it is the user's.
+    Returns the whole traceback if no frame of it is the user's.
     """
     found = frames
     while found is not None:
@@ -40,15 +30,7 @@ def since_cell(frames: TracebackType | None, shell: InteractiveShell) -> Traceba
 
 
 def place(error: BaseException, shell: InteractiveShell) -> str:
-    """Say in which line of the user's code the causes of an error arose; "" if in none.
-
-    Parameters
-    ----------
-    error
-        An error that was raised from others.
-    shell
-        Knows which cell a file name stands for.
-    """
+    """Say in which line of the user's code the causes of an error arose; "" if in none."""
     machinery = tuple(
         str(Path(spec.origin).parent) for spec in map(find_spec, _MACHINERY) if spec and spec.origin
     )
@@ -61,7 +43,7 @@ def place(error: BaseException, shell: InteractiveShell) -> str:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Go through the causes, the first one first: it is nearest to the user's code."""
+    """Yield the causes, the first one first: it is nearest to the user's code."""
     cause = error.__cause__ or error.__context__
     if cause is not None:
         yield from _causes(cause)

@@ -21,20 +21,7 @@ _REDRAW_SECONDS: Final = 0.1
 
 
 class Actions(lean.Column):
-    """Buttons that are greyed out while one of them acts, a bar, and below them what went wrong.
-
-    Parameters
-    ----------
-    looks
-        Layout and styles that the parts of the panel share.
-
-    Attributes
-    ----------
-    progress
-        Bar of the build or the steps under way.
-    errors
-        What went wrong last.
-    """
+    """Buttons that are greyed out while one of them acts, a bar for the build or the steps, and the last error."""
 
     def __init__(self, looks: Looks) -> None:
         self._looks = looks
@@ -53,17 +40,10 @@ class Actions(lean.Column):
     def add(
         self, label: str, tooltip: str, act: Callable[[], object], missing: Callable[[], str] = lambda: ""
     ) -> widgets.Button:
-        """Add a button.
+        """Add a button; an error of `act` is shown.
 
-        Parameters
-        ----------
-        label, tooltip
-            What it is called, and what it does.
-        act
-            What a click does; an error of it is shown.
-        missing
-            Says what has to be done before, empty if nothing; until then the button is greyed out, with that for
-            its tooltip.
+        `missing` says what has to be done before, empty if nothing; until then the button is greyed out, with that as
+        its tooltip.
         """
         button = self._looks.button(label, tooltip)
         button.on_click(lambda _: self._do(act))
@@ -79,7 +59,7 @@ class Actions(lean.Column):
             button.disabled, button.tooltip = bool(reason), reason or tooltip
 
     def show_progress(self, words: str, fraction: float) -> bool:
-        """Show how far a build or the steps have come; no words end it. Returns whether that was drawn."""
+        """Show how far a build or the steps have come, and return whether that was drawn; empty words hide the bar."""
         now = time.monotonic()
         if words and now - self._drawn_at < _REDRAW_SECONDS and fraction < 1.0:
             return False

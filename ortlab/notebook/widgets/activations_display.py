@@ -21,13 +21,6 @@ def activations_explorer(lab: Lab, activations: SavedActivations) -> Activations
 
     Running a cell again, which reads the same, shows the same explorer and leaves no second one behind. What differs,
     by the batch, the part or the plans, gets an explorer of its own: the cell above still shows what it was asked for.
-
-    Parameters
-    ----------
-    lab
-        The lab that it was read from.
-    activations
-        What is shown.
     """
     living = [one for one in (known() for known in _explorers.get(lab, ())) if one and not one.closed]
     explorer = next((one for one in living if one.as_read == activations), None)
@@ -52,7 +45,7 @@ def activations_explorer(lab: Lab, activations: SavedActivations) -> Activations
 
 
 def bundle_of(activations: SavedActivations) -> dict[str, Any]:
-    """Return what shows saved activations in an explorer; nothing if its lab is gone, or nothing is kept."""
+    """Return the MIME bundle of an explorer of saved activations; empty if its lab is gone, or nothing is kept."""
     lab = activations.source.lab
     if lab is None or not activations.rows:
         return {}

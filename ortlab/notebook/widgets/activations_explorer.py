@@ -40,40 +40,16 @@ _WITHIN: Final = "within"
 class ActivationsExplorer(lean.Column):
     """The saved activations in a table, and below it the plans that take something out of it; empty until `show`.
 
-    Parameters
-    ----------
-    looks
-        Layout and styles that the parts of the panel share; its own if it stands alone.
-    framed
-        Whether it stands alone, and so carries the frame and the style sheet that the panel would.
-
-    Attributes
-    ----------
-    activations
-        What is shown, for the sizes of the sliders; None until `show`.
-    table
-        The activations, or their groups.
-    plans
-        The plans, once `look` has been pressed.
-    look
-        Button that asks which plans remove what: a session is made for each plan.
-    errors
-        What went wrong last.
-    pointed
-        Called with the names of the nodes that the chosen rows are about: what makes an activation, then what reads it
-        in the backward. Nothing is done unless somebody sets it.
-    as_read
-        What `show` was given, before any slider; None until `show`.
-    closed
-        Whether `close` has been called.
+    If it is `framed`, it stands alone and carries the frame and the style sheet that the panel would.
     """
 
     def __init__(self, looks: Looks | None = None, *, framed: bool = False) -> None:
         self._looks = looks = looks or Looks()
-        self.activations: SavedActivations | None = None
+        self.activations: SavedActivations | None = None  # for the sizes of the sliders; None until `show`
+        # Gets the nodes of the chosen rows: what makes an activation, then what reads it in the backward.
         self.pointed: Callable[[Sequence[str]], None] = lambda _: None
         self.closed = False
-        self.as_read: SavedActivations | None = None
+        self.as_read: SavedActivations | None = None  # as `show` was given it, before any slider
         self._read_plans: Callable[[], SavedActivations] | None = None
         self._sizes: dict[str, int] = {}
         self._view = _EACH
@@ -118,12 +94,8 @@ class ActivationsExplorer(lean.Column):
     ) -> None:
         """Show saved activations.
 
-        Parameters
-        ----------
-        activations
-            The record.
-        read_plans
-            Returns the same with what each plan removes; None where that cannot be asked.
+        `read_plans` returns the same with what each plan removes, and makes a session for each; None where that cannot
+        be asked.
         """
         self.activations = self.as_read = activations
         self._read_plans = read_plans
@@ -252,7 +224,7 @@ class ActivationsExplorer(lean.Column):
         return Picker("Show", tuple(options), self._view)
 
     def _detail_notes(self, activations: SavedActivations) -> tuple[Note | Folded, ...]:
-        """Say what is chosen, in words: a mark in a table is not enough for who cannot see it."""
+        """Say what is chosen, in words: a mark in a table is not enough for users who cannot see it."""
         if self._plan:
             removed = [row for row in activations.rows if self._plan in (row.plans or ())]
             what = "1 activation" if len(removed) == 1 else f"{units.count(len(removed))} activations"

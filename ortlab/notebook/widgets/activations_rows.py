@@ -41,18 +41,10 @@ def group_rows(activations: SavedActivations, kind: Kind) -> Content[Row]:
 def activation_rows(
     activations: SavedActivations, within: tuple[Kind, str] | None = None, plan: str = "", chosen: str = ""
 ) -> Content[Row]:
-    """Make the table of the activations.
+    """Make the table of the activations; `chosen` is the key of the one whose details are shown.
 
-    Parameters
-    ----------
-    activations
-        The record.
-    within
-        Kind and name of the group that they are of; all if None.
-    plan
-        Plan of which the activations are marked that it removes; they come first.
-    chosen
-        Key of the activation whose details are shown.
+    `within` is the kind and name of the group that they are of; None for all. Activations that `plan` removes are
+    marked and come first.
     """
     rows = list(activations.rows)
     if within is not None:
@@ -97,16 +89,9 @@ def activation_rows(
 def effect_rows(
     activations: SavedActivations, plan: str = "", removing: Sequence[str] = ()
 ) -> Content[PlanEffect]:
-    """Make the table of what each plan does to the saved activations.
+    """Make the table of what each plan does to the saved activations; `plan` is the one that is chosen.
 
-    Parameters
-    ----------
-    activations
-        The record.
-    plan
-        The plan that is chosen.
-    removing
-        Plans that are marked, since they remove the activation that is chosen; they come first.
+    The plans in `removing` are marked and come first: they remove the activation that is chosen.
     """
     return Content(
         records=sorted(

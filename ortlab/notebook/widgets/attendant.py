@@ -16,17 +16,7 @@ if TYPE_CHECKING:
 class Attendant(Part):
     """Stands in a panel, brings its style, and looks after its elements; see `static/attendant.js`.
 
-    Parameters
-    ----------
-    name
-        What a screen reader calls the panel.
-    looks
-        Layout and styles that the parts of the panel share.
-
-    Attributes
-    ----------
-    name
-        The same; the browser reads it.
+    A screen reader calls the panel by `name`.
     """
 
     name = traitlets.Unicode().tag(sync=True)
@@ -36,7 +26,7 @@ class Attendant(Part):
         self.on_msg(self._asked)
 
     def _asked(self, _widget: object, message: Any, _buffers: object) -> None:
-        """Answer, now that all that the browser has sent before is done."""
+        """Answer the browser: everything that it sent before is done now."""
         self.send({"answered": message["asked"]})
 
     def __repr__(self) -> str:

@@ -26,12 +26,12 @@ _CODE = re.compile(r"`([^`]+)`")
 class Looks:
     """One layout, one style of each kind and one copy of each script, for all parts of a panel.
 
-    Each further one is a message to the browser, and hundreds of bytes in a notebook that is saved with its widgets.
+    Each additional one is a message to the browser, and hundreds of bytes in a notebook that is saved with its widgets.
     """
 
     @cached_property
     def layout(self) -> widgets.Layout:
-        """The layout without any setting. Nobody sets anything in it."""
+        """The layout without any setting; many parts share it, so nobody sets anything in it."""
         return lean.Layout()
 
     def script(self, name: str, css: str = "") -> Script:
@@ -42,11 +42,11 @@ class Looks:
 
     @property
     def shared(self) -> list[widgets.Widget]:
-        """What parts share."""
+        """The widgets that parts share."""
         return [self.layout, *self._styles.values(), *self._scripts.values()]
 
     def close(self) -> None:
-        """Close what is shared, once the parts are."""
+        """Close what is shared, after the parts."""
         for one in self.shared:
             one.close()
 
@@ -117,8 +117,8 @@ class ErrorBox(lean.Row):
     def watching(self) -> Iterator[None]:
         """Show what goes wrong inside, and clear the box if nothing does.
 
-        A widget's callback has nobody above it who would show an exception, so every error ends here. Interrupts
-        too: the kernel's message loop would only log them.
+        Nothing above a widget's callback would show an exception, so every error ends here. Interrupts too: the
+        kernel's message loop would only log them.
         """
         try:
             yield
@@ -139,7 +139,7 @@ def close_tree(widget: widgets.Widget, looks: Looks | None = None) -> None:
         part = getattr(widget, name, None)
         if isinstance(part, widgets.Widget) and (looks is None or part not in looks.shared):
             part.close()
-    # The class's own close, because a subclass may call this function from its.
+    # The base class's close, because a subclass may call this function from its own.
     widgets.Widget.close(widget)
 
 

@@ -19,25 +19,8 @@ if TYPE_CHECKING:
 class Fold(lean.Column):
     """A part of the panel under a heading; the style sheet shows it while the heading is pressed.
 
-    Parameters
-    ----------
-    title
-        The heading.
-    body
-        What is folded.
-    on_open
-        Called each time it is opened; what costs something is drawn there.
-    looks
-        Layout and styles that the parts of the panel share.
-    is_open
-        Whether it is open at first.
-    layout
-        Its own, where it is not always shown.
-
-    Attributes
-    ----------
-    heading
-        The button; its value is whether the fold is open.
+    `on_open` is called each time it is opened, and draws what is expensive. A fold that is not always shown needs a
+    layout of its own.
     """
 
     def __init__(

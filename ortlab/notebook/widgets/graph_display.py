@@ -119,16 +119,9 @@ def show_graph(
 
 
 def highlight(lab: Lab, nodes: Iterable[str]) -> None:
-    """Mark nodes, and the copies that recompute them, in the open views of a lab; the marks on others go.
+    """Mark nodes, and the copies that recompute them, in the open views of a lab; no names take all marks off.
 
-    Views that do not have a node leave it out: a stage before has other nodes than the execution graph.
-
-    Parameters
-    ----------
-    lab
-        The lab.
-    nodes
-        Their names; none to take all marks off.
+    Views that do not have a node leave it out: an earlier stage has other nodes than the execution graph.
     """
     wanted = list(nodes)
     for view in open_views(lab):
@@ -141,14 +134,7 @@ def highlight(lab: Lab, nodes: Iterable[str]) -> None:
 def highlight_plans(lab: Lab, plans: Iterable[str]) -> None:
     """Mark the nodes that recompute plans would run again, in the open views of a lab.
 
-    Where there is no view nothing is asked of ORT; where nothing is built there is nothing to mark.
-
-    Parameters
-    ----------
-    lab
-        The lab.
-    plans
-        Entries of `Options.memory_plan`.
+    Where there is no view, ORT is not asked; where nothing is built, there is nothing to mark.
     """
     if not open_views(lab):
         return
@@ -163,7 +149,7 @@ def highlight_plans(lab: Lab, plans: Iterable[str]) -> None:
 
 
 def _places(lab: Lab) -> RecomputePlaces | None:
-    """Return where plans act; while a rebuild is due that is not known, and the views still show the build before."""
+    """Return where plans act; while a rebuild is due, where they acted in the build before, which the views show."""
     if not lab.status.pending_stage:  # a tick shall not wait for a graph to be built
         with suppress(OrtlabError):
             _known_places[lab] = recompute_places(lab)

@@ -15,17 +15,7 @@ if TYPE_CHECKING:
 
 
 class GraphPart(Fold):
-    """The graph that runs, drawn; `ortlab.show_graph(lab)` shows the same view in a cell of its own.
-
-    Parameters
-    ----------
-    lab
-        The lab whose graphs are shown.
-    errors
-        Where it is said that there is no graph yet.
-    looks
-        Layout and styles that the parts of the panel share.
-    """
+    """The graph that runs, drawn; `ortlab.show_graph(lab)` shows the same view in a cell of its own."""
 
     def __init__(self, lab: Lab, errors: ErrorBox, looks: Looks) -> None:
         self._lab = lab

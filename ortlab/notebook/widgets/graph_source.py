@@ -18,28 +18,14 @@ GROUPS: Final = {"auto": "grouped if it is large", "module": "grouped by module"
 
 @dataclass(frozen=True)
 class GraphSource:
-    """Graphs to choose from: the stages of a build, the two sides of a difference, or a single one.
+    """Graphs to choose from: the stages of a build, the two sides of a difference, or a single one."""
 
-    Attributes
-    ----------
-    titles
-        What each of them is, in words, by the name that it is chosen by.
-    read
-        Returns the one of a name.
-    colours
-        Returns the marks that its nodes have at first, as `GraphView.highlight` takes them; None if marks stay from one
-        graph to the next.
-    code
-        Python code that stands beside each of them; empty for none.
-    about_code
-        What the code is, one line.
-    """
-
-    titles: Mapping[str, str]
+    titles: Mapping[str, str]  # words, by the name that `read` takes
     read: Callable[[str], Graph]
+    # Returns the first marks of the nodes, as `GraphView.highlight` takes them; None keeps marks between graphs.
     colours: Callable[[str], Mapping[str, str]] | None = None
-    code: str = ""
-    about_code: str = ""
+    code: str = ""  # Python code that stands beside each graph
+    about_code: str = ""  # one line
 
 
 @dataclass(frozen=True)

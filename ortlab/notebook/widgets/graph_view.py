@@ -50,45 +50,13 @@ PATIENCE_MS: Final = 60_000
 class GraphView(Part):
     """A graph drawn by netron in a sandboxed frame, without a server: click a node, and `selected` holds its name.
 
-    `ortlab.show_graph` makes one.
-
-    Parameters
-    ----------
-    source
-        The graphs to choose from.
-    stage
-        Name of the one that is shown at first.
-    around
-        Name of a node: only its neighbourhood is drawn.
-    hops
-        How many edges the neighbourhood reaches, in both directions.
-    group
-        "auto" groups by module where the whole would be too large to be placed, "module" always, "none" never.
-    height
-        Of the frame, in pixels.
-
-    Attributes
-    ----------
-    selected
-        Names of the selected nodes, as `ortlab.graphs.node_names` gives them; `view.observe(f, "selected")` calls
-        ``f`` at each change, also at those by mouse.
-    graph
-        The graph that is shown.
-    reduced
-        What was left out or put together so that the browser can place it, in words; empty if all is drawn.
-    problem
-        What went wrong last, in words; empty if nothing did.
-    closed
-        Whether `close` has been called.
-
-    Raises
-    ------
-    OptionError
-        If there is no such node, or a number or word is none of those that can be chosen.
-    BuildError
-        If there is no graph of the stage.
+    `ortlab.show_graph` makes one. With `around`, only the nodes within `hops` edges of that node, in both directions,
+    are drawn. `group` "auto" groups by module where the whole would be too large to be placed, "module" always, "none"
+    never. `height` is in pixels. Raises OptionError for an unknown node, and for a number or word that cannot
+    be chosen, and BuildError where there is no graph of the stage.
     """
 
+    # Names as `ortlab.graphs.node_names` gives them; `view.observe(f, "selected")` follows changes by mouse, too.
     selected = traitlets.List(traitlets.Unicode()).tag(sync=True)
     marks = traitlets.Dict().tag(sync=True)
     sought = traitlets.Dict().tag(sync=True)
@@ -135,32 +103,22 @@ class GraphView(Part):
 
     @property
     def reduced(self) -> str:
-        """What was left out or put together, in words."""
+        """What was left out or grouped so that the browser can place the graph, in words; empty if all is drawn."""
         return self._document.reduced
 
     @property
     def problem(self) -> str:
-        """What went wrong last, in words."""
+        """What went wrong last, in words; empty if nothing did."""
         return self._problem
 
     def show(self, stage: str, *, around: str = "", hops: int = HOPS, group: str = "auto") -> None:
-        """Show what a new view with these parameters would, read again."""
+        """Read the graph again, and show what a new view with these parameters would show."""
         self._draw(Wanted(stage, around, hops, group))
 
     def around(self, name: str = "", hops: int = HOPS) -> None:
-        """Draw the neighbourhood of a node only, and select the node.
+        """Draw the neighbourhood of a node only, and select the node; without a name, that of the first selected node.
 
-        Parameters
-        ----------
-        name
-            Of the node; the first that is selected if it is left out.
-        hops
-            How many edges it reaches, in both directions.
-
-        Raises
-        ------
-        OptionError
-            If there is no such node, or none is selected.
+        It reaches `hops` edges in both directions. Raises OptionError if there is no such node, or none is selected.
         """
         name = name or next(iter(self.selected), "")
         if not name:
@@ -169,13 +127,7 @@ class GraphView(Part):
         self.select([name])
 
     def whole(self, group: str = "") -> None:
-        """Draw the whole graph again.
-
-        Parameters
-        ----------
-        group
-            "auto", "module" or "none"; as before if it is left out.
-        """
+        """Draw the whole graph again; `group` is "auto", "module" or "none", and as before if it is left out."""
         self._draw(replace(self._wanted, around="", group=group or self._wanted.group))
 
     def refresh(self) -> None:
@@ -183,34 +135,18 @@ class GraphView(Part):
         self._draw(self._wanted)
 
     def select(self, names: Sequence[str]) -> None:
-        """Select nodes and scroll to them; a group is opened if all of them are in it.
+        """Select nodes and scroll to them; a group is opened if all of them are in it. No names select nothing.
 
-        Parameters
-        ----------
-        names
-            Of nodes of `graph`; empty to select nothing.
-
-        Raises
-        ------
-        OptionError
-            If the graph has no node of such a name.
+        Raises OptionError if the graph has no node of such a name.
         """
         self._check(names)
         self.selected = list(dict.fromkeys(names))
 
     def highlight(self, names: Sequence[str] | Mapping[str, str] = ()) -> None:
-        """Mark nodes with a colour, and take the marks off all others.
+        """Mark nodes with a colour, and take the marks off all others; no names mark nothing.
 
-        Parameters
-        ----------
-        names
-            Of nodes of `graph`; or for each name "added", "removed", "moved", "changed", "fused" or a colour as
-            "#1a7f37". Empty to mark nothing.
-
-        Raises
-        ------
-        OptionError
-            If the graph has no node of such a name.
+        A mapping has for each name "added", "removed", "moved", "changed", "fused" or a colour as "#1a7f37". Raises
+        OptionError if the graph has no node of such a name.
         """
         self._check(names)
         self.marks = dict(names) if isinstance(names, Mapping) else dict.fromkeys(names, MARKED)
@@ -228,10 +164,7 @@ class GraphView(Part):
     def follow(self, *, rebuild_is_due: bool) -> None:
         """Look whether the graph is still the lab's, and say in the view if not; `refresh` shows the present one.
 
-        Parameters
-        ----------
-        rebuild_is_due
-            Whether the next step builds another graph.
+        `rebuild_is_due` says that the next step builds another graph.
         """
         try:
             changed = not rebuild_is_due and self._source.read(self.stage).digest != self.graph.digest
@@ -269,7 +202,7 @@ class GraphView(Part):
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        """Show what goes wrong inside: a message from the browser has nobody above it who would show an exception."""
+        """Show what goes wrong inside: nothing above the handler of a browser message would show an exception."""
         try:
             yield
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - shown, whatever it is

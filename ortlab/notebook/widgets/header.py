@@ -22,22 +22,7 @@ _BADGES: Final = {"ort": "ORT", "eager": "EAGER", "checkpoint": "CHECKPOINT", "c
 
 
 class Header(lean.Column):
-    """Name, badge and state in a line that screen readers follow; below it parts, pending builds and notes.
-
-    Parameters
-    ----------
-    lab
-        The lab.
-    looks
-        Layout and styles that the parts of the panel share.
-
-    Attributes
-    ----------
-    line
-        The line with the badge.
-    pending
-        What the next call redoes, and what the lab has to say.
-    """
+    """Name, badge and state in a line that screen readers follow; below it parts, pending builds and notes."""
 
     def __init__(self, lab: Lab, looks: Looks) -> None:
         self._lab = lab

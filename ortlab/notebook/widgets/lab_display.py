@@ -18,12 +18,9 @@ _shown: WeakKeyDictionary[Lab, int] = WeakKeyDictionary()
 
 
 def show_panel(lab: Lab) -> None:
-    """Show the panel of a lab.
+    """Show the panel of a lab, or raise NotImplementedError so that IPython shows the other forms.
 
-    Raises
-    ------
-    NotImplementedError
-        If no widget can live here, or this cell has shown the lab already. IPython then shows the other forms.
+    It raises where no widget can live, or this cell has shown the lab already.
     """
     if was_shown(lab) or not in_kernel():
         raise NotImplementedError

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ipywidgets.widgets.widget_style import Style
 
 _NAMES: Final = ("_model_module", "_model_module_version", "_model_name")
-"""What a browser has to be told to make a control at all."""
+"""What a browser needs to make a control at all."""
 
 
 class Lean(widgets.Widget):

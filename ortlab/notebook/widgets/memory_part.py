@@ -22,15 +22,7 @@ _REDRAW_SECONDS: Final = 0.25
 
 
 class MemoryPart(lean.Html):
-    """Memory by phase, empty unless `print_memory_stats` is on.
-
-    Parameters
-    ----------
-    lab
-        The lab whose readings are shown.
-    looks
-        Layout and styles that the parts of the panel share.
-    """
+    """Memory by phase, empty unless `print_memory_stats` is on."""
 
     def __init__(self, lab: Lab, looks: Looks) -> None:
         super().__init__(layout=looks.layout, style=looks.style(HTMLStyle))

@@ -25,23 +25,8 @@ _ALL: Final = "all"
 class MessageList(lean.Column):
     """Messages by run, the newest run first; a run that is chosen is shown whole, page by page.
 
-    Parameters
-    ----------
-    read
-        Returns the messages as they are now.
-    looks
-        Layout and styles that the parts of the panel share.
-
-    Attributes
-    ----------
-    fold
-        What all of it is folded under; the heading counts the messages, and they are drawn while it is open.
-    run, level, source, words
-        The filters; they and the buttons are made when the fold is first opened.
-    earlier, later
-        Buttons for the pages of the chosen run.
-    refresh
-        Reads again: what a plain call of the model says comes without an event.
+    The heading of the fold counts the messages; they are drawn while it is open, and the filters are made when it is
+    first opened.
     """
 
     def __init__(self, read: Callable[[], Messages], looks: Looks) -> None:
@@ -59,7 +44,7 @@ class MessageList(lean.Column):
         self.show()
 
     def _build(self) -> None:
-        """Make the filters: a panel whose messages nobody looks at goes without."""
+        """Make the filters; a panel whose messages nobody looks at has none."""
         looks = self._looks
         shared = {"layout": looks.layout}
         self.run = lean.Dropdown(options=[(_ALL, _ALL)], value=_ALL, description="Run", **shared)
@@ -76,6 +61,7 @@ class MessageList(lean.Column):
         )
         self.earlier = looks.button("Earlier", "The page before this one")
         self.later = looks.button("Later", "The page after this one")
+        # What a plain call of the model says comes without an event, so the list has to be read again.
         self.refresh = looks.button("Refresh", "Read the messages again")
         self._list = looks.html()
         self._list.add_class("ortlab-messages")

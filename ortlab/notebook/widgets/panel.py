@@ -42,33 +42,7 @@ _panels: weakref.WeakKeyDictionary[Lab, weakref.ref[Panel]] = weakref.WeakKeyDic
 class Panel(lean.Column):
     """A lab in one column; the widget computes nothing, and every button is a method of the lab.
 
-    Parameters
-    ----------
-    lab
-        The lab. Several panels of one lab stay in step.
-
-    Attributes
-    ----------
-    lab
-        The lab.
-    header
-        Badge, state, and what the next call redoes.
-    engine
-        Who executes the model: `lab.set(engine=...)`.
-    actions
-        The buttons, the progress bar, and what went wrong last.
-    rerun, compare, plan, activations, measure
-        The buttons: `lab.rerun()`, `lab.compare()`, `lab.plan()`, `lab.activations()`, `lab.memory()`.
-    runs
-        Table, chart and comparison of the runs.
-    switches
-        One control per switch: `lab.set(...)`.
-    graph
-        The graph that runs, once its fold is opened: `ortlab.show_graph(lab)`.
-    messages
-        What was said while the model was built and run: `lab.messages`.
-    closed
-        Whether `close` has been called.
+    Several panels of one lab stay in step.
     """
 
     def __init__(self, lab: Lab) -> None:
@@ -356,6 +330,6 @@ def panel(lab: Lab) -> Panel:
 
 
 def _engines(present: str) -> list[tuple[str, str]]:
-    """Return words and name of each engine that can be chosen; the present one with what it is told, too."""
+    """Return words and name of each engine that can be chosen; also the present one, if it has settings of its own."""
     known = [(words, name) for name, words in ENGINE_NAMES.items()]
     return known if present in ENGINE_NAMES else [*known, (engine_words(present), present)]

@@ -20,13 +20,7 @@ def packed(value: object, _widget: object = None) -> str:
 
 
 class Script(Lean):
-    """A file of `static/`, and the style that goes with it.
-
-    Attributes
-    ----------
-    source
-        Code and style sheet, packed.
-    """
+    """A file of `static/`, and the style that goes with it, packed."""
 
     source = traitlets.Unicode().tag(sync=True)
 
@@ -35,15 +29,9 @@ class Script(Lean):
 
 
 class Part(anywidget.AnyWidget):  # type: ignore[misc]
-    """A widget whose module for the browser only fetches its script.
+    """A widget whose module for the browser only fetches its script."""
 
-    Attributes
-    ----------
-    script
-        What is run.
-    """
-
-    # Text and not a path: anywidget would watch a path's file, and keep every widget that was ever made alive for that.
+    # Text and not a path: anywidget would watch the file, and for that keep alive every widget that was ever made.
     _esm = compact("part.js")
     script = traitlets.Instance(Script).tag(sync=True, **widgets.widget_serialization)
 

@@ -38,27 +38,13 @@ Choose = Callable[[tuple[str, ...]], None]
 class PlanTable(lean.Column):
     """Plans of a model, largest predicted saving first; empty until `show_plan`.
 
-    Parameters
-    ----------
-    on_choose
-        Called with the plans that `memory_plan` should hold.
-    looks
-        Layout and styles that the parts of the panel share; its own if it stands alone.
-
-    Attributes
-    ----------
-    plan
-        The plans that are shown, for the sizes of the sliders; None until `show_plan`.
-    table
-        The table: sorted, filtered, and ticked with its methods or in the browser.
-    report
-        What ORT itself says of the plans, under a heading that opens.
+    `report` folds what ORT itself says of the plans. A table without `looks` stands alone.
     """
 
     def __init__(self, on_choose: Choose, looks: Looks | None = None) -> None:
         hosted, looks = looks, looks or Looks()
         self._on_choose = on_choose
-        self.plan: MemoryPlan | None = None
+        self.plan: MemoryPlan | None = None  # for the sizes of the sliders; None until `show_plan`
         self._as_read: MemoryPlan | None = None
         self._sizes: dict[str, int] = {}
         self._refused = ""
@@ -74,7 +60,7 @@ class PlanTable(lean.Column):
         self.add_class("ortlab-plans")
 
     def show_plan(self, plan: MemoryPlan) -> None:
-        """Show another plan; order and filter stay, and the sliders where they began at the same sizes."""
+        """Show another plan; order and filter stay, and so do the sliders if the plan is for the same sizes."""
         before, self._as_read = self._as_read, plan
         if before is None or before.symbols != plan.symbols:
             self._sizes = {}
@@ -100,7 +86,7 @@ class PlanTable(lean.Column):
         self._draw_report()
 
     def tick(self, config: str, on: bool) -> None:  # noqa: FBT001 - what a box says
-        """Add a plan in all its places, or take it out; those that cannot act beside it go."""
+        """Add a plan in all its places, or take it out; plans that cannot act beside it are taken out."""
         self._on_choose(self._choice.adding(config) if on else self._choice.removing(config))
 
     def set_count(self, config: str, count: int) -> None:

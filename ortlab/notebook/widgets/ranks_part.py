@@ -34,21 +34,9 @@ _VALUES: Final[dict[str, Callable[[RankRun], float | str | None]]] = {
 
 
 class RanksPart(lean.Column):
-    """What ranks have measured; empty until `show`.
+    """What ranks have measured, one row for each; empty until `show`.
 
-    Parameters
-    ----------
-    looks
-        Layout and styles that the parts of the panel share; its own if it stands alone.
-    framed
-        Whether it stands alone, and so carries the frame and the style sheet that the panel would.
-
-    Attributes
-    ----------
-    ranks
-        What is shown; None for nothing.
-    table
-        One row per rank.
+    If it is `framed`, it stands alone and carries the frame and the style sheet that the panel would.
     """
 
     def __init__(self, looks: Looks | None = None, *, framed: bool = False) -> None:

@@ -14,15 +14,7 @@ if TYPE_CHECKING:
 
 
 def bundle(record: object, page: Page) -> dict[str, Any]:
-    """Return a record's forms by MIME type, without those that the running front end never shows.
-
-    Parameters
-    ----------
-    record
-        The record.
-    page
-        Its page.
-    """
+    """Return a record's forms by MIME type, without those that the running front end never shows."""
     forms: dict[str, Any] = {"text/plain": text.render(page)}
     # A terminal shows text only, and drawing the figures of a page takes longer than all its words.
     if _shows_html():

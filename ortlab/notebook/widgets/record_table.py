@@ -20,65 +20,33 @@ PAGE: Final = 50
 """Rows on one page: ten thousand at once would stop the browser."""
 
 RULES: Final = compact("record_table.css")
-"""Its own rules of style, beside those of every page."""
+"""Style rules of the table, beside those of every page."""
 
 Record = TypeVar("Record")
 
 
 @dataclass(frozen=True)
 class Column(Generic[Record]):
-    """One column.
-
-    Attributes
-    ----------
-    name
-        The heading.
-    value
-        What the rows are sorted by; None goes last in both directions.
-    words
-        What a cell says.
-    numeric
-        Whether the cells are numbers, which are set flush right and sorted from the largest at first.
-    meaning
-        What the number is and where it comes from, one sentence.
-    """
+    """One column."""
 
     name: str
-    value: Callable[[Record], float | str | None]
-    words: Callable[[Record], str]
-    numeric: bool = False
-    meaning: str = ""
+    value: Callable[[Record], float | str | None]  # sorts the rows; None goes last in both directions
+    words: Callable[[Record], str]  # what a cell says
+    numeric: bool = False  # set flush right, and sorted from the largest at first
+    meaning: str = ""  # what the number is and where it comes from, one sentence
 
 
 @dataclass(frozen=True)
 class Look:
-    """How one row stands.
+    """How one row stands."""
 
-    Attributes
-    ----------
-    name
-        What a screen reader calls the row's tick box and button.
-    ticked
-        Whether its box is ticked; None for a row without a box.
-    locked
-        Why the box cannot be ticked; empty if it can.
-    count
-        How many of how many are chosen, where a part can be; the number box stands in the column of that name.
-    chosen
-        Whether it is the row whose details are shown; None for a row that cannot be chosen.
-    mark
-        A word that stands before the name and sets the row off.
-    code
-        A second line under the name, as users type it.
-    """
-
-    name: str
-    ticked: bool | None = None
-    locked: str = ""
-    count: tuple[int, int] | None = None
-    chosen: bool | None = None
-    mark: str = ""
-    code: str = ""
+    name: str  # what a screen reader calls the row's tick box and button
+    ticked: bool | None = None  # None for a row without a box
+    locked: str = ""  # why the box cannot be ticked; empty if it can
+    count: tuple[int, int] | None = None  # how many are chosen, of how many; None where a part cannot be
+    chosen: bool | None = None  # whether its details are shown; None for a row that cannot be chosen
+    mark: str = ""  # a word before the name, which sets the row off
+    code: str = ""  # a second line under the name, as users type it
 
 
 @dataclass(frozen=True)
@@ -103,84 +71,37 @@ class Picker:
 
 @dataclass
 class Intents:
-    """What is called when the user wants something; the table itself changes nothing but its order.
+    """What is called when the user wants something; the table itself changes nothing but its order."""
 
-    Attributes
-    ----------
-    tick
-        With the key of a row and whether its box shall be ticked.
-    count
-        With the key of a row and how many of it are wanted.
-    choose
-        With the key of a row whose details are wanted.
-    slide
-        With the key of a slider and its value.
-    pick
-        With the key that was picked.
-    """
-
-    tick: Callable[[str, bool], None] | None = None
-    count: Callable[[str, int], None] | None = None
-    choose: Callable[[str], None] | None = None
-    slide: Callable[[str, int], None] | None = None
-    pick: Callable[[str], None] | None = None
+    tick: Callable[[str, bool], None] | None = None  # key of a row, whether its box shall be ticked
+    count: Callable[[str, int], None] | None = None  # key of a row, how many of it are wanted
+    choose: Callable[[str], None] | None = None  # key of the row whose details are wanted
+    slide: Callable[[str, int], None] | None = None  # key of a slider, its value
+    pick: Callable[[str], None] | None = None  # the key that was picked
 
 
 @dataclass
 class Content(Generic[Record]):
-    """What the table shows.
+    """What the table shows."""
 
-    Attributes
-    ----------
-    records
-        One row each, in the order that the table has at first.
-    columns
-        The columns; the first names the row.
-    key
-        Tells the rows apart.
-    look
-        How a row stands now.
-    noun
-        What the rows are: ("plan", "plans").
-    search
-        Text that the filter looks into, beside the name of the row.
-    totals
-        Makes the cells of the last line, by name of the column, from the rows that pass the filter; no line if empty.
-    sliders, picker
-        Controls above the table.
-    count_column
-        Name of the column in which counts are chosen.
-    """
-
-    records: Sequence[Record]
-    columns: Sequence[Column[Record]]
-    key: Callable[[Record], str]
+    records: Sequence[Record]  # one row each, in the order that the table has at first
+    columns: Sequence[Column[Record]]  # the first names the row
+    key: Callable[[Record], str]  # tells the rows apart
     look: Callable[[Record], Look]
-    noun: tuple[str, str]
-    search: Callable[[Record], str] = lambda _: ""
+    noun: tuple[str, str]  # such as ("plan", "plans")
+    search: Callable[[Record], str] = lambda _: ""  # what the filter looks into, beside the row's name
+    # Makes the cells of the last line, by name of the column, from the rows that pass the filter; no line if empty.
     totals: Callable[[Sequence[Record]], Mapping[str, str]] = lambda _: {}
     sliders: Sequence[Slider] = ()
     picker: Picker | None = None
-    count_column: str = ""
+    count_column: str = ""  # in which counts are chosen
 
 
 class RecordTable(Part, Generic[Record]):
     """Rows of a record, a page at a time. All texts are made here; the browser draws them and sends intents back.
 
-    Parameters
-    ----------
-    caption
-        What the rows are, for screen readers.
-    intents
-        What is called when the user wants something.
-    looks
-        Layout and styles that the parts of a panel share; the panel's style sheet holds the table's. None for a table
-        that stands alone.
-
-    Attributes
-    ----------
-    table
-        What the browser draws now: plain JSON types.
+    `caption` tells screen readers what the rows are. In a panel, whose `looks` it gets, the style sheet holds the rules
+    of the table; without `looks` the table stands alone and brings its own.
     """
 
     table = traitlets.Dict().tag(sync=True, to_json=packed)

@@ -36,28 +36,13 @@ COMPARED: Final = 12
 class RunsPart(lean.Column):
     """What was measured; empty words until there is a run.
 
-    Parameters
-    ----------
-    lab
-        The lab whose runs are shown.
-    looks
-        Layout and styles that the parts of the panel share.
-
-    Attributes
-    ----------
-    table
-        The runs, newest first. A tick takes a run into comparison and chart; its name opens it.
-    chart
-        Loss, step time and step memory of the ticked runs, or of the latest; drawn while it is open.
-    picture
-        The figure in the chart.
-    ticked
-        Numbers of the ticked runs, in the order of the ticks: the first is what the others are compared with.
+    A tick in the table takes a run into comparison and chart, and its name opens it. The chart shows loss, step time
+    and step memory of the ticked runs, or of the latest; it is drawn while it is open.
     """
 
     def __init__(self, lab: Lab, looks: Looks) -> None:
         self._lab = lab
-        self.ticked: list[int] = []
+        self.ticked: list[int] = []  # in the order of the ticks: the others are compared with the first
         self._opened: int | None = None
         self._notes = looks.html()
         self._details = looks.html()
@@ -121,12 +106,9 @@ class RunsPart(lean.Column):
         self.show()
 
     def compare(self) -> None:
-        """Hold the ticked runs against the first one ticked, or the latest against the first, and open the chart.
+        """Compare the ticked runs with the first one ticked, or the latest with the first, and open the chart.
 
-        Raises
-        ------
-        LedgerError
-            If there are fewer than two.
+        Raises LedgerError if there are fewer than two.
         """
         numbers = self.ticked or [run.number for run in self._lab.runs if not run.sweep]
         shown = numbers if self.ticked else [*numbers[:1], *numbers[1:][-COMPARED + 1 :]]
@@ -147,25 +129,10 @@ class RunsPart(lean.Column):
 
 
 class Picture(Part):
-    """A figure as inline SVG in the colours of the theme; nothing until `show`.
-
-    Parameters
-    ----------
-    file
-        Name of the saved file, without its suffix.
-    looks
-        Layout and styles that the parts of the panel share.
-
-    Attributes
-    ----------
-    svg
-        What is shown; empty for nothing.
-    file
-        Name of the saved file, without its suffix.
-    """
+    """A figure as inline SVG in the colours of the theme; nothing until `show`."""
 
     svg = traitlets.Unicode().tag(sync=True, to_json=packed)
-    file = traitlets.Unicode().tag(sync=True)
+    file = traitlets.Unicode().tag(sync=True)  # name of the saved file, without its suffix
 
     def __init__(self, file: str, looks: Looks) -> None:
         super().__init__(looks.script("picture.js"), file=file, layout=looks.layout)
@@ -180,17 +147,7 @@ class Picture(Part):
 
 
 def run_rows(runs: Sequence[Run], ticked: Collection[int], opened: int | None) -> Content[Run]:
-    """List runs, the newest first.
-
-    Parameters
-    ----------
-    runs
-        In the order of the ledger.
-    ticked
-        Numbers of the runs that are compared.
-    opened
-        Number of the run whose details are shown; None for none.
-    """
+    """List runs, the newest first; `runs` is in the order of the ledger, and `opened` None if no details are shown."""
     return Content(
         records=runs[::-1],
         columns=_columns(),

@@ -25,22 +25,15 @@ _STYLE = """\
 """
 """Hides the saved form beside the living panel, and JupyterLab's line that there is no panel beside the saved form.
 
-JupyterLab does not turn to another form of an output when the widget in it cannot be shown, so that the saved form has
-to be an output of its own.
+JupyterLab does not turn to another form of an output when the widget in it cannot be shown, so the saved form has to be
+an output of its own.
 """
 
 
 class SavedForm:
     """Shows a panel twice, as a widget and as a table that the page hides as long as the widget lives.
 
-    Parameters
-    ----------
-    panel
-        The widget.
-    page
-        Returns what the table shall say now.
-    dated
-        Whether to say when that was, since it changes with the lab.
+    `page` returns what the table shall say now. A table that changes with the lab is `dated`: it says when that was.
     """
 
     def __init__(self, panel: widgets.DOMWidget, page: Callable[[], Page], *, dated: bool = True) -> None:
@@ -53,7 +46,7 @@ class SavedForm:
 
     def display(self, view: dict[str, Any]) -> None:
         """Show both forms; `view` is the output that holds the widget."""
-        # nbconvert warns of an output of which it knows no form, so there is one that shows nothing.
+        # nbconvert warns of an output if it knows none of its forms, so there is one that shows nothing.
         publish_display_data({**view, "text/html": ""})
         display(self._bundle(), raw=True, display_id=self._key)
         self._displayed = True
@@ -61,7 +54,7 @@ class SavedForm:
     def renew(self) -> None:
         """Write the table anew, so that the notebook is saved with what holds now.
 
-        A terminal could only print it once more, so that nothing is done there.
+        A terminal could only print it once more, so nothing is done there.
         """
         if self._displayed and hasattr(get_ipython(), "kernel"):
             update_display(self._bundle(), raw=True, display_id=self._key)

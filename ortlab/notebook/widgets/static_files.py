@@ -9,7 +9,7 @@ from typing import Final
 from ortlab.errors import InstallError
 
 STATIC: Final = Path(__file__).parent / "static"
-"""Their folder."""
+"""Folder of the scripts and style sheets."""
 
 _COMMENT: Final = re.compile(r"^\s*//.*$", re.MULTILINE)
 _AROUND: Final = re.compile(r"\s*([{};,])\s*")
@@ -17,19 +17,10 @@ _EMPTY: Final = re.compile(r"\n\s*")
 
 
 def compact(name: str) -> str:
-    """Read a file without its indentation and the comments that have a line of their own.
+    """Read a file of `STATIC` without its indentation and the comments that have a line of their own.
 
-    Every widget carries its script with it, so a notebook that is saved with its widgets holds it once for each.
-
-    Parameters
-    ----------
-    name
-        Of the file in `STATIC`.
-
-    Raises
-    ------
-    InstallError
-        If the installation lacks the file.
+    Every widget carries its script with it, so a notebook that is saved with its widgets holds it once for each. Raises
+    InstallError if the installation lacks the file.
     """
     try:
         return compacted((STATIC / name).read_text(encoding="utf-8"))
@@ -42,10 +33,10 @@ def compact(name: str) -> str:
 
 
 def compacted(text: str) -> str:
-    """Leave the indentation of a script or style sheet out, and the comments that have a line of their own."""
+    """Remove the indentation of a script or style sheet, and the comments that have a line of their own."""
     return _EMPTY.sub("\n", _COMMENT.sub("", text)).strip()
 
 
 def compacted_style(text: str) -> str:
-    """Leave the white space of a style sheet out that means nothing."""
+    """Remove the white space of a style sheet that means nothing."""
     return _AROUND.sub(r"\1", compacted(text))

@@ -30,20 +30,8 @@ _DEFAULTS: Final = Options()
 class SwitchRow(lean.Box):
     """One switch: its control, its help, what a change takes, and why it cannot act.
 
-    Parameters
-    ----------
-    switch
-        The declaration.
-    have
-        What this machine offers.
-    on_change
-        Told what the user chose; the row itself changes nothing.
-    cost
-        Says in words what a change takes now, by name of the switch.
-    looks
-        Layout and styles that the parts of the panel share.
-    variable
-        Environment variable that gave the switch its first value, or "".
+    The row itself changes nothing: it tells `on_change` what the user chose. `variable` is the environment variable
+    that gave the switch its first value, or "".
     """
 
     def __init__(
@@ -74,7 +62,7 @@ class SwitchRow(lean.Box):
         return self._reason
 
     def say(self, words: str) -> None:
-        """Say beside the control what the last choice has led to, until the next one; no words take that back."""
+        """Say beside the control what the last choice has led to, until the next one; empty words take that back."""
         if words != self._said:
             self._said = words
             self._help.value = self._explain(changed="ortlab-changed" in self._dom_classes)
@@ -121,13 +109,6 @@ class SwitchList(lean.Column):
     """The switches of one group at a time, chosen by buttons; the rows of a group that is left are closed.
 
     A saved notebook holds all rows that there are: those of all groups would be most of it.
-
-    Attributes
-    ----------
-    groups
-        The buttons that choose the group.
-    reset
-        The button that sets all switches to their defaults; whoever makes the list says what it does.
     """
 
     def __init__(
@@ -153,6 +134,7 @@ class SwitchList(lean.Column):
             description="Switches",
             layout=looks.layout,
         )
+        # Whoever makes the list says what a click does.
         self.reset = looks.button("All to defaults", "Set every switch to its default")
         self._body = lean.Column(layout=looks.layout)
         super().__init__([looks.row(self.groups, self.reset), self._body], layout=looks.layout)
@@ -164,7 +146,7 @@ class SwitchList(lean.Column):
         return next(row for row in self._rows if row.switch.name == name)
 
     def say(self, name: str, words: str) -> None:
-        """Say beside one switch what its last choice has led to; what stood beside others goes."""
+        """Say beside one switch what its last choice has led to, and remove what stood beside others."""
         for row in self._rows:
             row.say(words if row.switch.name == name else "")
 
