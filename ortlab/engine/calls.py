@@ -12,7 +12,7 @@ from ortlab.engine.providers import check_device
 from ortlab.errors import BuildError
 
 _SHOWN = 6
-"""Inputs that an error lists."""
+"""How many inputs an error lists."""
 
 _ARRAYS = frozenset({"list", "tuple", "ndarray", "int", "float", "bool"})
 """Types that `torch.as_tensor` takes."""
@@ -24,17 +24,8 @@ _LOAD = "Load the weights first: model.to_empty(device='cpu'), then model.load_s
 def check_module(module: torch.nn.Module, available: Collection[str]) -> None:
     """Refuse a module that no session could hold: on several devices, on one without a provider, or without values.
 
-    Parameters
-    ----------
-    module
-        The module.
-    available
-        Execution providers: `onnxruntime.get_available_providers()`.
-
-    Raises
-    ------
-    BuildError
-        It says which parameter or buffer is where.
+    The `BuildError` says which parameter or buffer is where. `available` are the execution providers that
+    `onnxruntime.get_available_providers()` returns.
     """
     kind = type(module).__name__
     places: dict[torch.device, str] = {}
@@ -60,22 +51,10 @@ def check_module(module: torch.nn.Module, available: Collection[str]) -> None:
 
 
 def check_call(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse inputs that ONNX Runtime would end the process on, or compute something else with.
+    """Refuse inputs on which ONNX Runtime would end the process, or compute something else.
 
     Its CPU kernels divide by sizes: an empty batch ends the whole process with a floating point exception, or gives a
-    loss where PyTorch's is nan.
-
-    Parameters
-    ----------
-    module
-        The module; its forward names the inputs.
-    args, kwargs
-        The arguments of the call.
-
-    Raises
-    ------
-    BuildError
-        For a tensor without elements, or one that is not strided.
+    loss where PyTorch's is nan. Raises `BuildError` for a tensor without elements, or one that is not strided.
     """
     for name, value in named_inputs(module, args, kwargs):
         if not isinstance(value, torch.Tensor):
@@ -101,20 +80,7 @@ def explain(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> tuple[str, str]:
-    """Say why a module's own forward failed, as far as its inputs show it, and what mends that.
-
-    Parameters
-    ----------
-    fault
-        What it raised.
-    module, args, kwargs
-        The module and the call.
-
-    Returns
-    -------
-    why, fix : str
-        Sentences for an error.
-    """
+    """Return why a module's own forward failed, as far as its inputs show it, and what repairs that: sentences."""
     inputs = list(named_inputs(module, args, kwargs))
     why, fix = _misfit(fault, module, args, kwargs) or (
         f"It was called with {_listed(inputs)}.",
@@ -126,21 +92,10 @@ def explain(
 def named_inputs(
     module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any]]:
-    """Go through the leaves of a call's arguments, each with a name that a user knows.
+    """Yield the leaves of a call's arguments, each behind a name that a user knows.
 
-    Parameters
-    ----------
-    module
-        What is called.
-    args, kwargs
-        The arguments.
-
-    Yields
-    ------
-    name : str
-        "input_ids", "past[0]", "batch['labels']"; "argument 1" where the forward has no name for it.
-    value : object
-        A tensor, or whatever else is not a list, tuple or mapping.
+    Names are "input_ids", "past[0]", "batch['labels']"; "argument 1" where the forward has no name. A leaf is whatever
+    is neither a mapping nor a list or tuple that holds a tensor or mapping, at any depth.
     """
     names = _names(module, args, kwargs)
     for name, value in zip(names, (*args, *kwargs.values()), strict=True):
@@ -151,13 +106,18 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _leaves(f"{name}[{key!r}]", item)
-    elif isinstance(value, (list, tuple)) and any(
-        isinstance(item, (torch.Tensor, Mapping)) for item in value
-    ):
+    elif isinstance(value, (list, tuple)) and _holds_tensors(value):
         for position, item in enumerate(value):
             yield from _leaves(f"{name}[{position}]", item)
     else:
         yield name, value
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Tell whether a value is a tensor or a mapping, or a list or tuple that holds one at any depth."""
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_tensors, value))
+    return isinstance(value, (torch.Tensor, Mapping))
 
 
 def _misfit(
@@ -166,7 +126,7 @@ def _misfit(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> tuple[str, str] | None:
-    """Find what is wrong with a call for sure: its names, its devices, or a value that is no tensor."""
+    """Find what is certainly wrong with a call: its names, its devices, or a value that is no tensor."""
     found = _wrong_names(module, args, kwargs)
     if found is None and isinstance(fault, RuntimeError):
         found = _wrong_devices(module, args, kwargs)

@@ -50,30 +50,17 @@ _PASSING: Final = frozenset({"Identity", "Dropout", "Cast"})
 class Capture:
     """What is captured of the executions that are built while it is `active`.
 
-    Parameters
-    ----------
-    receive
-        Called when a backward has run, with the values of its forward first; calls are counted from 1 on since the last
-        `start_step`.
-    edit
-        Changes each gradient graph before its session is created; None for no change.
-    hands_over
-        Whether values are captured at all; otherwise graphs are changed only.
-
-    Attributes
-    ----------
-    taps
-        The marks that exports are to carry.
-    missing
-        Why a value is not handed over, by its mark.
+    `receive` is called when a backward has run, with the values of its forward first; calls are counted from 1 on since
+    the last `start_step`. `edit` changes each gradient graph before its session is created. Without `hands_over` no
+    value is captured, and graphs are changed only.
     """
 
     def __init__(self, receive: Receive, edit: Edit | None = None, *, hands_over: bool = True) -> None:
-        self.taps = Taps()
+        self.taps = Taps()  # the marks that exports are to carry
         self.hands_over = hands_over
         self.receive = receive
         self.edit = edit
-        self.missing: dict[Mark, str] = {}
+        self.missing: dict[Mark, str] = {}  # why a value is not handed over
         self._calls: Counter[str] = Counter()
 
     @contextmanager
@@ -119,7 +106,6 @@ class _Wanted(NamedTuple):
     names: dict[str, int]
     calls: dict[str, int]
     missing: dict[Mark, str]
-    outputs: int
 
 
 def _wanted(execution: Execution, model: onnx.ModelProto, part: str) -> _Wanted:
@@ -162,7 +148,7 @@ def _wanted(execution: Execution, model: onnx.ModelProto, part: str) -> _Wanted:
     wanted_names = dict.fromkeys(name for _, names in (*forward, *backward) for name in names)
     new = [name for name in wanted_names if name not in set(present)]
     index = {name: number for number, name in enumerate((*present, *new))}
-    return _Wanted([*forward, *backward], index, calls, missing, len(present))
+    return _Wanted([*forward, *backward], index, calls, missing)
 
 
 _FUSED: Final = "ONNX Runtime computes it inside a larger operator, or not at all."
@@ -170,7 +156,7 @@ _AN_INPUT: Final = "It is an input of the graph."
 
 
 def _aliases(model: onnx.ModelProto) -> Callable[[str], list[str]]:
-    """Return what names the values that are one: those before and behind operators that may be removed."""
+    """Return a function that lists the names of one value, before and behind operators that may be removed."""
     before = {
         node.output[0]: node.input[0] for node in model.graph.node if node.op_type in _PASSING and node.input
     }
@@ -195,7 +181,7 @@ def _aliases(model: onnx.ModelProto) -> Callable[[str], list[str]]:
 
 
 def _contributions(model: onnx.ModelProto) -> dict[str, dict[str, str]]:
-    """Return, for each value with a gradient, what that is the sum of, with the forward node that each part is from.
+    """Return the parts that each value's gradient is the sum of, with the forward node that each part comes from.
 
     ORT names them ``<value>_grad``, or ``<value>_grad_0`` and so on where there are several
     (``gradient_graph_builder.cc``), and the nodes that make them ``<node of the forward>_Grad/...``.

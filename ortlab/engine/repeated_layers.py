@@ -19,17 +19,9 @@ _CONTAINERS: Final = (torch.nn.ModuleList, torch.nn.Sequential)
 
 @dataclass(frozen=True)
 class Layers:
-    """Modules that are checkpointed one by one.
+    """Modules that are checkpointed one by one, and where they are in the model."""
 
-    Attributes
-    ----------
-    path
-        Where they are in the model: "encoder.block".
-    modules
-        The modules themselves.
-    """
-
-    path: str
+    path: str  # "encoder.block"
     modules: tuple[torch.nn.Module, ...]
 
     def __str__(self) -> str:
@@ -41,27 +33,13 @@ class Layers:
 
 
 def find_layers(model: torch.nn.Module, paths: Sequence[str] = ()) -> tuple[Layers, ...]:
-    """Find the layers of a model.
+    """Find the layers of a model, in the model's order.
 
-    Parameters
-    ----------
-    model
-        The model.
-    paths
-        What the user names: paths as `model.named_modules()` gives them, or patterns of such. A `ModuleList` or a
-        `Sequential` stands for what it holds. Without them: the largest (by parameters) `ModuleList` or `Sequential`
-        of at least two modules of one class that have parameters, and every other such list with at least a tenth of
-        its parameters; lists inside a layer of another one do not count.
-
-    Returns
-    -------
-    tuple of Layers
-        In the order of the model; no module stands in it twice, or inside another one.
-
-    Raises
-    ------
-    OptionError
-        If there is no such list, or a path leads nowhere.
+    The user names `paths` as `model.named_modules()` gives them, or patterns of such; a `ModuleList` or a `Sequential`
+    stands for what it holds. Without them: the largest (by parameters) `ModuleList` or `Sequential` of at least two
+    modules of one class that have parameters, and every other such list with at least a tenth of its parameters; lists
+    inside a layer of another one do not count. Raises OptionError if there is no such list, a path leads nowhere, or
+    two paths have modules in common.
     """
     known = dict(model.named_modules())
     known.pop("")
@@ -78,7 +56,7 @@ def find_layers(model: torch.nn.Module, paths: Sequence[str] = ()) -> tuple[Laye
             )
         for name in matching:
             module = known[name]
-            inner = tuple(module) if isinstance(module, _CONTAINERS) else (module,)
+            inner = tuple(dict.fromkeys(module)) if isinstance(module, _CONTAINERS) else (module,)
             if inner:
                 chosen[name] = Layers(name, inner)
     _refuse_nests(chosen)
@@ -100,7 +78,9 @@ def _repeated(model: torch.nn.Module, known: Mapping[str, torch.nn.Module]) -> t
             f'engine="checkpoint:{(others or ["+".join(list(known)[:2]) or "path"])[0]}".',
         )
     smallest = max(sizes.values()) * _SMALLEST_SHARE
-    return tuple(Layers(name, tuple(lists[name])) for name, size in sizes.items() if size >= smallest)
+    return tuple(
+        Layers(name, tuple(dict.fromkeys(lists[name]))) for name, size in sizes.items() if size >= smallest
+    )
 
 
 def _alike(modules: Sequence[torch.nn.Module]) -> bool:

@@ -40,47 +40,22 @@ _NORMALIZATIONS: Final = frozenset(
 class Inferred:
     """What is known of the graph that was exported: it is the same whatever plans are applied.
 
-    Parameters
-    ----------
-    processed
-        The graph, with shapes.
-    symbols
-        Present sizes of the input's dimensions.
-
-    Attributes
-    ----------
-    values
-        Its values by name.
-    sizes
-        What the dimensions of torch's results are in terms of the input's.
-    symbols
-        Those of the input and of torch's results, with their present sizes.
-    numbers
-        Shapes for the present sizes, by name.
+    `processed` is that graph, with shapes; `symbols` has the present sizes of the input's dimensions.
     """
 
     def __init__(self, processed: onnx.ModelProto, symbols: Mapping[str, int]) -> None:
         calls = call_sizes(processed, symbols)
         self.values = _values(processed.graph)
-        self.sizes = calls.expressions
-        self.symbols = {**symbols, **calls.values}
-        self.numbers = _numeric(processed, self.symbols)
+        self.sizes = calls.expressions  # dimensions of torch's results, in terms of the input's
+        self.symbols = {**symbols, **calls.values}  # present sizes, of the input and of torch's results
+        self.numbers = _numeric(processed, self.symbols)  # shapes for the present sizes
 
 
 class ValueShapes:
-    """Looks types and shapes up.
+    """Looks up the types and shapes of values.
 
-    Where the execution graph does not hold them, the graph before its optimisation may, under the same name. The
-    rest is what ONNX Runtime puts in when it builds the gradient, without a shape: for those there are rules.
-
-    Parameters
-    ----------
-    execution
-        The graph that runs.
-    inferred
-        What is known of the one that was exported.
-    forward
-        The forward part of the first.
+    Where the execution graph does not hold them, the graph before its optimisation may, under the same name. The rest
+    is what ONNX Runtime puts in without a shape when it builds the gradient: for those there are rules.
     """
 
     def __init__(self, execution: onnx.ModelProto, inferred: Inferred, forward: ForwardOfGraph) -> None:
@@ -110,16 +85,16 @@ class ValueShapes:
     def shape(self, name: str) -> Shape | None:
         """Return the symbolic shape of a value; None if it is not known."""
         if name not in self._found:
-            self._found[name] = None  # should a graph ever have a circle
+            self._found[name] = None  # ends the recursion, should a graph ever have a cycle
             self._found[name] = self._shape(name)
         return self._found[name]
 
     def numbers(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of a value for the present sizes; None if it is not known.
 
-        What inference finds from numbers counts for more than a symbolic shape: of a slice "the last 4095" the
-        symbolic one has 4095, of whatever there is. But it is of the exported graph, where a result may be larger:
-        ORT's compute optimizer moves slices ahead.
+        What inference finds from numbers counts for more than a symbolic shape: that of a slice "the last 4095" has
+        4095, however many there are. But inference sees the exported graph, where a result may be larger: ORT's compute
+        optimizer moves slices ahead.
         """
         shape = self.shape(name)
         told = None if shape is None else shape_at(shape, self._symbols)
@@ -143,7 +118,7 @@ class ValueShapes:
         return None
 
     def _in_input_sizes(self, size: int | str) -> int | str:
-        """Put what torch's results have for sizes into an expression."""
+        """Return a size in terms of the input's dimensions, in the place of those of torch's results."""
         if isinstance(size, int) or not self._inferred.sizes:
             return size
         known = self._inferred.sizes
@@ -177,7 +152,7 @@ class ValueShapes:
         return None if places is None else (*inner[:axis], *places, *inner[axis + 1 :])
 
     def _sliced(self, node: onnx.NodeProto, inner: Shape) -> Shape | None:
-        """Cut from the beginning, which is what a model does with a table of positions."""
+        """Return the shape of a slice from the beginning, as a model cuts a table of positions; None for others."""
         starts, ends, axes, steps = (
             self._numbers(node.input[place]) if len(node.input) > place else None for place in range(1, 5)
         )
@@ -205,7 +180,8 @@ class ValueShapes:
         if node.op_type == "Gather":
             among, places = self._numbers(node.input[0]), self._numbers(node.input[1])
             if among is not None and places is not None:
-                return [among[place] for place in places if isinstance(place, int)]
+                chosen = [among[place] for place in places if isinstance(place, int)]
+                return chosen if len(chosen) == len(places) else None
         return None
 
     def _axes(self, node: onnx.NodeProto, output: int) -> Shape | None:
@@ -254,7 +230,7 @@ def _values(graph: onnx.GraphProto) -> dict[str, onnx.ValueInfoProto]:
 def _numeric(processed: onnx.ModelProto, symbols: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
     """Infer shapes from the present sizes instead of from symbols.
 
-    What torch returns is given as an input would be: inference has names for it, and no numbers.
+    What torch returns becomes an input: inference has names for its sizes, and no numbers.
     """
     sized = with_sizes(processed, symbols)
     typed = {name: value for name, value in _values(sized.graph).items() if _numbers_of(value) is not None}

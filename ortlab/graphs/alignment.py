@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from ortlab.memory.recompute import COPY
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from ortlab.graphs.wiring import WiredNode, Wiring
 
@@ -34,29 +34,12 @@ _ROUNDS: Final = 8
 
 
 class Alignment:
-    """The nodes of two graphs that are the same.
-
-    Parameters
-    ----------
-    before, after
-        The graphs.
-
-    Attributes
-    ----------
-    forth
-        By number of a node of `before`: that of the same node in `after`.
-    back
-        The other way round.
-    names_trusted
-        Whether a name means the same in both graphs.
-    matched_values
-        The values that are the same.
-    """
+    """The nodes of two graphs that are the same."""
 
     def __init__(self, before: Wiring, after: Wiring) -> None:
         self.before, self.after = before, after
-        self.forth: dict[int, int] = {}
-        self.back: dict[int, int] = {}
+        self.forth: dict[int, int] = {}  # by number of a node of `before`: that of the same node in `after`
+        self.back: dict[int, int] = {}  # the other way round
         self._ids: dict[Hashable, int] = {}
         self._inputs = _same_inputs(before, after)
         up = self._computed(before, left=True), self._computed(after, left=False)
@@ -96,13 +79,13 @@ class Alignment:
         return self._ids.setdefault(key, len(self._ids))
 
     def _source(self, graph: Wiring, name: str, *, left: bool) -> Hashable:
-        """Return what tells a value that no node makes."""
+        """Return what identifies a value that no node makes."""
         if name in graph.constants:
             return graph.constants[name]
         return self._inputs.get(name, name) if left else name
 
     def _computed(self, graph: Wiring, *, left: bool) -> list[int]:
-        """Return for each node a number that nodes share which compute the same, in both graphs."""
+        """Give each node a number, the same for nodes that compute the same, in both graphs."""
         found = [0] * len(graph.nodes)
         for number in graph.order:
             node, inputs = graph.nodes[number], []
@@ -115,7 +98,7 @@ class Alignment:
         return found
 
     def _used(self, graph: Wiring, *, left: bool) -> list[int]:
-        """Return for each node a number that nodes share with whose results the same is done, in both graphs."""
+        """Give each node a number, the same for nodes with whose results the same is done, in both graphs."""
         found = [0] * len(graph.nodes)
         outputs = {name: place for place, name in enumerate(graph.outputs)}
         for number in reversed(graph.order):
@@ -178,15 +161,10 @@ class Alignment:
         self.forth[left], self.back[right] = right, left
 
     def _match(self, left: Key, right: Key, *, several: bool = False) -> None:
-        """Pair nodes of the same operator with the same key.
+        """Pair nodes of the same operator with the same key; a node whose key is None stays out.
 
-        Parameters
-        ----------
-        left, right
-            Make the key of a node; None for a node that has none.
-        several
-            Whether nodes that share a key are paired, too: those with equal names first, then in their order, as is
-            right for nodes that compute the same.
+        With `several`, nodes that share a key are paired, too: those with equal names first, then in their order, as is
+        right for nodes that compute the same.
         """
         groups: dict[Hashable, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
         sides = (self.before, self.forth, left, 0), (self.after, self.back, right, 1)
@@ -306,23 +284,8 @@ def _same_inputs(before: Wiring, after: Wiring) -> dict[str, str]:
 class MatchedValues:
     """The values of two graphs that are the same.
 
-    Parameters
-    ----------
-    before, after
-        The graphs.
-    nodes
-        By number of a node of `before`: that of the same node in `after`.
-    inputs
-        By name of an input of `before`: that of the same input of `after`.
-    names_trusted
-        Whether a name means the same in both graphs.
-
-    Attributes
-    ----------
-    forth
-        By name of a value of `before`: its name in `after`.
-    back
-        The other way round.
+    `nodes` and `inputs` give, by the number of a node or the name of an input in `before`, that of the same one in
+    `after`. `names_trusted` says whether a name means the same in both graphs.
     """
 
     def __init__(
@@ -336,8 +299,8 @@ class MatchedValues:
     ) -> None:
         self._before, self._after, self._nodes = before, after, nodes
         self._of_both = nodes.keys(), set(nodes.values())
-        self.forth: dict[str, str] = {}
-        self.back: dict[str, str] = {}
+        self.forth: dict[str, str] = {}  # by name of a value of `before`: its name in `after`
+        self.back: dict[str, str] = {}  # the other way round
         self._add(chain(inputs.items(), self._results()))
         if names_trusted:  # a fused node makes the result of the last one that went into it
             self._add((name, name) for name in before.made if name in after.made)

@@ -29,7 +29,7 @@ _SUFFIXES: Final = frozenset({".json", ".txt", ".log", ".out", ".err", ".cfg"})
 _TEXT: Final = "a text"
 
 _NAME_LENGTH: Final = 4096
-"""No path is longer; a text that is, is no path."""
+"""The most characters of a path; a longer text is no path."""
 
 
 @dataclass(frozen=True)
@@ -316,7 +316,7 @@ def _value(formula: str, symbols: Mapping[str, int]) -> float | None:
 
 
 def _text_of(source: str | os.PathLike[str]) -> tuple[str, str]:
-    """Return the name and the text of what is a file or the text itself."""
+    """Return the name and the text of a source, which is a file or the text itself."""
     if isinstance(source, str) and not _is_path(source):
         return _TEXT, source
     file = Path(source)
@@ -339,13 +339,7 @@ def _is_path(source: str) -> bool:
     if "\n" in source.strip() or len(source) > _NAME_LENGTH or "\0" in source:
         return False
     try:
-        return Path(source).is_file() or Path(source).suffix.lower() in {
-            ".json",
-            ".txt",
-            ".log",
-            ".out",
-            ".cfg",
-        }
+        return Path(source).is_file() or Path(source).suffix.lower() in _SUFFIXES
     except OSError:
         return False
 

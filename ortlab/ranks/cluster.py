@@ -17,14 +17,13 @@ from ortlab.ranks.waiting import RankDiedError
 from ortlab.shown import Shown
 
 if TYPE_CHECKING:
-    from ortlab.ranks.outputs import RankOutput
     from ortlab.ranks.ranks import Ranks
 
 BACKENDS: Final = ("gloo", "nccl")
 """gloo works between CPUs, NCCL between GPUs, of which each rank needs one."""
 
 RANK_BYTES: Final = 300 << 20
-"""About what a rank takes before it has a model, in bytes: the resident set with torch 2.13 on Linux, 307 MiB."""
+"""About what a rank takes before it has a model, in bytes; with torch 2.13 on Linux its resident set is 307 MiB."""
 
 _OUTPUT_SECONDS: Final = 60.0
 
@@ -267,7 +266,7 @@ def run_cell(
     ranks: Sequence[int],
     seen: Callable[[tuple[RankOutput, ...]], None],
 ) -> tuple[RankOutput, ...]:
-    """Run a cell on ranks; its parameters, results and errors are those of `Cluster.run_cell`."""
+    """Run a cell on ranks; parameters, results and errors are those of `Cluster.run_cell`."""
     asked: list[Any] = []
 
     def ask(view: Any) -> Any:
@@ -307,10 +306,7 @@ def set_variables(variables: dict[str, Any]) -> None:
 def ledger(name: str | None) -> dict[str, Any]:
     """Return the ledger of the lab of that name, or of the one wrapped last, as plain JSON types.
 
-    Raises
-    ------
-    LedgerError
-        If there is no lab.
+    Raises LedgerError where there is no lab.
     """
     from ortlab.errors import LedgerError
     from ortlab.lab.lab import Lab
@@ -336,10 +332,7 @@ def cores() -> int:
 def chosen_backend(wished: str | None, ranks: int) -> str:
     """Choose how ranks exchange gradients: as wished, or NCCL where there is a GPU for each rank, gloo otherwise.
 
-    Raises
-    ------
-    OptionError
-        If there is no such backend, or too few GPUs for it.
+    Raises OptionError where there is no such backend, or too few GPUs for it.
     """
     if wished is not None and wished not in BACKENDS:
         raise OptionError(
@@ -360,12 +353,9 @@ def chosen_backend(wished: str | None, ranks: int) -> str:
 
 
 def check_memory(ranks: int) -> None:
-    """Look whether the machine has room for so many processes; a machine that runs out of memory may end any of them.
+    """Raise OptionError where so many processes would take more memory than is free.
 
-    Raises
-    ------
-    OptionError
-        If they would take more memory than is free.
+    A machine that runs out of memory may end any process.
     """
     import psutil
 

@@ -13,8 +13,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from ipyparallel import Client
-
 from ortlab.errors import ExecutionError, InstallError
 from ortlab.ranks import guard
 from ortlab.ranks.cluster_loss import Lost, how_ended, lives
@@ -38,34 +36,15 @@ _LOG_LINES: Final = 12
 class Processes:
     """What has to be ended: the controller, the engines, and what they started.
 
-    Parameters
-    ----------
-    ranks
-        How many engines.
-    threads
-        Threads that each computes with.
-    backend
-        "gloo" or "nccl".
-
-    Attributes
-    ----------
-    ranks
-        Process ids, by rank.
-    client
-        ipyparallel's; ``client[rank]`` is what a rank is asked through.
-
-    Raises
-    ------
-    InstallError
-        If ipyparallel is missing.
-    ExecutionError
-        If the engines do not start; the end of their log is in it.
+    Raises InstallError where ipyparallel is missing, and ExecutionError, with the end of their log, where the engines
+    do not start.
     """
 
     def __init__(self, ranks: int, threads: int, backend: str) -> None:
         try:
             import ipyparallel
 
+            from ortlab.ranks.client import QuietClient
         except ImportError as error:
             raise InstallError(
                 "ipyparallel is missing.", why=str(error), fix="pip install ipyparallel"
@@ -81,11 +60,11 @@ class Processes:
             controller_ip="127.0.0.1",  # the port is one that is free
             config=_guarded(),
         )
-        self.client: Any = None
+        self.client: Any = None  # ipyparallel's; `client[rank]` is what a rank is asked through
         self._engines: dict[int, Any] = {}
         self._groups = 0
         self._requests = 0
-        self.ranks: tuple[int, ...] = ()
+        self.ranks: tuple[int, ...] = ()  # process ids, by rank
         whose = guard.variables(self._folder)
         self._started = Started(whose)
         try:
@@ -117,13 +96,7 @@ class Processes:
             ) from error
 
     def lost(self, when: str) -> Lost | None:
-        """Look whether a rank has ended; None if all live.
-
-        Parameters
-        ----------
-        when
-            What is said of the moment: "while it ran" or "between two calls".
-        """
+        """Return the first rank that has ended, None if all live; `when` is "while it ran" or "between two calls"."""
         for rank, pid in enumerate(self.ranks):
             if not lives(pid):
                 return Lost(rank, pid, how_ended(self._engines[pid]), when, len(self.ranks))
@@ -141,13 +114,7 @@ class Processes:
         request_break(self._folder, self._requests, self.ranks)
 
     def renew_group(self) -> None:
-        """Put all ranks into a new process group.
-
-        Raises
-        ------
-        Exception
-            Whatever ipyparallel raises if a rank does not come.
-        """
+        """Put all ranks into a new process group; raise whatever ipyparallel raises where a rank does not come."""
         self._groups += 1
         pending = [self.client[rank].apply_async(renew, self._groups) for rank in range(len(self.ranks))]
         for one in pending:
@@ -168,7 +135,7 @@ class Processes:
         self._temporary.cleanup()
 
     def _wait(self, is_done: Callable[[], bool]) -> None:
-        """Wait for all engines, unless one has ended: ipyparallel would wait for it to the end of its time."""
+        """Wait for all engines, unless one has ended: ipyparallel would wait for it until its time is over."""
         deadline = time.monotonic() + START_SECONDS
         while not is_done():
             for pid in self._engines:
@@ -191,7 +158,7 @@ class Processes:
 
 
 def _guarded() -> Any:
-    """Return ipyparallel's configuration by which its processes are started beside guards."""
+    """Return the configuration by which ipyparallel starts its processes beside guards."""
     from traitlets.config import Config
 
     return Config(
@@ -218,25 +185,10 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-class QuietClient(Client):  # type: ignore[misc] # Client is Any: ipyparallel has no stubs
-    """A client whose connection registers no magics.
-
-    The first client in a notebook registers ``%px``, ``%autopx``, ``%pxresult`` and ``%pxconfig`` for its own engines
-    (``ipyparallel/client/client.py``, `Client.__init__`). They would stay when ortlab is unloaded, and would run on the
-    ranks what the user means for a cluster of their own; here, ``%%ort_ranks`` is what runs a cell on all.
-    """
-
-    def activate(self, *_: Any, **__: Any) -> None:
-        """Register nothing."""
-
-
 class Started:
     """Those processes below this one whose environment has a mark, whoever has started them.
 
-    Parameters
-    ----------
-    mark
-        Environment variables that they, and what they start, have and no other process has.
+    The mark is environment variables that they, and what they start, have and no other process has.
     """
 
     def __init__(self, mark: Mapping[str, str]) -> None:
@@ -244,7 +196,7 @@ class Started:
         self._noted: list[Any] = []
 
     def note(self) -> None:
-        """Take up what has come; a process whose parent has ended could not be found later."""
+        """Take up the processes that have come; one whose parent has ended could not be found later."""
         import psutil
 
         for one in psutil.Process().children(recursive=True):
@@ -253,14 +205,9 @@ class Started:
                     self._noted.append(one)
 
     def end(self, seconds: float, only: Collection[int] | None = None) -> None:
-        """Ask processes to end, and kill those that have not after a time.
+        """Ask processes to end, and kill those that have not ended after so many seconds.
 
-        Parameters
-        ----------
-        seconds
-            That time.
-        only
-            Ids of the processes that are meant; all that were noted if not given.
+        `only` holds the ids of those that are meant; without it, all that were noted are.
         """
         import psutil
 

@@ -61,45 +61,6 @@ class Bench:
     """One wrapped model, and all that is needed to run its steps; `Lab` is what a user holds of it.
 
     What a lab can do is a function of a bench. It calls `check_usable` first, and does its work inside `as_before`.
-
-    Parameters
-    ----------
-    module, only, options, engine, name, **changes
-        As for `Lab`.
-
-    Attributes
-    ----------
-    module, name, notes, from_environment
-        As of `Lab`.
-    lab
-        What the user holds. The model keeps its bench, and so its lab, as long as it lives: magics find a lab that
-        has no name.
-    have
-        What this machine offers to switches.
-    runs
-        The ledger.
-    options
-        The present switches.
-    engine
-        What the next call runs on; its `name` is what a user calls it.
-    ort
-        ONNX Runtime, for the whole model or for parts of it, whichever engine is set.
-    takeover
-        Holds the model's own forward.
-    experiment
-        The last step; None before the first.
-    recording
-        What runs steps just now; None between runs.
-    executed_by
-        Who executed the last call.
-    observers
-        Called after each change.
-    known_costs, simulated
-        What plans cost, as last told; and the last step without any, as a budget simulates it.
-    sweeps, budgets, bisections, batch_size_searches
-        What was asked of the lab, in order.
-    log, progress, subscriptions
-        What was said, how far long work is, and who sees the model's tensors.
     """
 
     def __init__(
@@ -125,37 +86,40 @@ class Bench:
         engine = check_engine(engine)
         self.have: frozenset[Need] = installed_needs()
         check_needs(options, self.have)
+        # The model keeps its bench, and so its lab, as long as it lives: magics find a lab that has no name.
         self.lab: Lab | None = None
         self.module = module
         self.name = name
         self.runs = Ledger()
         self.options = options
         self.observers: list[Observer] = []
-        self.experiment: Experiment | None = None
+        self.experiment: Experiment | None = None  # the last step
         self.progress = Progress(self._tell_progress)
+        # What runs steps just now; None between runs.
         self.recording: Recording | LoopRecording | Measuring | Snapshotting | None = None
         self.takeover = takeover = Takeover(module, self._forward)
         self.wrapped = True
         self.log = MessageLog()
         self.subscriptions: WeakSet[Subscription] = WeakSet()
-        self.known_costs = KnownCosts()
+        self.known_costs = KnownCosts()  # of plans, as last told
+        # The last step without plans, as a budget simulates it.
         self.simulated: tuple[Configuration, Experiment, SimulatedStep] | None = None
         self.sweeps: list[Sweep] = []
         self.budgets: list[Budget] = []
         self.bisections: list[Bisection] = []
         self.batch_size_searches: list[BatchSizeSearch] = []
         told = (options, self.progress.stage, self._built, self.log)
-        self.ort: OrtEngine | PartsEngine
-        if parts is None:
-            self.ort = OrtEngine(module, takeover.run_original, *told, takeover.instance_forward)
-        else:
-            try:
+        self.ort: OrtEngine | PartsEngine  # for the whole model or for parts of it, whichever engine is set
+        try:
+            if parts is None:
+                self.ort = OrtEngine(module, takeover.run_original, *told, takeover.instance_forward)
+            else:
                 self.ort = PartsEngine(module, parts, takeover.run_original, *told)
-            except BaseException:
-                takeover.release()
-                raise
+        except BaseException:
+            takeover.release()
+            raise
         self._baselines: dict[str, Baseline] = {}
-        self.executed_by = ""
+        self.executed_by = ""  # who executed the last call
         try:
             self.engine: Any = self.choose(engine)
         except BaseException:
@@ -173,12 +137,7 @@ class Bench:
     def configure(self, configuration: Configuration) -> None:
         """Take over an engine and switches as a whole.
 
-        Raises
-        ------
-        OptionError
-            If the model has no layers to checkpoint. Nothing is changed then.
-        StepError
-            If a step is running.
+        Raises OptionError where the model has no layers to checkpoint; nothing is changed then.
         """
         self.check_usable("change options")
         self.engine = self.choose(configuration.engine)
@@ -187,7 +146,7 @@ class Bench:
         self.notify("status")
 
     def choose(self, engine: str) -> OrtEngine | PartsEngine | Baseline:
-        """Return the engine of a name, and let it have the model."""
+        """Return the engine of a name, and let it run the model."""
         chosen = self.ort if engine == "ort" else self._baselines.get(engine)
         if chosen is None:
             hold = self.takeover
@@ -203,10 +162,7 @@ class Bench:
     def engines(self, part: str | None) -> dict[str, OrtEngine]:
         """Return what builds graphs, by path of the part; the path is empty where the whole model is wrapped.
 
-        Raises
-        ------
-        OptionError
-            If there is no such part.
+        Raises OptionError where no part has that path.
         """
         whole = {} if isinstance(self.ort, PartsEngine) else {"": self.ort}
         parts = self.ort.engines if isinstance(self.ort, PartsEngine) else {}
@@ -232,20 +188,10 @@ class Bench:
     ) -> Run:
         """Run an experiment and keep the run.
 
-        Parameters
-        ----------
-        experiment
-            The step.
-        progress
-            Whether the cell or the terminal shows a bar.
-        sweep
-            Number of the sweep that the run is made for; 0 for none.
-        memory
-            Whether to measure the step memory, None unless the step draws from an iterator; or a run of the same
-            configuration that has it.
-        before
-            What to put back if a step fails or Ctrl-C stops it, where that is not the start; the start is put back
-            first, then.
+        If a step fails or Ctrl-C stops it, `before` is put back, or without it the start of the experiment. With
+        `before`, the run begins by putting that start back. `sweep` is the number of a sweep, 0 for none. `memory` says
+        whether to measure the step memory (None: unless the step draws from an iterator), or is a run of the same
+        configuration that has it.
         """
         self.recording = recording = self.recorder(experiment)
         number = self.runs.next_number
@@ -303,10 +249,10 @@ class Bench:
 
     @contextmanager
     def as_before(self, experiment: Experiment, now: Snapshot | None = None) -> Iterator[Snapshot]:
-        """Let the block run an experiment, and leave the bench, however the block ends, as it is now.
+        """Let the block run an experiment, and leave the bench as it is now, however the block ends.
 
-        That is what `set_as_before` puts back, and weights, buffers, gradients, random state, and the optimizers that
-        the experiment names. The snapshot is yielded, so that more can be included; `now` is one that there is already.
+        Puts back what `set_as_before` does, and weights, buffers, gradients, random state, and the optimizers that the
+        experiment names. The snapshot is yielded, so that more can be included; `now` is one that there is already.
         """
         before = Snapshot(self.module, experiment.start.stateful) if now is None else now
         with self.set_as_before():
@@ -317,7 +263,7 @@ class Bench:
 
     @contextmanager
     def set_as_before(self) -> Iterator[None]:
-        """Leave the bench, however the block ends, as it is set now: engine, switches, last step, who executed it."""
+        """Put back engine, switches, last step and who executed it, however the block ends."""
         configuration, last, executed_by = self.configuration, self.experiment, self.executed_by
         recording = self.recording
         try:
@@ -330,13 +276,7 @@ class Bench:
             self.notify("status")
 
     def last_experiment(self) -> Experiment:
-        """Return the last step.
-
-        Raises
-        ------
-        StepError
-            If there is none.
-        """
+        """Return the last step; raise StepError if there is none."""
         if self.experiment is None:
             raise StepError(
                 "There is no step to go back to.",
@@ -408,7 +348,7 @@ class Bench:
 
     @contextmanager
     def _listening(self) -> Iterator[Callable[[], None]]:
-        """Keep what ONNX Runtime says when a step goes wrong with the messages, not among the user's output."""
+        """Send what ONNX Runtime says when a step goes wrong to the messages, not to the user's output."""
         if self.engine.name != "ort":
             yield lambda: None
             return
@@ -426,7 +366,7 @@ class Bench:
 
 
 def _options_of_environment(changes: Mapping[str, object]) -> tuple[Options, tuple[str, ...]]:
-    """Read the switches that environment variables set, and what is to be said of them."""
+    """Read the switches that environment variables set, and what the user is told of them."""
     options, notes = Options.from_environment(os.environ)
     if options.export_cache_dir and "export_cache_dir" not in changes:
         options, note = with_usable_export_folder(options)
@@ -435,7 +375,7 @@ def _options_of_environment(changes: Mapping[str, object]) -> tuple[Options, tup
 
 
 def _stopped(run: Run) -> str:
-    """Say in one line what Ctrl-C has left of a run."""
+    """Say in one line what Ctrl-C left of a run."""
     kept = f"kept as run {run.number}" + (" (partial)" if run.is_partial else "")
     return (
         f"Stopped after {len(run.steps):,} of {run.planned_steps:,} steps; {kept}. "

@@ -50,25 +50,7 @@ class PartsEngine:
     """Run the model's own forward in PyTorch, and some of its sub-modules on ONNX Runtime.
 
     Each part has an `OrtEngine`, with its own exports, graphs and sessions; the switches are the same for all.
-    Gradients flow through a part as through any autograd function.
-
-    Parameters
-    ----------
-    module
-        The model.
-    parts
-        Its sub-modules by path; none lies inside another.
-    original_forward
-        The model's own forward.
-    options, progress, on_built, log
-        As for `OrtEngine`.
-
-    Attributes
-    ----------
-    executed_by
-        Who executed the last call of the model: "ort parts" (ONNX Runtime all parts that were called, PyTorch the
-        rest), "fallback" (PyTorch at least one part that ONNX Runtime was asked for), "eager" (no part was called);
-        empty before the first.
+    No part lies inside another. Gradients flow through a part as through any autograd function.
     """
 
     name = "ort"
@@ -83,14 +65,18 @@ class PartsEngine:
         on_built: Callable[[Initialization], None],
         log: MessageLog,
     ) -> None:
+        # "ort parts": ONNX Runtime executed all parts that the last call of the model called, PyTorch the rest;
+        # "fallback": PyTorch executed a part that ONNX Runtime was asked for; "eager": no part was called.
         self.executed_by = ""
         self._module = module
         self._original_forward = original_forward
         self._options = options
         self._parts: dict[str, _Wrapped] = {}
+        taken: list[Takeover] = []
         try:
             for path, part in parts.items():
                 takeover = Takeover(part, partial(self._forward_part, path))
+                taken.append(takeover)
                 engine = OrtEngine(
                     part,
                     takeover.run_original,
@@ -103,7 +89,8 @@ class PartsEngine:
                 )
                 self._parts[path] = _Wrapped(path, part, takeover, engine)
         except BaseException:
-            self.release()
+            for takeover in taken:
+                takeover.release()
             raise
 
     # ---- who runs the parts -----------------------------------------------------------------------------------
@@ -121,12 +108,8 @@ class PartsEngine:
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the model's forward, with its parts on ONNX Runtime.
 
-        Raises
-        ------
-        BuildError
-            Export, graph or session of a part failed.
-        ExecutionError
-            ONNX Runtime failed while it ran a part.
+        Raises BuildError where export, graph or session of a part fails, and ExecutionError where ONNX Runtime fails
+        while it runs a part; both name the part.
         """
         for part in self._parts.values():
             part.last = _Tally()
@@ -155,14 +138,14 @@ class PartsEngine:
         return outputs
 
     def start_over(self) -> None:
-        """Count calls from here on, and draw the random numbers again that were drawn at first."""
+        """Count calls from here on, and draw again the random numbers that were drawn at first."""
         for part in self._parts.values():
             part.total = _Tally()
             part.engine.start_over()
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Let calls in the block run with other options; afterwards all is as it was, see `OrtEngine.beside`."""
+        """Let calls in the block run with other options, and put everything back afterwards; see `OrtEngine.beside`."""
         options, executed_by = self._options, self.executed_by
         tallies = [(one, replace(one.last), replace(one.total)) for one in self._parts.values()]
         with ExitStack() as stack:
@@ -179,17 +162,7 @@ class PartsEngine:
     def building(
         self, path: str, options: Options, progress: Callable[[str, float], None]
     ) -> Iterator[BuildingEngine]:
-        """Have one part built with other switches while the block runs; who executed what stays written down as it is.
-
-        Parameters
-        ----------
-        path
-            The part.
-        options
-            The switches.
-        progress
-            Told about each stage of a build.
-        """
+        """Build one part with other switches while the block runs; the record of who executed what stays as it is."""
         part, executed_by = self._parts[path], self.executed_by
         tallies = [(one, replace(one.last), replace(one.total)) for one in self._parts.values()]
         builder = BuildingEngine(
@@ -270,13 +243,7 @@ class PartsEngine:
         return {path: part.engine for path, part in self._parts.items()}
 
     def engine(self, path: str) -> OrtEngine:
-        """Return what runs one part.
-
-        Raises
-        ------
-        OptionError
-            If that is none of the parts.
-        """
+        """Return what runs one part; raise OptionError if there is no such part."""
         if path not in self._parts:
             raise OptionError(f"There is no wrapped part {path!r}.", fix=f"Parts: {', '.join(self._parts)}.")
         return self._parts[path].engine
@@ -289,13 +256,13 @@ class PartsEngine:
     def stage_of(self, options: Options) -> str:
         """Return what these options redo first in any part; see `OrtEngine.stage_of`.
 
-        A part that has not been called does not count as soon as another one has been: nothing says that it ever will.
+        A part that has not been called does not count once another one has been: nothing says that it ever will be.
         """
         return min((one.stage_of(options) for one in self._built), key=_EARLIEST_FIRST.index)
 
     @property
     def built_options(self) -> Options | None:
-        """Switches of what is built, in the part that the present ones redo most of; None if nothing is."""
+        """The switches that were built, in the part that the present ones redo most of; None if nothing is built."""
         return min(
             self._built, key=lambda one: _EARLIEST_FIRST.index(one.stage_of(self._options))
         ).built_options

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import ortlab.notebook.widgets.panel
+from ortlab.engine.calls import check_call
 from ortlab.errors import BuildError, ExecutionError, StepError
 from ortlab.render import text
 from ortlab.studies.batch_size_room import ProcessCeiling
@@ -296,3 +297,17 @@ def test_a_batch_that_memory_does_not_suffice_for_is_named_and_loses_nothing():
     batches.pop()
     assert lab.rerun().losses == lab.runs[0].losses
     lab.unwrap()
+
+
+def test_an_empty_tensor_is_found_at_any_depth():
+    """As in the `past_key_values` of a decoder: ONNX Runtime ends the process where a batch is empty."""
+
+    class Decoder(nn.Module):
+        def forward(self, hidden, past=None):
+            return hidden
+
+    full, empty = torch.ones(2, 3), torch.ones(0, 3)
+    for past, name in (((full, empty), r"past\[1\]"), (((full, full), (full, empty)), r"past\[1\]\[1\]")):
+        with pytest.raises(BuildError, match=rf"`{name}` is empty"):
+            check_call(Decoder(), (full,), {"past": past})
+    check_call(Decoder(), (full,), {"past": ((full, full), (1, [2, 3]))})

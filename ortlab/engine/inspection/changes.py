@@ -18,15 +18,7 @@ _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 
 
 class Changes:
-    """What has changed in a module's attributes, and in the global variables that its code names, since it was made.
-
-    Parameters
-    ----------
-    module
-        The module.
-    places
-        Of the model that it is, or is a part of.
-    """
+    """What has changed, since this was made, in a module's attributes and the global variables that its code names."""
 
     def __init__(self, module: torch.nn.Module, places: Places) -> None:
         self._places = places
@@ -46,7 +38,7 @@ class Changes:
 
     @property
     def any(self) -> bool:
-        """Whether there are any."""
+        """Whether anything has changed since."""
         return next(self._changed(), None) is not None or next(self._changed_globals(), None) is not None
 
     @property
@@ -85,6 +77,9 @@ class Changes:
                 before = self._attributes.get((part, name))
                 if before is None or before[1] != _kept(value):
                     yield part, name
+        for part, name in self._attributes:
+            if name not in part.__dict__:
+                yield part, name
 
     def _changed_globals(self) -> Iterator[tuple[types.FunctionType, str]]:
         for (_, name), (function, _, before, _) in self._globals.items():

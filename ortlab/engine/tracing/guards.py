@@ -51,7 +51,10 @@ _SIZED_BY_DATA: Final = frozenset(
     {"argwhere", "masked_select", "nonzero", "unique", "unique_consecutive", "_unique2", "unique_dim"}
 )
 _LOOSELY: Final = 1e-5
-"""How much a floating-point number may differ, relatively: two engines round differently."""
+"""Relative difference that a floating-point number may have: two engines round differently."""
+
+_COUNTED: Final = 2.0**24
+"""Below this a whole number is a count, a class or a place; above it float32 has no other numbers."""
 
 _DRAWN_BY_PYTHON: Final = (
     "Python or numpy drew a random number in the forward while it was exported, and the graph holds what was drawn: "
@@ -115,7 +118,7 @@ def _drop_output(model: onnx.ModelProto, index: int) -> None:
 
 
 def _give_out_reads(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the forward that ORTModule exports: what it returns are the outputs of the graph."""
+    """Wrap the forward that ORTModule exports: its results are the outputs of the graph."""
 
     def forward(self: Any, *args: Any) -> Any:
         reads = _reads.get()
@@ -142,7 +145,7 @@ def _give_out_reads(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _together(values: list[torch.Tensor]) -> torch.Tensor:
-    """Put vectors of numbers after each other."""
+    """Concatenate vectors of numbers, in float32 if one of them is of floating point."""
     if any(one.is_floating_point() for one in values):
         values = [one.to(torch.float32) for one in values]
     return torch.cat(values)
@@ -161,7 +164,7 @@ class _ReadValues(TorchFunctionMode):
         self._sized_by_data = _Marked()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `function`."""
+        """Call `function`, and note the values that Python reads of its tensors."""
         kwargs = kwargs or {}
         name = _name(function)
         if name in _READING and isinstance(args[0], torch.Tensor):
@@ -258,40 +261,31 @@ def _place() -> str:
 # --- in each step -------------------------------------------------------------------------------------------------
 
 
+def _same(before: float, now: float) -> bool:
+    """Tell whether two values decide alike: counts and numbers of classes exactly, results of sums up to rounding."""
+    if math.isnan(before) or math.isnan(now):
+        return math.isnan(before) and math.isnan(now)
+    if max(abs(before), abs(now)) < _COUNTED and before == int(before) and now == int(now):
+        return before == now
+    return math.isclose(before, now, rel_tol=_LOOSELY)
+
+
 @dataclass(frozen=True)
 class GuardedPart(Part):
-    """What a forward returns, if the values that its trace has read are the same.
+    """What a forward returns, if the values that its trace has read are the same."""
 
-    Attributes
-    ----------
-    returned
-        The schema of what it returns: a `Part`, or one of ORTModule's own.
-    index : int
-        Place of the values among the tensors of the graph.
-    places : tuple of str
-        File and line of the code that read each value.
-    values : tuple of float
-        What the trace has read.
-    """
-
-    returned: Any
-    index: int
-    places: tuple[str, ...]
-    values: tuple[float, ...]
+    returned: Any  # schema of what the forward returns: a `Part`, or one of ORTModule's own
+    index: int  # of the values, among the tensors of the graph
+    places: tuple[str, ...]  # file and line of the code that read each value
+    values: tuple[float, ...]  # what the trace has read
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return what the forward returns.
-
-        Raises
-        ------
-        ExecutionError
-            If a value is another one than when the forward was traced.
-        """
+        """Return what the forward returns; raise ExecutionError if a value is not what the trace has read."""
         from onnxruntime.training.ortmodule import _graph_transition_manager as transitions
 
         found = tensors[self.index].tolist()[1:]
         for place, before, now in zip(self.places, self.values, found, strict=True):
-            if not (math.isclose(before, now, rel_tol=_LOOSELY) or (math.isnan(before) and math.isnan(now))):
+            if not _same(before, now):
                 raise ExecutionError(
                     f"The forward depends on a value of the batch, at {place}",
                     why=f"It was {before:g} when the forward was exported and is {now:g} in this step, and the graph "

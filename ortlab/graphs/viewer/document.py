@@ -17,8 +17,6 @@ from ortlab.graphs.viewer.preflight import PLACED_GROUPED, cost
 from ortlab.graphs.viewer.reduction import GROUPINGS, reduced
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from onnx import GraphProto, ModelProto, ValueInfoProto
 
     from ortlab.graphs.stages import Graph
@@ -51,27 +49,13 @@ _FIRST_STYLE: Final = (
 
 @dataclass(frozen=True)
 class Document:
-    """A graph as a page, or the reason why it is not drawn.
+    """A graph as a page, or the reason why it is not drawn."""
 
-    Attributes
-    ----------
-    html
-        The document, for the `srcdoc` of a frame with `SANDBOX`; empty if the graph is refused.
-    nodes
-        Number of nodes of the graph.
-    drawn
-        Number of nodes that the page draws at first: groups count once.
-    reduced
-        What was left out or put together, in words; empty if everything is drawn.
-    refused
-        Why there is no page, in words; empty if there is one.
-    """
-
-    html: str = field(repr=False)
-    nodes: int
-    drawn: int
-    reduced: str = ""
-    refused: str = ""
+    html: str = field(repr=False)  # for the `srcdoc` of a frame with `SANDBOX`; empty if the graph is refused
+    nodes: int  # of the graph
+    drawn: int  # nodes that the page draws at first: groups count once
+    reduced: str = ""  # what was left out or put together, in words; empty if everything is drawn
+    refused: str = ""  # why there is no page, in words; empty if there is one
 
 
 def document(
@@ -85,29 +69,13 @@ def document(
 ) -> Document:
     """Make the page of a graph.
 
-    Parameters
-    ----------
-    graph
-        The graph; its weights stay where they are.
-    around
-        Name of a node: only its neighbourhood is drawn.
-    hops
-        How many edges away from `around` the neighbourhood reaches, in both directions.
-    group
-        "auto" groups by module where the whole would be too large to be placed, "module" always, "none" never.
-    colours
-        For names of nodes "added", "removed", "moved", "changed" or "fused", or a colour as "#1a7f37".
-    netron
-        The folder of a netron package; by default the installed one.
+    With `around`, the name of a node, only what is up to `hops` edges away from it, in both directions, is drawn. With
+    `group`, "auto" groups by module where the whole would be too large to be placed, "module" always, "none" never.
+    `colours` gives for names of nodes "added", "removed", "moved", "changed" or "fused", or a colour as "#1a7f37".
+    `netron` is the folder of a netron package; None for the installed one.
 
-    Raises
-    ------
-    OptionError
-        If there is no node `around`, or `group` is another word.
-    BuildError
-        If the nodes wait for each other in a circle.
-    InstallError
-        If netron is missing, or is a version from which no page can be assembled.
+    Raises OptionError where there is no node `around`, or `group` is another word; BuildError where the nodes wait for
+    each other in a circle; InstallError where netron is missing, or is a version from which no page can be assembled.
     """
     if group not in GROUPINGS:
         raise OptionError(
@@ -210,7 +178,7 @@ def lean(model: ModelProto) -> ModelProto:
 
 
 def is_parameter(value: ValueInfoProto) -> bool:
-    """Whether an input is a parameter or a buffer: it has a module's path for a name, and a shape without symbols."""
+    """Say whether an input is a parameter or a buffer: it is named by a module's path, and its shape has no symbols."""
     sizes = value.type.tensor_type.shape.dim
     return "." in value.name and not any(size.dim_param for size in sizes)
 
@@ -232,14 +200,9 @@ def _fold_parameters(graph: GraphProto) -> None:
 
 
 def operators_json(model: ModelProto, package: Path | None = None) -> str:
-    """Return netron's description of each operator of a graph, as JSON.
+    """Return netron's description of each operator of a graph, functions included, as JSON.
 
-    Parameters
-    ----------
-    model
-        The graph, functions included.
-    package
-        The folder of a netron package; by default the installed one.
+    `package` is the folder of a netron package; None for the installed one.
     """
     imported = {entry.domain or "ai.onnx": entry.version for entry in model.opset_import}
     used = {(node.domain or "ai.onnx", node.op_type) for node in model.graph.node}

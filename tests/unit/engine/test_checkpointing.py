@@ -178,6 +178,14 @@ def test_a_model_without_repeated_layers_is_refused_and_modules_can_be_named(lab
     assert lab.runs[-1].title == "#2 checkpoint:hidden+head"
 
 
+def test_a_layer_that_stands_twice_in_a_list_is_checkpointed_once():
+    shared, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    model = nn.ModuleDict({"layers": nn.ModuleList([shared, shared, other])})
+    for paths in ((), ("layers",)):
+        (found,) = find_layers(model, paths)
+        assert found.modules == (shared, other)
+
+
 def test_a_lab_that_cannot_begin_with_it_gives_the_model_back():
     model = nn.Linear(2, 2)
     with pytest.raises(OptionError, match="no repeated layers"):

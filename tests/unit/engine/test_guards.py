@@ -67,6 +67,17 @@ def test_a_batch_for_which_the_graph_would_be_wrong_is_refused(decide):
     lab.unwrap()
 
 
+def test_whole_numbers_are_compared_exactly():
+    model = Deciding(lambda h, x: h * int(x.max())).train()
+    lab, x = ortlab.wrap(model), torch.rand(3, 4)
+    x[0, 0] = 200_000
+    model(x)
+    x[0, 0] = 200_001
+    with pytest.raises(ExecutionError, match="It was 200000 when"):
+        model(x)
+    lab.unwrap()
+
+
 def check(h, x):
     """As a validation that passes for every batch, and a branch on a size."""
     if not torch.isfinite(x).all():

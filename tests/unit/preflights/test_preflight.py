@@ -199,6 +199,26 @@ class Interrupted(nn.Module):
         return self.layer(x)
 
 
+class FirstCall(nn.Module):
+    """Forgets an attribute in its first call."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.is_new = True
+
+    def forward(self, x):
+        if hasattr(self, "is_new"):
+            del self.is_new
+        return self.layer(x).sum()
+
+
+def test_an_attribute_that_the_forward_deletes_is_put_back():
+    model = FirstCall()
+    ortlab.preflight(model, torch.rand(2, 4))
+    assert model.is_new is True
+
+
 def test_an_interrupt_leaves_the_model_as_it_was():
     model, x = Interrupted(), torch.randn(2, 4)
     before = state(model)
