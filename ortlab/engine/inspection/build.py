@@ -1,24 +1,26 @@
-"""Build a module for a call as a wrapped one would be built, and note what comes to light on the way."""
+"""Build a module for a call as a wrapped one would be built, and note what comes to light, gradients included."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree
 
 from ortlab.engine import exports
 from ortlab.engine.inspection.changes import Changes
 from ortlab.engine.inspection.failures import finding_of
 from ortlab.engine.inspection.frozen_values import FrozenValues
-from ortlab.engine.inspection.gradients import GradientsAsked
 from ortlab.engine.inspection.places import Places
 from ortlab.engine.inspection.translation import Translation
 from ortlab.engine.operators.untrained_operators import WATCHER
 from ortlab.engine.ort import OrtEngine
+from ortlab.engine.tracing.traced_values import function_name
 from ortlab.records.findings import Finding, Findings, Kind
 
 if TYPE_CHECKING:
@@ -134,3 +136,61 @@ _SAY_ALL: Final = frozenset({Kind.NO_RULE, Kind.CHECKPOINT})
 
 def _said_by(findings: tuple[Finding, ...]) -> bool:
     return any(one.kind in _SAY_ALL for one in findings)
+
+
+class GradientsAsked(TorchFunctionMode):
+    """Differentiate the operators `names`, without namespace, of a forward in PyTorch, on copies of their inputs."""
+
+    def __init__(self, names: Collection[str], places: Places, report: Callable[[Finding], None]) -> None:
+        super().__init__()
+        self._names = frozenset(names)
+        self._places = places
+        self._report = report
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call `function`, and ask for its gradient if it is one of the operators."""
+        kwargs = kwargs or {}
+        if operator_name(function) in self._names:
+            self._ask(function, args, kwargs)
+        return function(*args, **kwargs)
+
+    def _ask(self, function: Any, args: Any, kwargs: Any) -> None:
+        given: list[torch.Tensor] = []
+
+        def copied(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            copy = value.detach().clone()
+            if value.requires_grad and value.is_floating_point():
+                given.append(copy.requires_grad_())
+            return copy
+
+        with torch.enable_grad():
+            args, kwargs = _pytree.tree_map(copied, (args, kwargs))
+            results = _pytree.tree_leaves(function(*args, **kwargs))
+            ends = [one for one in results if isinstance(one, torch.Tensor) and one.requires_grad]
+            if not given or not ends:
+                return
+            try:
+                torch.autograd.grad(ends, given, [torch.zeros_like(one) for one in ends], allow_unused=True)
+            except (RuntimeError, NotImplementedError) as error:
+                why = str(error).strip().splitlines()[0].rstrip(".")
+                self._report(
+                    Finding.of(
+                        Kind.NO_GRADIENT,
+                        f"`{operator_name(function)}` has no gradient, in PyTorch neither: {why}.",
+                        self._places.here(),
+                        "Detach its input if none is meant, or register a gradient for it.",
+                    )
+                )
+
+
+def operator_name(function: Any) -> str:
+    """Return the name of an operator without namespace, overload and the underscore of an in-place one."""
+    if isinstance(function, torch._ops.OpOverload):
+        name = str(function._schema.name).rpartition("::")[2]
+    elif isinstance(function, torch._ops.OpOverloadPacket):
+        name = function.__name__
+    else:
+        name = function_name(function)
+    return name if name.startswith("_") else name.removesuffix("_")

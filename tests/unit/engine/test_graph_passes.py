@@ -12,7 +12,7 @@ from torch import nn
 from transformers import BertConfig, BertModel
 
 import ortlab
-from ortlab.engine.passes import choice_passes, graph_passes
+from ortlab.engine.passes import graph_passes
 
 FLOAT = TensorProto.FLOAT
 
@@ -100,7 +100,7 @@ def test_a_partly_used_split_becomes_slices(used, axis):
     made = model([split], {"x": (2, 6)}, outputs, {"sizes": np.array([1, 3, 2])})
     feeds = arrays({"x": (2, 6)})
     expected = run(made, feeds)
-    assert choice_passes.slice_partly_used_splits(made)
+    assert graph_passes.slice_partly_used_splits(made)
     assert "Split" not in kinds(made)
     assert kinds(made).count("Slice") == len(used)
     for left, right in zip(expected, run(made, feeds), strict=True):
@@ -110,7 +110,7 @@ def test_a_partly_used_split_becomes_slices(used, axis):
 def test_a_split_that_is_used_throughout_stays():
     split = helper.make_node("Split", ["x", "sizes"], ["a", "b"], axis=0)
     made = model([split], {"x": (4,)}, ("a", "b"), {"sizes": np.array([1, 3])})
-    assert not choice_passes.slice_partly_used_splits(made)
+    assert not graph_passes.slice_partly_used_splits(made)
 
 
 @pytest.mark.parametrize(("left", "right"), [((4,), (4, 3)), ((3, 4), (4,)), ((4,), (4,)), ((2, 3, 4), (4,))])
