@@ -47,7 +47,7 @@ class OnBench(Generic[P, R]):
     def __get__(self, lab: Lab, owner: type[Lab]) -> Callable[P, R]: ...
 
     def __get__(self, lab: Lab | None, owner: type[Lab]) -> Callable[..., R]:
-        return self._function if lab is None else MethodType(self._function, lab._bench)  # noqa: SLF001 - the lab's own
+        return self._function if lab is None else MethodType(self._function, lab._bench)
 
 
 class Lab(ShownAsPanel):

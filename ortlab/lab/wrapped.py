@@ -65,6 +65,4 @@ def wrap(
 def latest() -> Lab | None:
     """Return the lab that was wrapped last and is not unwrapped; if all are, the last one; None if there is none."""
     living = [lab for lab in (reference() for reference in _labs) if lab is not None]
-    return next(
-        (lab for lab in reversed(living) if lab.status.state != "unwrapped"), living[-1] if living else None
-    )
+    return next((lab for lab in reversed(living) if lab._bench.wrapped), living[-1] if living else None)
