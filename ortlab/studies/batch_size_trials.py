@@ -148,7 +148,7 @@ class Trials:
             assert point is not None  # noqa: S101 - only points that fit are timed
             outcome = RAN_OUT if ran_out(error) else FAILED
             why = (
-                f"While it was timed: {place(error) if ran_out(error) else reason(error)}".rstrip(": ") + "."
+                f"While it was timed: {place(error) if ran_out(error) else reason(error)}".rstrip(": .") + "."
             )
             search.add(replace(point, outcome=outcome, reason=why, runs=()))
         else:

@@ -249,13 +249,14 @@ class Reference:
 
 
 def _apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Return the largest difference over the largest finite number of `theirs`; nan beside nan is no difference."""
     if not theirs.numel() or torch.equal(ours, theirs):
         return 0.0
     difference = (ours.double() - theirs.double()).abs()
     alike = (ours == theirs) | (ours.isnan() & theirs.isnan())
     largest = float(torch.where(alike, 0.0, difference).max())
-    scale = float(theirs.double().abs().max())
-    found = largest / max(scale, 1e-12)
+    finite = torch.where(theirs.isfinite(), theirs.double().abs(), 0.0)
+    found = largest / max(float(finite.max()), 1e-12)
     return math.inf if math.isnan(found) else found
 
 

@@ -14,6 +14,7 @@ import ortlab
 from ortlab.errors import LedgerError, OptionError, StepError
 from ortlab.runs import recording
 from ortlab.runs.measure import Stopwatch
+from ortlab.studies.bisecting import _apart
 from ortlab.studies.bisection import NO_CHANGE, RESPONSIBLE, TOO_NOISY, UNFINISHED, Bisection
 from ortlab.studies.bisection_metrics import Metric, ratio_of_pairs
 from ortlab.studies.bisection_trials import Trial
@@ -379,3 +380,17 @@ def test_noise_of_equal_runs_raises_what_counts_as_a_change():
     timed = Metric.read("step_ms", None)
     assert timed.is_change(Trial(("a",), 1.1, 0.9, 1.3), 1.0, 0.0) is None
     assert timed.is_change(Trial(("a",), 1.01, 1.005, 1.015), 1.0, 0.0) is False
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "distance"),
+    [
+        ([math.nan, 2.0], [math.nan, 2.0], 0.0),
+        ([math.nan, 2.0], [math.nan, 1.0], 1.0),
+        ([math.inf, 2.0], [math.inf, 1.0], 1.0),
+        ([1.0, 2.0], [math.nan, 2.0], math.inf),
+        ([math.inf, 2.0], [1.0, 2.0], math.inf),
+    ],
+)
+def test_numbers_that_are_not_finite_hide_no_difference(ours, theirs, distance):
+    assert _apart(torch.tensor(ours), torch.tensor(theirs)) == distance

@@ -231,7 +231,9 @@ def crashed_processes(folder: Path | None = None) -> tuple[str, ...]:
             continue
         if sentence:
             sentences.append(sentence)
-    told = sorted(where.glob(f"*{_TOLD}"), key=lambda one: one.name) if where.is_dir() else []
+    told = (
+        sorted(where.glob(f"*{_TOLD}"), key=lambda one: one.stem.partition("-")[2]) if where.is_dir() else []
+    )
     for old in told[:-_CRASHES_KEPT]:
         old.unlink(missing_ok=True)
     return tuple(sentences)

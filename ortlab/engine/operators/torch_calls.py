@@ -106,7 +106,9 @@ class CallableCall:
     def is_tensor(self, index: int, *, is_input: bool) -> bool:
         """Say whether an input or output is a tensor, or else a value that ORT keeps on the CPU."""
         index -= len(self.call.gradients_from) if self._is_gradient else 0
-        return not is_input or index < 0 or self.call.kinds[index] not in {NUMBER, NUMBERS}
+        # Behind its arguments, the gradient of a call that draws gets the state of the generator.
+        is_argument = is_input and 0 <= index < len(self.call.kinds)
+        return not is_argument or self.call.kinds[index] not in {NUMBER, NUMBERS}
 
     def execute(self, tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Call the operator, or compute its gradient.

@@ -63,7 +63,10 @@ def label_totals(model: onnx.ModelProto) -> dict[str, str]:
     """
     graph = model.graph
     shapes = {
-        value.name: [size.dim_param or str(size.dim_value) for size in value.type.tensor_type.shape.dim]
+        value.name: [
+            size.dim_param or (str(size.dim_value) if size.HasField("dim_value") else "")
+            for size in value.type.tensor_type.shape.dim
+        ]
         for value in (*graph.value_info, *graph.input)
     }
     made_by = {output: node for node in graph.node for output in node.output}
