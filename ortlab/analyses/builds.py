@@ -55,7 +55,8 @@ def builds(
     Raises BuildError if there is no graph and no step to build it from, or ONNX Runtime cannot build it; StepError if a
     graph has to be built while a step is running; and whatever the step raises. The lab is then as it was.
     """
-    engines, wished = bench.engines(part), bench.configuration.options if options is None else options
+    engines, wished = bench.engines(part), bench.options if options is None else options
+    engine_name = bench.engine.name  # while a graph is built, another engine stands in its place
     mode = True if training is None and bench.experiment is not None else training
     ready = {path: engine.ready(wished, training=mode) for path, engine in engines.items()}
     there = {path: one for path, one in ready.items() if one is not None}
@@ -77,11 +78,15 @@ def builds(
                 for path, one in built.items()
             }
         missing = tuple(path for path in engines if path not in there)
-        yield Found({path: there[path] for path in engines if path in there}, missing, _note(bench, absent))
+        yield Found(
+            {path: there[path] for path in engines if path in there},
+            missing,
+            _note(bench, engine_name, absent),
+        )
 
 
-def _note(bench: Bench, built: Mapping[str, OrtEngine]) -> str:
-    engine = bench.configuration.engine
+def _note(bench: Bench, engine: str, built: Mapping[str, OrtEngine]) -> str:
+    """Say how a graph came about that the lab did not have, and when the lab will run it."""
     words = [_BUILT] if built else []
     drawn = iterator_of(bench.experiment.step) if built and bench.experiment is not None else None
     if drawn is not None:

@@ -13,10 +13,13 @@ if TYPE_CHECKING:
     from ortlab.ranks.processes import Processes
 
 GRACE_SECONDS: Final = 3.0
-"""How long the others may go on by themselves after one rank has failed, and again after each SIGINT."""
+"""How long the others may go on by themselves after one rank has failed, and again after they were interrupted."""
 
 STUCK_SECONDS: Final = 120.0
 """How long ranks may take to come back once their connections are broken; a graph that is being built ends first."""
+
+_AGAIN_SECONDS: Final = 15.0
+"""After which time ranks that still run are sent another SIGINT: long enough to save a file after the first."""
 
 _POLL_SECONDS: Final = 0.05
 _LEFT_ALONE, _INTERRUPTED, _TORN_OUT = range(3)
@@ -120,7 +123,7 @@ class Waiting:
             self._stage, self._since = _TORN_OUT, now
         elif self._stage == _TORN_OUT and waited >= STUCK_SECONDS:
             raise RanksStuckError(ranks)
-        elif self._stage == _TORN_OUT and now - self._told >= GRACE_SECONDS:
+        elif self._stage == _TORN_OUT and now - self._told >= _AGAIN_SECONDS:
             self._interrupt(ranks, now)
 
     def _interrupt(self, ranks: list[int], now: float) -> None:

@@ -269,10 +269,11 @@ class Bench:
         try:
             yield
         finally:
-            self.recording, self.experiment = recording, last
+            self.recording, self.experiment, self.executed_by = recording, last, executed_by
             if self.configuration != configuration:
                 self.configure(configuration)
-            self.executed_by = executed_by
+            elif isinstance(self.ort, PartsEngine):
+                self.choose(configuration.engine)  # parts may have been given back, and not been taken again
             self.notify("status")
 
     def last_experiment(self) -> Experiment:

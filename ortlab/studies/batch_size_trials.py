@@ -85,13 +85,13 @@ class Trials:
         # Garbage is collected around every run. Objects from before the search are none, and would take most of the
         # time.
         freezes = not gc.get_freeze_count()
-        if freezes:
-            gc.collect()
-            gc.freeze()
-        self._release()
         try:
+            if freezes:
+                gc.collect()
+                gc.freeze()
             with self._bench.set_as_before():
                 try:
+                    self._release()
                     yield
                     smallest = min((one.size for one in self._search.points if one.fits), default=None)
                     if had_session and smallest is not None:
@@ -103,6 +103,7 @@ class Trials:
             if freezes:
                 gc.unfreeze()
             self._room.free()
+            self._bench.notify("options")  # sessions were freed, and one is there again: views look once more
 
     def _tried(self, size: int, plans: Plans) -> BatchSizePoint:
         search = self._search

@@ -58,7 +58,8 @@ def check_same_ground(
             f"This {what} cannot be resumed here: it started from another point.",
             why=f"Its runs start from {study.start_digest}, and the lab now from {start_digest} (digests of weights, "
             "buffers, optimizer and random state).",
-            fix=f"Run the same step from the same weights and seed first, or start another {what}.",
+            fix="Go back to its start first, the same weights, optimizer and seed (lab.restore(), or load them), or "
+            f"start another {what}.",
         )
     if other := [name for name, version in made_with.items() if present.get(name) != version]:
         raise LedgerError(

@@ -73,8 +73,9 @@ def read_point(point: object) -> Changes:
 
 def _name(name: Any) -> str:
     known = ["engine", *(one.name for one in switches())]
-    if name not in known:
-        raise OptionError(f"There is no option {name!r}.", fix=did_you_mean(name, known, cutoff=0.5))
+    if str(name) not in known:
+        fix = did_you_mean(name, known, cutoff=0.5) or "`ortlab.options.options.table()` lists all options."
+        raise OptionError(f"There is no option {str(name)!r}.", fix=fix)
     return str(name)
 
 

@@ -183,10 +183,8 @@ def check_resumable(sweep: Sweep, start_digest: str, present: Mapping[str, str])
             "There is nothing to resume: every point of this sweep is done.",
             fix="Start another: lab.sweep({...}).",
         )
-    made_with = {
-        name: one for point in sweep.points for run in point.runs for name, one in run.versions.items()
-    }
-    check_same_ground(sweep, "sweep", start_digest, made_with, present)
+    for made_with in ({}, *(run.versions for point in sweep.points for run in point.runs)):
+        check_same_ground(sweep, "sweep", start_digest, made_with, present)
 
 
 def _point(

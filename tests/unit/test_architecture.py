@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -114,3 +116,9 @@ def test_the_engines_page_names_every_file_and_folder_of_the_room():
     assert set(re.findall(r"`(?:operators/)?(\w+)(?:\.py|/)`", page)) <= there | operators | {
         "symbolic_words"
     }
+
+
+def test_a_lab_can_be_imported_before_onnxruntime_is():
+    """Its first import has to be that of `ortlab.engine.installation.import_apart`."""
+    code = "import sys, ortlab.lab.lab; sys.exit('onnxruntime' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -153,6 +153,13 @@ def test_the_graph_is_there_while_another_engine_runs_the_model(bert_lab):
         bert_lab.set(engine="ort")
     assert found == there
     assert "The lab's engine is eager" in found.note
+    bert_lab.set(engine="eager", opset=16)
+    try:
+        built = bert_lab.graph().note
+    finally:
+        bert_lab.set(engine="ort", opset=17)
+    assert "Built for this page" in built
+    assert "The lab's engine is eager" in built
     assert not bert_lab.graph().note
 
 

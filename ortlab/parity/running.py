@@ -1,0 +1,256 @@
+"""The runs of a comparison: PyTorch three times, ONNX Runtime three times, all from one start.
+
+Where ONNX Runtime's compute optimizer hides where the runs part, it runs a fourth time, to look for that without.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Protocol
+
+from ortlab.engine.capture import Capture
+from ortlab.engine.inspection.places import forward_line
+from ortlab.errors import BuildError, ExecutionError, StepError
+from ortlab.parity.checklist import checklist
+from ortlab.parity.comparing import Compared, Reference, pairs
+from ortlab.parity.limits import limits
+from ortlab.parity.locating import Locating
+from ortlab.parity.observation import Observation
+from ortlab.parity.pairs import OUTPUT, Site, TensorPair
+from ortlab.parity.parity_runs import Runs
+from ortlab.parity.record import Parity
+from ortlab.parity.steady import Jitter, WithoutDropout, deterministic
+from ortlab.parity.tensor_store import stored
+
+if TYPE_CHECKING:
+    import torch
+
+    from ortlab.engine.capture import Edit
+    from ortlab.engine.tracing.taps import Mark
+    from ortlab.records.runs import Run
+
+
+class Trial(Protocol):
+    """Goes back to the start and runs the steps."""
+
+    def __call__(
+        self, engine: str, observation: Observation | None = None, *, seed: int | None = None
+    ) -> Run:
+        """Run them on "eager" or "ort", watched or not, with another seed or that of the start."""
+
+
+def compare_engines(  # noqa: PLR0913 - what a lab knows of itself, name by name
+    module: torch.nn.Module,
+    trial: Trial,
+    apart: Callable[..., AbstractContextManager[Callable[[], None]]],
+    *,
+    name: str,
+    steps: int,
+    dropout: bool = False,
+    ask_seeds: bool = True,
+    cuts: bool = False,
+    edit: Edit | None = None,
+    progress: Callable[[str, float], None] = lambda _text, _fraction: None,
+) -> Parity:
+    """Run a step on PyTorch and on ONNX Runtime, and hold every tensor of both against each other.
+
+    `apart` makes a block in which ONNX Runtime builds anew, with other options if it is given some, and forgets at its
+    end; what it yields frees the sessions only. With `dropout`, dropout stays on, and the engines draw different masks.
+    With `ask_seeds`, PyTorch runs twice more, once with another seed. `cuts` says that the compute optimizer is on: if
+    it hides where a divergence is, ONNX Runtime runs once more without it. `edit` changes ONNX Runtime's gradient
+    graph; see `Capture`.
+    """
+    count = 8 if ask_seeds else 6
+
+    def tell(number: int, text: str) -> None:
+        progress(f"{text} (run {number} of {count})", (number - 1) / count)
+
+    with ExitStack() as stack:
+        stack.enter_context(deterministic())
+        without = WithoutDropout()
+        eager_store = stack.enter_context(stored())
+        ort_store = stack.enter_context(stored())
+        quiet = nullcontext() if dropout else without
+        with quiet:
+            reference = Reference(eager_store)
+            watched = Observation(module, reference.take)
+            tell(1, "PyTorch")
+            eager = _watched_run(trial, "eager", watched)
+            again, rounded = Compared(eager_store), Compared(eager_store)
+            tell(2, "PyTorch again")
+            _same_data(eager, _watched_run(trial, "eager", Observation(module, again.take)))
+            tell(3, "PyTorch with other rounding")
+            _same_data(
+                eager, _watched_run(trial, "eager", Observation(module, rounded.take, change=Jitter()))
+            )
+            ort, ort_again = Compared(eager_store, ort_store, facts=True), Compared(ort_store)
+            plain = Compared(ort_store)
+            with apart():
+                tell(4, "ONNX Runtime")
+                found, capture = _captured_run(trial, module, ort, edit)
+                _same_data(eager, found)
+            with apart() as free_sessions:  # exported again: what a trace has drawn at random is another then
+                tell(5, "ONNX Runtime again")
+                with _receiving(capture, module, ort_again) as observation:
+                    trial("ort", observation)
+                tell(6, "ONNX Runtime without capture")
+                free_sessions()
+                with _editing(edit) if edit else nullcontext():
+                    unseen = trial("ort", _Ends(module, plain.take))
+            _check_lengths(eager, found)
+            bounds = limits(reference, rounded, (again, ort_again), watched.structure.own_use)
+            compared = pairs(reference, ort, bounds, _by_site(capture.missing, steps))
+            locating = Locating(compared, watched.structure, _describe(module))
+            if cuts and locating.is_hidden:
+                progress("ONNX Runtime with the compute optimizer off (one run more)", (count - 1) / count)
+                whole = Compared(eager_store)
+                try:
+                    with apart(compute_optimizer=False):
+                        _same_data(eager, _captured_run(trial, module, whole, edit)[0])
+                    locating.look_at(whole)
+                except (BuildError, ExecutionError) as error:
+                    locating.give_up(error)
+        seeds = _seeds(trial, tell) if ask_seeds else ()
+        runs = Runs(
+            eager=eager,
+            ort=found,
+            drops=without.found,
+            draws=watched.drew,
+            again=again,
+            ort_again=ort_again,
+            plain=plain,
+            plain_losses=tuple(unseen.losses),
+            limits={site: limit for site, (_, limit) in bounds.items()},
+            seeds=seeds,
+        )
+        forward, backward, update = locating.divergences
+        return Parity(
+            model=name,
+            reference="eager",
+            candidate="ort",
+            steps=steps,
+            pairs=compared,
+            losses=tuple(zip(eager.losses, found.losses, strict=True)),
+            forward=forward,
+            backward=backward,
+            update=update,
+            checks=checklist(runs, bounds, dropout=dropout, steps=steps),
+            notes=(*locating.notes, *_notes(compared, eager)),
+            written_bytes=eager_store.number_of_bytes // steps,
+        )
+
+
+class _Ends(Observation):
+    """Watches only what the steps leave behind: the parameters."""
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Put no hooks anywhere."""
+        yield
+
+
+def _watched_run(trial: Trial, engine: str, observation: Observation) -> Run:
+    with observation.watching():
+        return trial(engine, observation)
+
+
+def _captured_run(
+    trial: Trial, module: torch.nn.Module, compared: Compared, edit: Edit | None
+) -> tuple[Run, Capture]:
+    capture = Capture(lambda _mark, _tensor: None, edit)
+    with _receiving(capture, module, compared) as observation:
+        return trial("ort", observation), capture
+
+
+@contextmanager
+def _receiving(capture: Capture, module: torch.nn.Module, compared: Compared) -> Iterator[Observation]:
+    observation = Observation(module, compared.take, capture)
+    capture.receive = observation.captured
+    with observation.watching(), capture.active():
+        yield observation
+
+
+@contextmanager
+def _editing(edit: Edit) -> Iterator[None]:
+    """Let sessions be made of graphs that are changed, and hand nothing over."""
+    with Capture(lambda _mark, _tensor: None, edit, hands_over=False).active():
+        yield
+
+
+def _by_site(missing: Mapping[Mark, str], steps: int) -> dict[Site, str]:
+    """Return why tensors, and their gradients, are missing in each step."""
+    return {
+        Site(step, mark.module, mark.call, kind, mark.name): words
+        for mark, words in missing.items()
+        for step in range(1, steps + 1)
+        for kind in (mark.kind, f"{mark.kind} gradient")
+    }
+
+
+def _seeds(trial: Trial, tell: Callable[[int, str], None]) -> tuple[tuple[float | None, ...], ...]:
+    tell(7, "PyTorch with its dropout")
+    first = trial("eager")
+    tell(8, "PyTorch with another seed")
+    return tuple(first.losses), tuple(trial("eager", seed=_OTHER_SEED).losses)
+
+
+_OTHER_SEED = 20011
+
+
+def _same_data(first: Run, other: Run) -> None:
+    if first.data_digest != other.data_digest:
+        raise StepError(
+            "The runs did not get the same data.",
+            why="Each call of the step draws its batch from an iterator, or makes a new one, and a run cannot go back.",
+            fix="Compare with a step that uses batches made before: batch = next(iterator), then lab.step(fn) on it.",
+        )
+
+
+def _check_lengths(eager: Run, ort: Run) -> None:
+    if len(eager.losses) != len(ort.losses):
+        raise StepError(
+            f"PyTorch made {len(eager.losses)} steps, ONNX Runtime {len(ort.losses)}.",
+            fix="Compare runs of the same number of steps.",
+        )
+
+
+def _describe(module: torch.nn.Module) -> Callable[[str], tuple[str, str]]:
+    parts = dict(module.named_modules())
+
+    def describe(path: str) -> tuple[str, str]:
+        part = parts.get(path)
+        return ("", "") if part is None else (type(part).__name__, forward_line(part))
+
+    return describe
+
+
+def _notes(compared: Sequence[TensorPair], eager: Run) -> tuple[str, ...]:
+    notes = []
+    for pair in compared:
+        if pair.site.kind == OUTPUT and pair.reference and pair.reference.nan:
+            where = pair.site.module or "the model"
+            notes.append(
+                f"Step {pair.site.step}: PyTorch itself makes nan first in {where} "
+                f"({pair.reference.nan} of {pair.reference.size} numbers); nan at the same places counts as equal. "
+                "Look for its cause there, with PyTorch alone: what follows it says little."
+            )
+            break
+    bad = [
+        number
+        for number, loss in enumerate(eager.losses, start=1)
+        if loss is not None and not math.isfinite(loss)
+    ]
+    if bad:
+        notes.append(
+            f"PyTorch's own loss is not finite in step {bad[0]}. Compare a step before it: steps={max(1, bad[0] - 1)}."
+            if bad[0] > 1
+            else "PyTorch's own loss is not finite in step 1. Go back to weights with which it is: lab.restore()."
+        )
+    unseen = len([one for one in compared if one.distance is None])
+    if unseen:
+        notes.append(
+            f"{unseen} of {len(compared)} tensors are not compared; each says why in lab.parity().table()."
+        )
+    return tuple(notes)
