@@ -16,8 +16,12 @@ from typing import Any, Final
 _TWICE_SECONDS: Final = 1.0
 """A second Ctrl-C that comes so soon after the first means the same one."""
 
+_SOON_SECONDS: Final = 0.02
+"""After which time an interrupt that came in a finaliser is raised again: that one has returned by then."""
+
 _pending = False
 _watched = False
+_raised = 0  # how many interrupts have been raised
 _raised_at = -_TWICE_SECONDS
 
 
@@ -67,11 +71,11 @@ def _noting(handler: Any) -> Callable[[int, FrameType | None], None]:
     """Return a handler that writes interrupts down, and passes on all but the second of two quick ones."""
 
     def note(number: int, frame: FrameType | None) -> None:
-        global _pending, _raised_at  # noqa: PLW0603
+        global _pending, _raised, _raised_at  # noqa: PLW0603
         _pending = True
         now = time.monotonic()
         if now - _raised_at >= _TWICE_SECONDS:
-            _raised_at = now
+            _raised, _raised_at = _raised + 1, now
             handler(number, frame)
 
     return note
@@ -84,17 +88,24 @@ def _raising_again(hook: Callable[[Any], None]) -> Callable[[Any], None]:
         global _raised_at  # noqa: PLW0603
         if issubclass(unraisable.exc_type, KeyboardInterrupt):
             _raised_at = -_TWICE_SECONDS
-            _thread.interrupt_main()
+            # From another thread: raised in here, it would end this hook, and Python would print that.
+            _thread.start_new_thread(_interrupt_soon, (_raised,))
         else:
             hook(unraisable)
 
     return again
 
 
+def _interrupt_soon(number: int) -> None:
+    time.sleep(_SOON_SECONDS)
+    if _pending and number == _raised:  # nobody has raised it meanwhile
+        _thread.interrupt_main()
+
+
 def _raise_lost() -> None:
-    global _pending  # noqa: PLW0603
+    global _pending, _raised, _raised_at
     if _pending and threading.current_thread() is threading.main_thread():
-        _pending = False
+        _pending, _raised, _raised_at = False, _raised + 1, time.monotonic()
         raise KeyboardInterrupt
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 
 import pytest
 
@@ -51,6 +52,19 @@ def test_one_that_got_lost_before_the_steps_is_raised_at_the_first():
 def test_one_in_a_finaliser_is_raised():
     with interrupts_kept() as raise_lost, pytest.raises(KeyboardInterrupt):
         free_and_go_on(raise_lost)
+
+
+def test_one_in_a_finaliser_ends_what_runs_behind_it_and_prints_nothing(capfd):
+    with interrupts_kept(), pytest.raises(KeyboardInterrupt):
+        free_and_compute()
+    assert capfd.readouterr().err == ""
+
+
+def free_and_compute():
+    begun = time.monotonic()
+    Freed()
+    while time.monotonic() - begun < 60:
+        pass
 
 
 def free_and_go_on(raise_lost):
