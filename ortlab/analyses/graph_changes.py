@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ortlab.analyses.builds import builds, engine_of
-from ortlab.analyses.graphs import graph, graph_of
+from ortlab.analyses.graphs import check_stage, graph, graph_of
 from ortlab.errors import OptionError
 from ortlab.graphs.diff import GraphDiff, diff
-from ortlab.graphs.stages import STAGES, Graph
+from ortlab.graphs.stages import Graph
 from ortlab.options.options import Options, setting_words
 
 if TYPE_CHECKING:
@@ -82,7 +82,8 @@ def graph_diff(
         if stage:
             raise _unclear(f"stages {first!r} and {second!r}, and stage={stage!r}")
         return diff(graph(bench, first, part), graph(bench, second, part))
-    _check_stage(stage)
+    if stage:
+        check_stage(stage)
     if isinstance(first, Graph) and isinstance(second, Graph):
         return diff(first, second)
     sides = [
@@ -115,15 +116,16 @@ def _graph_of(bench: Bench, options: Options, stage: str, part: str | None) -> G
     engine_of(bench, part, "a graph")
     with builds(bench, part, options=options) as found:
         path, execution = found.only
-        note = found.note if options == bench.configuration.options else ""
+        note = found.note if options == bench.options else ""
         return replace(graph_of(bench, execution, stage or "execution", path), note=note)
 
 
 def _changes(bench: Bench, stage: str, part: str | None) -> GraphDiff:
     """Say what the present switches change against those of the first run, or against the defaults."""
-    _check_stage(stage)
+    if stage:
+        check_stage(stage)
     bench.last_experiment()
-    present = bench.configuration.options
+    present = bench.options
     first = bench.runs[0] if len(bench.runs) else None
     if first is not None and first.options != present:
         base, name = first.options, f"run {first.number}"
@@ -165,8 +167,3 @@ def _unclear(given: str) -> OptionError:
         fix='For example lab.graph_diff("gradient", "execution"), lab.graph_diff(memory_level=1) or '
         'lab.graph_diff({"compute_optimizer": False}, {}, stage="optimized").',
     )
-
-
-def _check_stage(stage: str) -> None:
-    if stage and stage not in STAGES:
-        raise OptionError(f"There is no graph stage {stage!r}.", fix=f"Stages: {', '.join(STAGES)}.")

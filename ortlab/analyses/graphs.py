@@ -67,7 +67,7 @@ def graph(
     {'Gemm': 4, 'Gelu': 2}
     >>> lab.graph("execution").save("step.onnx")
     """
-    _check_stage(stage)
+    check_stage(stage)
     with _one_graph(bench, part, mode) as (path, execution, note):
         found = replace(graph_of(bench, execution, stage, path), note=note)
     wanted = [what for what, asked in (("activations", activations), ("times", profile)) if asked]
@@ -177,7 +177,8 @@ _UPSTREAM: Final = {
 """What the names of the files that `save_onnx` writes call the stages."""
 
 
-def _check_stage(stage: str) -> None:
+def check_stage(stage: str) -> None:
+    """Refuse what is no stage, and suggest the near name; raise OptionError then."""
     if stage in STAGES:
         return
     near = get_close_matches(str(stage), (*STAGES, *_UPSTREAM), n=1)

@@ -11,7 +11,7 @@ from onnx import helper
 from ortlab.engine.inspection.places import Places
 from ortlab.graphs.flop_formulas import Shape, flops
 from ortlab.graphs.flops import NodeFlops
-from ortlab.graphs.scopes import layer_of, node_names
+from ortlab.graphs.scopes import executed_operator, layer_of, node_names
 from ortlab.memory.recompute import COPY
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def node_flops(profile: Profile, model: torch.nn.Module, part: str = "") -> tupl
     names = {_result(node): name for name, node in zip(node_names(graph), graph.node, strict=True)}
     found = []
     for node, event, backward, ms in profile.kernels():
-        operator = _operator(node)
+        operator = executed_operator(node)
         inputs, outputs = (_shapes(event["args"][key]) for key in ("input_type_shape", "output_type_shape"))
         attributes = {
             one.name: helper.get_attribute_value(one) for one in node.attribute if not one.HasField("g")
@@ -89,12 +89,6 @@ class _Origins:
 def _result(node: onnx.NodeProto) -> str:
     """Return the name of a node's first result, which no other node makes."""
     return next(filter(None, node.output), "")
-
-
-def _operator(node: onnx.NodeProto) -> str:
-    if node.op_type == "ATen":
-        return next((one.s.decode() for one in node.attribute if one.name == "operator"), "ATen")
-    return f"{node.domain}.{node.op_type}" if node.domain else node.op_type
 
 
 def _shapes(described: Sequence[Mapping[str, Iterable[Any]]]) -> tuple[Shape, ...]:

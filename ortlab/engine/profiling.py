@@ -21,6 +21,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ortlab.errors import ExecutionError
+from ortlab.graphs.scopes import executed_operator
 from ortlab.memory.recompute import COPY
 from ortlab.memory.trace import Trace, TracedNode
 
@@ -158,7 +159,7 @@ def read_trace(
         traced.append(
             TracedNode(
                 name=node.name,
-                operator=_operator(node),
+                operator=executed_operator(node),
                 inputs=tuple(node.input),
                 outputs=tuple(node.output),
                 backward=position >= behind,
@@ -228,12 +229,6 @@ def _steps(events: Sequence[Mapping[str, Any]], count: int) -> list[tuple[list[M
         for forward, backward in pairwise(passes)
         if len(forward) + len(backward) == count and forward[0]["name"] == passes[0][0]["name"]
     ]
-
-
-def _operator(node: onnx.NodeProto) -> str:
-    if node.op_type == "ATen":
-        return next((a.s.decode() for a in node.attribute if a.name == "operator"), "ATen")
-    return f"{node.domain}.{node.op_type}" if node.domain else node.op_type
 
 
 def _bytes(shape: Mapping[str, Sequence[int]]) -> int:

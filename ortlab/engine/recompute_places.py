@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from ortlab.engine.kept_values import name_of
 from ortlab.errors import BuildError
 from ortlab.memory import insight
 from ortlab.memory.recompute_places import RecomputePlace, RecomputePlaces
@@ -56,7 +57,7 @@ def find_places(lines: Sequence[Line], graph: onnx.GraphProto) -> RecomputePlace
     for line in lines:
         if match := _CANDIDATE.match(line.text):
             maker = makers.get(match["output"])
-            outputs.setdefault(_known_as(maker) if maker else match["node"], []).append(match["output"])
+            outputs.setdefault(name_of(maker) if maker else match["node"], []).append(match["output"])
     nameless = _Nameless(graph, outputs)
     found: list[_Found] = []
     node, strategy, compromises = "", 1, False
@@ -103,18 +104,13 @@ class _Nameless:
     def __init__(self, graph: onnx.GraphProto, outputs: Mapping[str, Sequence[str]]) -> None:
         self._left: dict[str, list[str]] = {}
         for node in graph.node:
-            if not node.name and _known_as(node) in outputs:
-                self._left.setdefault(node.op_type, []).append(_known_as(node))
+            if not node.name and name_of(node) in outputs:
+                self._left.setdefault(node.op_type, []).append(name_of(node))
 
     def next(self, operator: str) -> str:
         """Return what the next node of an operator that ORT looks at is known as; empty if none is left."""
         left = self._left.get(operator)
         return left.pop() if left else ""
-
-
-def _known_as(node: onnx.NodeProto) -> str:
-    """Return the name of a node, or where it has none that of its first result."""
-    return node.name or next(filter(None, node.output), "")
 
 
 def check_places(places: RecomputePlaces, report: str) -> None:

@@ -41,6 +41,13 @@ def operator_of(node: NodeProto) -> str:
     return f"{node.domain}.{node.op_type}" if node.domain else str(node.op_type)
 
 
+def executed_operator(node: NodeProto) -> str:
+    """Return the operator that runs for a node: of an ``ATen`` node torch's, else its own; see `operator_of`."""
+    if node.op_type == "ATen":
+        return next((one.s.decode() for one in node.attribute if one.name == "operator"), "ATen")
+    return operator_of(node)
+
+
 def exported_name(name: str) -> str:
     """Return the name of the exported node that a node stands for: its own without what ORT puts behind it.
 

@@ -117,17 +117,12 @@ def record(bench: Bench, train: Callable[[], object]) -> Run:
     recording = LoopRecording(
         bench.module, bench.engine, bench.takeover.original_forward, experiment, bench.progress
     )
-    bench.recording, number = recording, bench.runs.next_number
-    try:
-        with bench.log.during_run(number):
-            run = recording.run(number, bench.options, show=False)
-    finally:
-        bench.recording = None
+    run = bench.run_apart(experiment, recording)
     if run.step_memory_bytes is None:
         run = replace(run, no_step_memory=_RECORDED)
     bench.keep(run)
     if isinstance(recording.failure, KeyboardInterrupt):
-        kept = f"its {len(run.steps):,} steps so far are run {number}, and what it has changed stays"
+        kept = f"its {len(run.steps):,} steps so far are run {run.number}, and what it has changed stays"
         say(recording.failure, f"Stopped the training; {kept}.")
     if recording.failure is not None:
         raise recording.failure

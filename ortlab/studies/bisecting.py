@@ -130,9 +130,7 @@ def bisect(
             raise StepError(f"The number of rounds must be a whole number from 2 on, not {rounds!r}.")
         least = _TIMED_STEPS if measured.own is None and measured.name == STEP_MS else 1
         count = experiment.times(max(experiment.count, least) if n is None else n).count
-        base, differing = read_changes(
-            Configuration("ort", bench.configuration.options), changes, against, bench.have
-        )
+        base, differing = read_changes(Configuration("ort", bench.options), changes, against, bench.have)
         bisection = Bisection(
             len(bench.bisections) + 1,
             bench.name,

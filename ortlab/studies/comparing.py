@@ -173,7 +173,7 @@ def _run_of(bench: Bench, run: int | Run) -> Run:
 
 def _changes_of(bench: Bench, run: Run) -> dict[str, object]:
     """Return what `set` would have to be told for the configuration of a run."""
-    changed = bench.configuration.options.changed(run.options)
+    changed = bench.options.changed(run.options)
     return {"engine": run.engine, **{name: getattr(run.options, name) for name in changed}}
 
 

@@ -62,7 +62,7 @@ def density(bench: Bench, *batches: object, measure: int = 0) -> DensityReport:
 
 
 def _counted(bench: Bench) -> tuple[Density, str]:
-    if isinstance(bench.recording, Recording) and bench.configuration.options.print_input_density:
+    if isinstance(bench.recording, Recording) and bench.options.print_input_density:
         return bench.recording.density, "the run that goes on"
     counted = [run for run in bench.runs if run.density]
     if counted:
@@ -104,7 +104,7 @@ def _labels_reached(bench: Bench, density: Density) -> Reach:
         return "another engine"
     if not any(isinstance(one, torch.nn.CrossEntropyLoss) for one in bench.module.modules()):
         return "not a sub-module"
-    options = bench.configuration.options
+    options = bench.options
     if not (options.compute_optimizer and options.label_sparse_optimizer):
         return "off"
     return "acts" if rows[0].density < THRESHOLD else "dense"
@@ -116,7 +116,7 @@ def _tokens_reached(bench: Bench, density: Density) -> Reach:
         return "absent"
     if bench.configuration.engine != "ort":
         return "another engine"
-    options = bench.configuration.options
+    options = bench.options
     if not (options.compute_optimizer and options.embedding_sparse_optimizer):
         return "off"
     if Need.CUDA not in bench.have or not any(one.is_cuda for one in bench.module.parameters()):
