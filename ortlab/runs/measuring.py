@@ -39,7 +39,11 @@ _EXTRA_AT_MOST: Final = 4
 """Steps that a run may be longer for its step memory; two are the rule."""
 
 _SETTLED: Final = 256 * 1024
-"""Bytes of new gaps that a step may leave in the heap; what falls into them is missing from a peak."""
+"""Bytes of new gaps that a step may leave in the heap, since what falls into them is missing from a peak, and of
+pages of files (code above all) that may come or go in it, since they are in a peak and are no memory of the step."""
+
+_AGAIN_AT_MOST: Final = 3
+"""Times that a step is measured in which more pages of files came or went."""
 
 
 class Level(NamedTuple):
@@ -60,6 +64,9 @@ class Gauge(Protocol):
     def read(self) -> Level:
         """Return level and peak, and let the peak start from the level."""
 
+    def files(self) -> int:
+        """Return the bytes of pages of files among the memory that is read."""
+
     def details(self) -> dict[str, int]:
         """Return more figures for the end of a step."""
 
@@ -78,6 +85,10 @@ class ResidentGauge:
         level = Level(*resident_set())
         reset_peak()
         return level
+
+    def files(self) -> int:
+        """Return the bytes of pages of files, which the kernel takes back and reads again as it likes."""
+        return resident_bytes("RssFile")
 
     def details(self) -> dict[str, int]:
         """Return nothing: a process has no more figures."""
@@ -104,6 +115,10 @@ class CudaGauge:
         )
         torch.cuda.reset_peak_memory_stats(self._device)
         return level
+
+    def files(self) -> int:
+        """Return 0: an allocator has none."""
+        return 0
 
     def details(self) -> dict[str, int]:
         """Return the allocator's figures: allocated, cached and inactive, each now and at most."""
@@ -144,6 +159,7 @@ class Measuring:
         self._built = False
         self._executed_by = ""
         self._filled = 0
+        self._files = 0
         self._border: Callable[[str], None] = lambda _: None
 
     def run(self) -> MemoryMeasurement:
@@ -168,8 +184,8 @@ class Measuring:
         """Run as few steps as it takes for one that settles, from where everything stands, and return that one.
 
         The gaps of the heap are filled while each step is read, so that the first step in which there were none to fill
-        is the measurement. `run` fills them in steps of their own. Raises StepError as `run` does, and where the
-        process moved to swap meanwhile, so that its resident set says nothing.
+        and no pages of files came or went is the measurement. `run` fills them in steps of their own. Raises StepError
+        as `run` does, and where the process moved to swap meanwhile, so that its resident set says nothing.
         """
         self._stopwatch.on_phase = self._reach
         with self._gauge.ready() as self._gaps, self._stopwatch.watching(), interrupts_kept() as raise_lost:
@@ -185,7 +201,7 @@ class Measuring:
                         fix="Close other programs, or take a smaller batch.",
                     )
                 # A first step may make a session, and gradients that stay.
-                if number > 1 and not self._built and self._filled <= _SETTLED:
+                if number > 1 and not self._built and self._filled <= _SETTLED and self._files <= _SETTLED:
                     break
         self._check_built("every step builds something anew")
         return step
@@ -245,8 +261,11 @@ class Measuring:
     def _measured(self, number: int) -> StepMemory:
         count = self._experiment.count
         self._progress(f"Measuring memory: step {number} of {count}", (number - 1) / count)
-        step = self._read_step(filling=False)
-        self._check_built("something was built in it")
+        for _ in range(_AGAIN_AT_MOST):
+            step = self._read_step(filling=False)
+            self._check_built("something was built in it")
+            if self._files <= _SETTLED:
+                break
         return step
 
     def _read_step(self, *, filling: bool) -> StepMemory:
@@ -257,7 +276,9 @@ class Measuring:
             self._fill()
         reading = _Reading(self._gauge, self._known, self._fill if filling else lambda: None)
         self._border = reading.reach
+        files = self._gauge.files()
         self._step()
+        self._files = abs(self._gauge.files() - files)
         return reading.step()
 
     def _check_built(self, what: str) -> None:
