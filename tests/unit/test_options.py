@@ -26,7 +26,13 @@ from ortlab.options.options import (
     variable_names,
 )
 
-ORTLAB_OWN = {"intra_op_spinning", "aten_cross_entropy", "aten_backward", "cpu_memory_arena"}
+ORTLAB_OWN = {
+    "intra_op_spinning",
+    "aten_cross_entropy",
+    "aten_backward",
+    "aten_recurrent",
+    "cpu_memory_arena",
+}
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,11 @@ def _constant(name: str, value: object, dtype: str) -> _Node:
     return ("Constant", [], [name], {"value": {"value": value, "dtype": dtype, "is_tensor": True}})
 
 
+def _all(kind: str, number: int) -> list[str]:
+    """Return the names of the first gradients, inputs or results."""
+    return [f"{kind}({i})" for i in range(number)]
+
+
 _ALL_THREE: Final = _constant("output_mask", [True, True, True], "bool")
 
 _GRADIENTS: Final = (
@@ -120,6 +125,40 @@ _GRADIENTS: Final = (
             )
         ],
         constants=(1, 2, 3, 4),
+    ),
+    # The layers of `ortlab.engine.operators.recurrent`: gradients of the results, inputs, results.
+    _Gradient(
+        "ortlab::lstm_layer",
+        [
+            _backward(
+                "ortlab::lstm_layer_backward",
+                [*_all("GO", 3), *_all("I", 8), *_all("O", 4)],
+                _all("GI", 7),
+            )
+        ],
+        constants=(7,),
+    ),
+    _Gradient(
+        "ortlab::gru_layer",
+        [
+            _backward(
+                "ortlab::gru_layer_backward",
+                [*_all("GO", 2), *(f"I({i})" for i in (0, 1, 2, 5, 6)), "O(0)", "O(2)"],
+                _all("GI", 6),
+            )
+        ],
+        constants=(6,),
+    ),
+    _Gradient(
+        "ortlab::rnn_layer",
+        [
+            _backward(
+                "ortlab::rnn_layer_backward",
+                [*_all("GO", 2), *(f"I({i})" for i in (0, 1, 2, 5, 6, 7)), "O(0)"],
+                _all("GI", 6),
+            )
+        ],
+        constants=(6, 7),
     ),
     # Takes grad, query, key, value, out, logsumexp, dropout_p, is_causal, attn_mask, scale.
     _Gradient(

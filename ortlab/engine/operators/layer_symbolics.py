@@ -156,6 +156,21 @@ def layer_norm(onnx_layer_norm: Symbolic) -> Symbolic:
     return symbolic
 
 
+def gelu(plain: Symbolic) -> Symbolic:
+    """Return the symbolic function of ``F.gelu``: one operator, which ORT else finds in some places only.
+
+    Its fusions (GeluFusion, FastGeluFusion) leave a Gelu in ten pieces whose result the model returns.
+    """
+
+    def symbolic(g: Any, x: Any, approximate: Any = None) -> Any:
+        if x.type().scalarType() != "Float":
+            return plain(g, x, approximate)
+        rough = not is_none(approximate) and constant(approximate, "s") == "tanh"
+        return g.op(f"com.microsoft::{'FastGelu' if rough else 'Gelu'}", x).setType(x.type())
+
+    return symbolic
+
+
 def attention(plain: Symbolic) -> Symbolic:
     """Return the symbolic function of ``F.scaled_dot_product_attention``: torch's own, with a scale that it can use.
 

@@ -19,6 +19,7 @@ from ortlab.engine.exporter import symbolic_module
 from ortlab.engine.operators import indexing_symbolics as indexing
 from ortlab.engine.operators import layer_symbolics as layers
 from ortlab.engine.operators import pooling_symbolics as pooling
+from ortlab.engine.operators import recurrent
 from ortlab.engine.operators.symbolic_words import (
     TO_THE_END,
     LeftToTorch,
@@ -89,8 +90,12 @@ def install() -> None:
         "group_norm": layers.group_norm(ort["group_norm"]),
         "index": indexing.index(plain_symbolic("index")),
         "index_add": indexing.index_add,
+        "gru": recurrent.gru(plain_symbolic("gru")),
         "layer_norm": layers.layer_norm(ort["layer_norm"]),
+        "lstm": recurrent.lstm(plain_symbolic("lstm")),
         "permute": permute,
+        "rnn_relu": recurrent.rnn("relu", plain_symbolic("rnn_relu")),
+        "rnn_tanh": recurrent.rnn("tanh", plain_symbolic("rnn_tanh")),
         "scaled_dot_product_attention": by_torch(
             layers.attention(plain_symbolic("scaled_dot_product_attention"))
         ),
@@ -105,6 +110,7 @@ def install() -> None:
         "batch_norm": layers.batch_norm,
         "index_put": indexing.index_put(plain_symbolic("index_put")),
         "instance_norm": layers.instance_norm,
+        "gelu": layers.gelu(plain_symbolic("gelu")),
         "max_pool1d": pooling.max_pool1d,
         "max_pool3d": pooling.max_pool3d,
         "scatter_add": indexing.scatter_add,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
 from ortlab.engine.operators.exact_choice import choose_exact
 from ortlab.engine.operators.kernel_choice import choose_kernels
 from ortlab.engine.operators.kernel_nodes import call_kernel
 from ortlab.engine.operators.output_buffers import OutputBuffers
-from ortlab.engine.passes.graph_edits import GraphFacts, declare_aten
+from ortlab.engine.operators.quick_choice import choose_quick
+from ortlab.engine.operators.torch_kernels import NAMESPACE
+from ortlab.engine.passes.graph_edits import GraphFacts, aten_operator, declare_aten
 from ortlab.engine.passes.yielded_values import hand_over
 
 if TYPE_CHECKING:
@@ -31,11 +33,13 @@ class TorchBackward:
     def _build_graph(self, config: Any) -> None:
         super()._build_graph(config)  # type: ignore[misc]
         models = self._onnx_models  # type: ignore[attr-defined]
+        mend_layer_gradients(models.optimized_model)
         if self._device.type == "cpu":  # type: ignore[attr-defined]
             leave_short_sums(models.optimized_model)
             if self.options.aten_backward:
                 free_outputs = choose_kernels(models.optimized_model)
                 choose_exact(models.optimized_model)
+                choose_quick(models.optimized_model)
                 self._graph_info = _GraphInfo(self._graph_info, free_outputs)
         hand_over(models.optimized_model)
         saved = self._debug_options.save_onnx_models  # type: ignore[attr-defined]
@@ -85,6 +89,28 @@ class _BufferedAgent:
         """Run the backward graph, as `TrainingAgent.run_backward`."""
         with self._buffers.in_use():
             self._agent.run_backward(feeds, fetches, state)
+
+
+def mend_layer_gradients(model: onnx.ModelProto) -> None:
+    """Let the backward of a layer of ours run whichever of its results and inputs take part in the training.
+
+    A call has one definition of its gradient (``gradient_builder.cc``, GetExternalGradient). So ORT names gradients of
+    results that nothing reads, which are not there, and gives no name to results that nobody needs, which ``ATen``
+    cannot set. The model is changed in place.
+    """
+    graph = model.graph
+    there = {value.name for value in (*graph.input, *graph.initializer)}
+    there |= {name for node in graph.node for name in node.output}
+    for node in graph.node:
+        if not aten_operator(node).startswith(f"{NAMESPACE}::"):
+            continue
+        if not there.issuperset(node.input):
+            node.input[:] = [name if name in there else "" for name in node.input]
+        for index, name in enumerate(node.output):
+            if not name:
+                node.output[index] = f"{node.name}_unread_{index}"
+                typed = helper.make_tensor_value_info(node.output[index], TensorProto.FLOAT, None)
+                graph.value_info.append(typed)
 
 
 def leave_short_sums(model: onnx.ModelProto) -> None:

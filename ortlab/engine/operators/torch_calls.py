@@ -23,6 +23,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ortlab.engine.operators.direct_gradients import FORMULAS
 from ortlab.engine.operators.dlpack import storage_address, unshared
 
 TENSOR, BOOLEAN, COMPLEX = "tensor", "boolean", "complex"
@@ -135,6 +136,15 @@ class CallableCall:
         asked = len(self.call.gradients_from)
         gradients, rest = tensors[:asked], list(tensors[asked:])
         state = rest.pop() if self.call.random else None
+        name = self.name.removesuffix(_GRADIENT).removeprefix("aten::")
+        formula = FORMULAS.get((name, self.call.overload))
+        if formula is not None and gradients[0] is not None and set(self.call.kinds) == {TENSOR}:
+            # Each of these has one result, and only its tensors are inputs.
+            by_input = formula(gradients[0], *self._positional(rest))
+            return [
+                by_input[index] if index in self.call.gradient_of else None
+                for index in range(max(self.call.gradient_of) + 1)
+            ]
         for index in self.call.gradient_of:
             rest[index] = _given(rest[index]).detach().requires_grad_()
         with torch.enable_grad(), _drawing_again(state, _device(rest)):

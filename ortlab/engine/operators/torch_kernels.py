@@ -32,7 +32,9 @@ KERNELS: Final[dict[str, Kernel]] = {}
 """The operators of this module by name, without the namespace."""
 
 
-def _kernel(signature: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def kernel(signature: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Let ``ATen`` nodes call a function by its name, with the arguments and results of this schema."""
+
     def declare(function: Callable[..., Any]) -> Callable[..., Any]:
         name = function.__name__
         KERNELS[name] = Kernel(function, torch._C.parse_schema(f"{NAMESPACE}::{name}{signature}"))
@@ -44,19 +46,19 @@ def _kernel(signature: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
 # --- products of matrices ---------------------------------------------------------------------------------------
 
 
-@_kernel("(Tensor a, Tensor b) -> Tensor")
+@kernel("(Tensor a, Tensor b) -> Tensor")
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Multiply the last dimension of `a`, shape (..., k), with a matrix of shape (k, n)."""
     return _product(a.reshape(-1, a.shape[-1]), b, (*a.shape[:-1], b.shape[1]))
 
 
-@_kernel("(Tensor a, Tensor b) -> Tensor")
+@kernel("(Tensor a, Tensor b) -> Tensor")
 def matmul_transposed(a: Tensor, b: Tensor) -> Tensor:
     """Multiply the last dimension of `a`, shape (..., k), with the transpose of a matrix of shape (n, k)."""
     return _product(a.reshape(-1, a.shape[-1]), b.t(), (*a.shape[:-1], b.shape[0]))
 
 
-@_kernel("(Tensor a, Tensor b) -> Tensor")
+@kernel("(Tensor a, Tensor b) -> Tensor")
 def matmul_of_rows(a: Tensor, b: Tensor) -> Tensor:
     """Sum the outer products of the rows of `a`, shape (..., m), and of `b`, shape (..., n): shape (m, n)."""
     rows = a.reshape(-1, a.shape[-1]).t(), b.reshape(-1, b.shape[-1])
@@ -69,7 +71,7 @@ def _product(a: Tensor, b: Tensor, shape: tuple[int, ...]) -> Tensor:
     return output
 
 
-@_kernel("(Tensor a, Tensor b, int[] turned, Tensor? addend=None) -> Tensor")
+@kernel("(Tensor a, Tensor b, int[] turned, Tensor? addend=None) -> Tensor")
 def gemm(a: Tensor, b: Tensor, turned: list[int], addend: Tensor | None) -> Tensor:
     """Multiply two matrices, each transposed first where `turned` is 1, and add what broadcasts to the product."""
     a, b = (one.t() if is_turned else one for one, is_turned in zip((a, b), turned, strict=True))
@@ -82,19 +84,19 @@ def gemm(a: Tensor, b: Tensor, turned: list[int], addend: Tensor | None) -> Tens
 # --- memory of one's own -----------------------------------------------------------------------------------------
 
 
-@_kernel("(Tensor x) -> Tensor")
+@kernel("(Tensor x) -> Tensor")
 def copy_of(x: Tensor) -> Tensor:
     """Return a copy."""
     return empty(x.shape, x).copy_(x)
 
 
-@_kernel("(Tensor a, Tensor b) -> Tensor")
+@kernel("(Tensor a, Tensor b) -> Tensor")
 def add(a: Tensor, b: Tensor) -> Tensor:
     """Add two tensors of one dtype, into the memory of neither."""
     return torch.add(a, b, out=empty(torch.broadcast_shapes(a.shape, b.shape), a))
 
 
-@_kernel("(Tensor(a!) product, Tensor bias) -> Tensor(a!)")
+@kernel("(Tensor(a!) product, Tensor bias) -> Tensor(a!)")
 def add_bias(product: Tensor, bias: Tensor) -> Tensor:
     """Add a vector to the rows of what another kernel has computed, in its memory, which nothing else reads."""
     return product.add_(bias)
@@ -103,7 +105,7 @@ def add_bias(product: Tensor, bias: Tensor) -> Tensor:
 # --- gradients of layers ----------------------------------------------------------------------------------------
 
 
-@_kernel("(Tensor grad, Tensor x, Tensor weight, Tensor mean, Tensor rstd) -> (Tensor, Tensor, Tensor)")
+@kernel("(Tensor grad, Tensor x, Tensor weight, Tensor mean, Tensor rstd) -> (Tensor, Tensor, Tensor)")
 def layer_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> Any:
     """Return the gradients of input, weight and bias of a layer normalisation."""
     shape = list(weight.shape)
@@ -113,13 +115,13 @@ def layer_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, r
     )
 
 
-@_kernel("(Tensor grad, Tensor x) -> Tensor")
+@kernel("(Tensor grad, Tensor x) -> Tensor")
 def gelu_backward(grad: Tensor, x: Tensor) -> Any:
     """Return the gradient of the exact Gelu, the one with the error function."""
     return torch.ops.aten.gelu_backward.grad_input(grad, x, approximate="none", grad_input=empty(x.shape, x))
 
 
-@_kernel("(Tensor grad, Tensor probabilities, Tensor? mask=None) -> Tensor")
+@kernel("(Tensor grad, Tensor probabilities, Tensor? mask=None) -> Tensor")
 def softmax_backward(grad: Tensor, probabilities: Tensor, mask: Tensor | None) -> Any:
     """Return the gradient of a softmax over the last dimension; where `mask` is true, `grad` counts as zero."""
     output = empty(probabilities.shape, probabilities)
@@ -131,10 +133,116 @@ def softmax_backward(grad: Tensor, probabilities: Tensor, mask: Tensor | None) -
     return backward(grad, probabilities, -1, probabilities.dtype, grad_input=output)
 
 
+# --- what ONNX Runtime computes slowly, as `ortlab.engine.operators.quick_choice` puts it into the graph -------
+
+
+@kernel("(Tensor grad, Tensor x) -> Tensor")
+def relu_backward(grad: Tensor, x: Tensor) -> Any:
+    """Return the gradient of a Relu; `x` is its input or its result."""
+    backward = torch.ops.aten.threshold_backward.grad_input
+    return backward(grad, x, 0, grad_input=empty(x.shape, x))
+
+
+@kernel("(Tensor x, float slope) -> Tensor")
+def leaky_relu(x: Tensor, slope: float) -> Any:
+    """Return x where it is positive, else x times the slope."""
+    return torch.ops.aten.leaky_relu.out(x, slope, out=empty(x.shape, x))
+
+
+@kernel("(Tensor x, int[] axes, int keeps) -> Tensor")
+def log_sum_exp(x: Tensor, axes: list[int], keeps: int) -> Tensor:
+    """Return the logarithm of the sum of the exponentials over some axes."""
+    return torch.logsumexp(x, axes, keepdim=bool(keeps))
+
+
+@kernel("(Tensor x, int k, int[] how) -> (Tensor, Tensor)")
+def topk(x: Tensor, k: int, how: list[int]) -> Any:
+    """Return the largest or smallest entries along an axis, and their places; `how` is axis, largest and sorted."""
+    axis, largest, in_order = how
+    if k == x.shape[axis]:  # as x.sort() is exported
+        return x.sort(axis, descending=bool(largest))
+    return x.topk(k, axis, bool(largest), bool(in_order))
+
+
+@kernel("(Tensor grad, Tensor output, float slope) -> Tensor")
+def leaky_relu_backward(grad: Tensor, output: Tensor, slope: float) -> Any:
+    """Return the gradient of a LeakyRelu whose slope is not negative, from its result."""
+    backward = torch.ops.aten.leaky_relu_backward.grad_input
+    return backward(grad, output, slope, True, grad_input=empty(grad.shape, grad))  # noqa: FBT003 - is a result
+
+
+@kernel("(Tensor grad, Tensor x) -> Tensor")
+def gelu_tanh_backward(grad: Tensor, x: Tensor) -> Any:
+    """Return the gradient of the Gelu that is approximated with a tanh."""
+    return torch.ops.aten.gelu_backward.grad_input(grad, x, approximate="tanh", grad_input=empty(x.shape, x))
+
+
+@kernel("(Tensor grad, Tensor output, int axis) -> Tensor")
+def log_softmax_backward(grad: Tensor, output: Tensor, axis: int) -> Any:
+    """Return the gradient of a LogSoftmax, from its result."""
+    backward = torch.ops.aten._log_softmax_backward_data.out
+    return backward(grad, output, axis, output.dtype, out=empty(output.shape, output))
+
+
+@kernel("(int[] shape, Tensor indices, Tensor grad, int axis) -> Tensor")
+def gather_backward(shape: list[int], indices: Tensor, grad: Tensor, axis: int) -> Tensor:
+    """Add the gradient of each gathered row to the row that it is of; indices may be negative."""
+    axis %= len(shape)
+    rows = indices.reshape(-1).long()
+    rows = torch.where(rows < 0, rows + shape[axis], rows)
+    grad = grad.reshape(*shape[:axis], -1, *shape[axis + 1 :])
+    return empty(shape, grad).zero_().index_add_(axis, rows, grad)
+
+
+@kernel("(Tensor grad, int[] shape, Tensor indices, int axis) -> Tensor")
+def gather_elements_backward(grad: Tensor, shape: list[int], indices: Tensor, axis: int) -> Tensor:
+    """Add the gradient of each gathered entry to the entry that it is of; indices may be negative."""
+    entries = torch.where(indices < 0, indices + shape[axis], indices).long()
+    return empty(shape, grad).zero_().scatter_add_(axis, entries, grad)
+
+
+@kernel("(Tensor grad, int[] shape, int[] starts, int[] ends, int[]? axes=None, int[]? steps=None) -> Tensor")
+def slice_backward(
+    grad: Tensor,
+    shape: list[int],
+    starts: list[int],
+    ends: list[int],
+    axes: list[int] | None,
+    steps: list[int] | None,
+) -> Tensor:
+    """Put the gradient of a Slice where it was taken from, and zeros elsewhere."""
+    whole = empty(shape, grad).zero_()
+    part = whole
+    forwards = True
+    for axis, start, end, step in zip(
+        axes or range(len(starts)), starts, ends, steps or [1] * len(starts), strict=True
+    ):
+        if step < 0:  # torch has no view that goes backwards
+            forwards = False
+            break
+        part = part[(slice(None),) * (axis % len(shape)) + (slice(start, end, step),)]
+    if forwards:
+        part.copy_(grad)
+        return whole
+    index = [torch.arange(size) for size in shape]
+    for axis, start, end, step in zip(
+        axes or range(len(starts)), starts, ends, steps or [1] * len(starts), strict=True
+    ):
+        index[axis] = torch.tensor(range(shape[axis])[start:end:step])
+    return whole.index_put_(torch.meshgrid(*index, indexing="ij"), grad)
+
+
+@kernel("(Tensor condition, Tensor a, Tensor b) -> Tensor")
+def where(condition: Tensor, a: Tensor, b: Tensor) -> Any:
+    """Return `a` where the condition is true, else `b`."""
+    shape = torch.broadcast_shapes(condition.shape, a.shape, b.shape)
+    return torch.where(condition.view(torch.bool), a, b, out=empty(shape, a))
+
+
 # --- cross entropy ----------------------------------------------------------------------------------------------
 
 
-@_kernel(
+@kernel(
     "(Tensor logits, Tensor target, Tensor? weight, int reduction, int ignore_index) -> (Tensor, Tensor, Tensor)"
 )
 def cross_entropy(
@@ -147,7 +255,7 @@ def cross_entropy(
     return loss, log_probabilities, total
 
 
-@_kernel(
+@kernel(
     "(Tensor grad, Tensor(a!) log_probabilities, Tensor target, Tensor? weight, int reduction, int ignore_index, "
     "Tensor total) -> Tensor(a!)"
 )
@@ -174,7 +282,7 @@ def cross_entropy_backward(
     return log_probabilities.exp_().mul_(share).scatter_add_(1, target[:, None], -share)
 
 
-@_kernel(
+@kernel(
     "(Tensor logits, Tensor target, int reduction, int ignore_index, Tensor? weight=None) -> (Tensor, Tensor)"
 )
 def log_softmax_loss(
@@ -188,7 +296,7 @@ def log_softmax_loss(
     return loss, log_probabilities
 
 
-@_kernel(
+@kernel(
     "(Tensor grad, Tensor log_probabilities, Tensor target, int reduction, int ignore_index, Tensor? weight=None) "
     "-> Tensor"
 )
@@ -213,13 +321,13 @@ def log_softmax_loss_backward(
 # --- sums and convolutions, as `ortlab.engine.operators.exact_choice` puts them into the graph ---------------------
 
 
-@_kernel("(Tensor x, int[] flags, int[]? axes=None) -> Tensor")
+@kernel("(Tensor x, int[] flags, int[]? axes=None) -> Tensor")
 def sum_over(x: Tensor, flags: list[int], axes: list[int] | None) -> Tensor:
     """Sum over some axes, or all; `flags` are ONNX's keepdims and noop_with_empty_axes."""
     return _over(torch.sum, x, flags, axes)
 
 
-@_kernel("(Tensor x, int[] flags, int[]? axes=None) -> Tensor")
+@kernel("(Tensor x, int[] flags, int[]? axes=None) -> Tensor")
 def mean_over(x: Tensor, flags: list[int], axes: list[int] | None) -> Tensor:
     """Average over some axes, or all; see `sum_over`."""
     return _over(torch.mean, x, flags, axes)
@@ -232,13 +340,13 @@ def _over(reduce: Callable[..., Tensor], x: Tensor, flags: list[int], axes: list
     return reduce(x, dim=axes or tuple(range(x.dim())), keepdim=bool(keeps))
 
 
-@_kernel("(Tensor x, int[] size) -> Tensor")
+@kernel("(Tensor x, int[] size) -> Tensor")
 def adaptive_avg_pool2d(x: Tensor, size: list[int]) -> Any:
     """Average to a given size; for a single entry, torch takes the mean, which is more exact than its pooling."""
     return torch.ops.aten.adaptive_avg_pool2d(x, size)
 
 
-@_kernel("(Tensor grad, Tensor x) -> Tensor")
+@kernel("(Tensor grad, Tensor x) -> Tensor")
 def adaptive_avg_pool2d_backward(grad: Tensor, x: Tensor) -> Any:
     """Return the gradient of `adaptive_avg_pool2d`."""
     if grad.shape[-2:] == (1, 1):
@@ -246,49 +354,49 @@ def adaptive_avg_pool2d_backward(grad: Tensor, x: Tensor) -> Any:
     return torch.ops.aten._adaptive_avg_pool2d_backward(grad, x)
 
 
-@_kernel("(Tensor x, Tensor divisor) -> Tensor")
+@kernel("(Tensor x, Tensor divisor) -> Tensor")
 def divided(x: Tensor, divisor: Tensor) -> Tensor:
     """Divide, where ONNX Runtime multiplies by a rounded reciprocal: the gradient of a mean."""
     return x / divisor
 
 
-@_kernel("(Tensor x) -> Tensor")
+@kernel("(Tensor x) -> Tensor")
 def sigmoid(x: Tensor) -> Any:
     """Return 1 / (1 + exp(-x))."""
     return torch.ops.aten.sigmoid.out(x, out=empty(x.shape, x))
 
 
-@_kernel("(Tensor grad, Tensor output) -> Tensor")
+@kernel("(Tensor grad, Tensor output) -> Tensor")
 def sigmoid_backward(grad: Tensor, output: Tensor) -> Any:
     """Return the gradient of a sigmoid."""
     return torch.ops.aten.sigmoid_backward.grad_input(grad, output, grad_input=empty(grad.shape, grad))
 
 
-@_kernel("(Tensor grad, Tensor x) -> Tensor")
+@kernel("(Tensor grad, Tensor x) -> Tensor")
 def silu_backward(grad: Tensor, x: Tensor) -> Any:
     """Return the gradient of x * sigmoid(x)."""
     return torch.ops.aten.silu_backward.grad_input(grad, x, grad_input=empty(x.shape, x))
 
 
-@_kernel("(Tensor x) -> Tensor")
+@kernel("(Tensor x) -> Tensor")
 def tanh(x: Tensor) -> Any:
     """Return the hyperbolic tangent; that of ONNX Runtime is a rational approximation, five times less exact."""
     return torch.ops.aten.tanh.out(x, out=empty(x.shape, x))
 
 
-@_kernel("(Tensor grad, Tensor output) -> Tensor")
+@kernel("(Tensor grad, Tensor output) -> Tensor")
 def tanh_backward(grad: Tensor, output: Tensor) -> Any:
     """Return the gradient of a hyperbolic tangent."""
     return torch.ops.aten.tanh_backward.grad_input(grad, output, grad_input=empty(grad.shape, grad))
 
 
-@_kernel("(Tensor x) -> Tensor")
+@kernel("(Tensor x) -> Tensor")
 def mean_over_space(x: Tensor) -> Tensor:
     """Average over all axes but the batch and the channels, which stay as axes of size one."""
     return x.mean(dim=tuple(range(2, x.dim())), keepdim=True)
 
 
-@_kernel(
+@kernel(
     "(Tensor x, Tensor weight, int[] stride, int[] padding, int[] dilation, int groups, Tensor? bias=None) -> Tensor"
 )
 def convolution(
@@ -315,7 +423,7 @@ def convolution(
     )
 
 
-@_kernel(
+@kernel(
     "(Tensor grad, Tensor x, Tensor weight, int[] stride, int[] padding, int[] dilation, int groups, int[] wanted) "
     "-> (Tensor, Tensor, Tensor)"
 )
@@ -351,14 +459,14 @@ def convolution_backward(
 # --- sums, in the memory of their first operand ------------------------------------------------------------------
 
 
-@_kernel("(Tensor(a!) total, Tensor grad, int[]? shape=None) -> Tensor(a!)")
+@kernel("(Tensor(a!) total, Tensor grad, int[]? shape=None) -> Tensor(a!)")
 def add_output_gradient(total: Tensor, grad: Tensor, shape: list[int] | None) -> Tensor:
     """Add the gradient of an output of the graph; a scalar stands for "no gradient came" and adds nothing."""
     total = total if shape is None else total.view(shape)
     return total if grad.dim() == 0 else total.add_(grad)
 
 
-@_kernel("(Tensor(a!) total, Tensor grad, Tensor indices, int padding_idx) -> Tensor(a!)")
+@kernel("(Tensor(a!) total, Tensor grad, Tensor indices, int padding_idx) -> Tensor(a!)")
 def add_embedding_gradient(total: Tensor, grad: Tensor, indices: Tensor, padding_idx: int) -> Tensor:
     """Add the gradient of an embedding of the rows of `total`, shape (rows, width), without making it dense."""
     indices = indices.reshape(-1)
@@ -368,7 +476,7 @@ def add_embedding_gradient(total: Tensor, grad: Tensor, indices: Tensor, padding
     return total.index_add_(0, indices, grad)
 
 
-@_kernel("(Tensor[] operands) -> Tensor")
+@kernel("(Tensor[] operands) -> Tensor")
 def sum_of(operands: list[Tensor]) -> Tensor:
     """Add tensors of one shape, one after another."""
     total = operands[0] + operands[1]

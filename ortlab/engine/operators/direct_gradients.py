@@ -1,0 +1,67 @@
+"""Gradients of calls that torch executes for which torch has a formula that needs no second forward.
+
+`ortlab.engine.operators.torch_calls` asks torch's autograd for a gradient, which runs the operator once more. Each
+function here takes the gradient of the operator's only result and the operator's arguments, and returns the gradients
+of its tensors in their order. What it computes is what torch's ``derivatives.yaml`` names for the operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_aten: Final = torch.ops.aten
+
+
+def _elu(grad: Tensor, x: Tensor, alpha: float, scale: float, input_scale: float) -> tuple[Tensor]:
+    return (_aten.elu_backward(grad, alpha, scale, input_scale, False, x),)  # noqa: FBT003 - not from the result
+
+
+def _cumsum(grad: Tensor, x: Tensor, dim: int, _: Any = None) -> tuple[Tensor]:
+    grad = grad.to(x.dtype)
+    return (grad.flip(dim).cumsum(dim).flip(dim) if grad.dim() else grad,)
+
+
+def _bilinear(grad: Tensor, x: Tensor, _: Any, align: bool, scales: Sequence[float] | None) -> tuple[Tensor]:  # noqa: FBT001
+    return (
+        _aten.upsample_bilinear2d_backward(grad, grad.shape[-2:], x.shape, align, *(scales or (None, None))),
+    )
+
+
+def _grid_sampler(grad: Tensor, x: Tensor, grid: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
+    backward = _aten.grid_sampler_2d_backward if x.dim() == 4 else _aten.grid_sampler_3d_backward  # noqa: PLR2004
+    found: tuple[Tensor, Tensor] = backward(grad, x, grid, *how, [True, True])
+    return found
+
+
+def _rms_norm(
+    grad: Tensor, x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> tuple[Tensor, ...]:
+    axes = tuple(range(-len(shape), 0))
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    scale = torch.rsqrt(x.square().mean(axes, keepdim=True) + eps)
+    normal = x * scale
+    of_normal = grad if weight is None else grad * weight
+    shared = (of_normal * normal).mean(axes, keepdim=True)
+    of_x = torch.addcmul(of_normal, normal, shared, value=-1).mul_(scale)
+    if weight is None:
+        return (of_x,)
+    return of_x, normal.mul_(grad).sum(tuple(range(x.dim() - len(shape))))
+
+
+FORMULAS: Final[dict[tuple[str, str], Callable[..., tuple[Tensor, ...]]]] = {
+    ("cumsum", "default"): _cumsum,
+    ("elu", "default"): _elu,
+    ("flip", "default"): lambda grad, _, dims: (grad.flip(dims),),
+    ("grid_sampler", "default"): _grid_sampler,
+    ("hardswish", "default"): lambda grad, x: (_aten.hardswish_backward(grad, x),),
+    ("mish", "default"): lambda grad, x: (_aten.mish_backward(grad, x),),
+    ("pixel_shuffle", "default"): lambda grad, _, factor: (F.pixel_unshuffle(grad, factor),),
+    ("rms_norm", "default"): _rms_norm,
+    ("upsample_bilinear2d", "vec"): _bilinear,
+}
+"""By operator, without its namespace ``aten::``, and overload."""

@@ -1,0 +1,178 @@
+"""Nodes of the backward that ONNX Runtime computes slowly: PyTorch's kernels take their place, to the digit."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ortlab
+from ortlab.engine.operators import torch_kernels as kernels
+
+
+class Of(nn.Module):
+    """A function of an input times a weight, between two layers, so that nothing is an output of the graph."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.before, self.behind = nn.Linear(64, 64), nn.Linear(64, 3)
+
+    def forward(self, x):
+        return self.behind(self.function(self.before(x)))
+
+
+def rows(x):
+    return x[torch.tensor([5, 0, 5, -1, -7, 5])]
+
+
+CASES = {
+    "leaky_relu": lambda x: F.leaky_relu(x, 0.2),
+    "log_sum_exp": lambda x: x - x.logsumexp(-1, keepdim=True),
+    "topk": lambda x: x.sort(-1, descending=True).values,
+    "relu_backward": torch.relu,
+    "leaky_relu_backward": lambda x: F.leaky_relu(x, 0.2),
+    "log_softmax_backward": lambda x: x.log_softmax(-1),
+    "log_softmax_backward, another axis": lambda x: x.log_softmax(0),
+    "gather_backward": rows,
+    "gather_backward, another axis": lambda x: x.index_select(1, torch.tensor([3, 3, 0, 3])),
+    "gather_elements_backward": lambda x: x.gather(1, torch.tensor([[[0, 1, 1] + [0] * 61] * 2] * 8)),
+    "slice_backward": lambda x: x.softmax(0)[1:7:2],
+    "where": lambda x: torch.where(x > 0, x, x * 0.1 + 1),
+}
+
+
+def train(model, x):
+    loss = model(x).square().sum()
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernel_takes_the_nodes_place_and_trains_as_pytorch(case):
+    torch.manual_seed(1)
+    eager = Of(CASES[case])
+    model = copy.deepcopy(eager)
+    lab = ortlab.wrap(model, log_level="ERROR")
+    x = torch.randn(8, 16, 64)
+    run = lab.step(lambda: train(model, x), n=1, memory=False)
+    loss = train(eager, x)
+    torch.testing.assert_close(torch.tensor(run.losses[0]), loss.detach(), rtol=1e-5, atol=1e-5)
+    for one, other in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-4)
+    used = [node.operator for node in lab.profile(n=1, progress=False).nodes]
+    assert f"ortlab::{case.partition(',')[0]}" in used
+    off = lab.set(aten_backward=False).rerun(memory=False)
+    assert off.losses == pytest.approx(run.losses)
+    assert not any(node.operator.startswith("ortlab::") for node in lab.profile(n=1, progress=False).nodes)
+    lab.unwrap()
+
+
+def test_small_nodes_stay_with_onnx_runtime():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    lab = ortlab.wrap(model, log_level="ERROR")
+    lab.step(lambda: train(model, torch.randn(4, 8)), n=1, memory=False)
+    used = {node.operator for node in lab.profile(n=1, progress=False).nodes}
+    assert "com.microsoft.ReluGrad" in used
+    lab.unwrap()
+
+
+@pytest.mark.parametrize("exponent", [2, 2.0, 3])
+def test_a_square_is_not_raised_to_the_power_of_one(exponent):
+    torch.manual_seed(1)
+    eager = Of(lambda x: x**exponent)
+    model = copy.deepcopy(eager)
+    lab = ortlab.wrap(model, log_level="ERROR")
+    x = torch.randn(8, 16, 64)
+    lab.step(lambda: train(model, x), n=1, memory=False)
+    train(eager, x)
+    for one, other in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-4)
+    used = [node.operator for node in lab.profile(n=1, progress=False).nodes]
+    assert used.count("Pow") == (1 if exponent == 2 else 2)
+    lab.unwrap()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("case", ["relu_backward", "leaky_relu_backward", "log_softmax_backward", "where"])
+def test_what_is_not_a_number_is_what_it_is_in_pytorch(case, value):
+    torch.manual_seed(1)
+    model = Of(CASES[case])
+    eager = copy.deepcopy(model)
+    lab = ortlab.wrap(model, log_level="ERROR")
+    x = torch.randn(8, 16, 64)
+    x[2, 3, 4] = value
+    train(model, x)
+    train(eager, x)
+    for one, other in zip(model.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(one.grad.isnan(), other.grad.isnan())
+    lab.unwrap()
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "step"), [(1, 9, 3), (-2, -9, -2), (0, 2**63 - 1, 1), (9, -(2**63), -1)]
+)
+def test_the_gradient_of_a_slice_goes_where_it_was_taken_from(start, end, step):
+    grad = torch.randn(4, len(range(10)[start:end:step]))
+    whole = kernels.slice_backward(grad, [4, 10], [start], [end], [1], [step])
+    expected = torch.zeros(4, 10)
+    expected[:, list(range(10))[start:end:step]] = grad
+    assert torch.equal(whole, expected)
+
+
+FORMULAS = {
+    "cumsum": lambda x, _: x.cumsum(-1),
+    "elu": lambda x, _: F.elu(x, 0.7),
+    "flip": lambda x, _: x.flip(0, 2),
+    "grid_sampler": lambda x, w: F.grid_sample(
+        x, w[:, 0, :, :2, None].expand(-1, -1, -1, 2), align_corners=False
+    ),
+    "hardswish": lambda x, _: F.hardswish(x * 3),
+    "mish": lambda x, _: F.mish(x),
+    "pixel_shuffle": lambda x, _: F.pixel_shuffle(x, 2),
+    "rms_norm": lambda x, w: F.rms_norm(x, (4, 6), w[0, 0, :, :6].contiguous(), eps=1e-3),
+    "rms_norm without weight": lambda x, _: F.rms_norm(x, (6,)),
+    "upsample_bilinear2d": lambda x, _: F.interpolate(x, scale_factor=(2, 1.5), mode="bilinear"),
+    "upsample_bilinear2d to a size": lambda x, _: F.interpolate(
+        x, (7, 5), mode="bilinear", align_corners=True
+    ),
+}
+
+
+class OfTwo(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.scale = nn.Parameter(torch.randn(1, 1, 4, 6))
+        self.weight = nn.Parameter(torch.rand(2, 4, 4, 6))
+
+    def forward(self, x):
+        return self.function(x * self.scale, self.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("case", FORMULAS)
+def test_a_call_whose_gradient_has_a_formula_runs_no_second_forward(case, dtype, monkeypatch):
+    from ortlab.engine.operators import direct_gradients, torch_calls
+
+    torch.manual_seed(1)
+    model = OfTwo(FORMULAS[case]).to(dtype)
+    eager = copy.deepcopy(model)
+    lab = ortlab.wrap(model, log_level="ERROR")
+    x = torch.randn(2, 4, 4, 6, dtype=dtype)
+    used = []
+    name = case.split()[0]
+    formulas = {
+        key: lambda *args, key=key, of=of: (used.append(key[0]), of(*args))[1]
+        for key, of in direct_gradients.FORMULAS.items()
+    }
+    monkeypatch.setattr(torch_calls, "FORMULAS", formulas)
+    train(model, x)
+    train(eager, x)
+    assert used == [name]
+    for one, other in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-5)
+    lab.unwrap()
