@@ -18,6 +18,8 @@ README = HERE / "README.md"
 BENCHMARKS = (
     "step_overhead",
     "cpu_step",
+    "models_speed",
+    "layers_speed",
     "parity",
     "first_step",
     "export_cache",

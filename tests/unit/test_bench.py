@@ -16,6 +16,8 @@ BENCH = Path(__file__).parents[2] / "bench"
 ROWS = {
     "step_overhead": {"inputs", "modules, parameters"},
     "cpu_step": {"aten_backward=False", "aten_cross_entropy=False", "intra_op_spinning=True"},
+    "layers_speed": {"relu", "leaky_relu", "elu"},
+    "models_speed": {"MLP"},
     "parity": {"BERT", "GPT-2", "Llama", "T5", "ViT", "DeBERTa-v2", "BLOOM"},
     "import_time": {"import ortlab / pass"},
     "toggle": {"session: memory_level / fresh process", "graph: compute_optimizer / fresh process"},
@@ -102,7 +104,9 @@ def test_families_are_trained_judged_and_kept(tmp_path):
 
 
 def test_every_benchmark_is_listed_and_tested():
-    shared = {"models", "report", "rounds", "run_all"} | {path.stem for path in BENCH.glob("family_*.py")}
+    shared = {"layer_list", "model_list", "models", "report", "rounds", "run_all", "turns"} | {
+        path.stem for path in BENCH.glob("family_*.py")
+    }
     scripts = {path.stem for path in BENCH.glob("*.py")} - shared
     assert scripts == ROWS.keys() | LONG | {"families"}
     readme = (BENCH / "README.md").read_text(encoding="utf-8")
