@@ -143,7 +143,7 @@ def measure(engine: str, size: tuple[int, ...], rounds: int) -> Measured:
 @contextlib.contextmanager
 def watching(lab: Any, model: Any, engine: str) -> Iterator[Callable[[Any, Reference], float]]:
     """Make what runs a step, hands its tensors over as a run of `lab.parity()` does, and returns its seconds."""
-    from ortlab.engine.apart import built_apart
+    from ortlab.engine.building import built_apart
     from ortlab.engine.capture import Capture
     from ortlab.parity.observation import Observation
 

@@ -27,7 +27,7 @@ def main() -> None:
     from rounds import interleave, ratio, rows
 
     import ortlab
-    from ortlab.engine import exports
+    from ortlab.engine import kept_builds
     from ortlab.engine.execution import Execution
     from ortlab.options.options import Options
     from ortlab.records.messages import MessageLog
@@ -41,7 +41,7 @@ def main() -> None:
     batch = tokens(2, 16) if read.quick else tokens(2, 128)
 
     def preflight() -> None:
-        exports.forget(model)
+        kept_builds.forget(model)
         found = ortlab.preflight(model, batch, progress=False)
         assert found.ok, found
 

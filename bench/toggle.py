@@ -175,7 +175,7 @@ class Subject:
 
     def _prepare(self, change: Callable[[], object]) -> str:
         """Drop graphs that a change would find again; return the stage that it has to redo."""
-        from ortlab.engine.exports import kept_exports
+        from ortlab.engine.kept_builds import kept_exports
 
         if change == self.switch_compute_optimizer:
             for kept in kept_exports(self._model):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def count_flops(bench: Bench, part: str | None = None, n: int = 1, *, progress: bool = True) -> Flops:
     """Count the FLOPs of the last step with the present switches; see `Lab.flops`."""
-    from ortlab.engine.node_flops import node_flops
+    from ortlab.engine.profiling import node_flops
 
     with profiled_step(bench, n, part, progress=progress) as (seen, _):
         nodes = node_flops(seen, bench.module, part or "")

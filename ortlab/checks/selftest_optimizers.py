@@ -85,11 +85,11 @@ class _Adam:
 def _norm(name: str, device: Device) -> list[Finding]:
     import torch
 
-    from ortlab.engine import fused_ops
+    from ortlab.engine import ort_optimizers
 
     torch.manual_seed(6)
     tensors = [(100 * torch.randn(size, device=device)).half() for size in (30_000, 17, 1)]
-    norm, _ = fused_ops.multi_tensor_l2norm(2048 * 32, None, [tensors])
+    norm, _ = ort_optimizers.multi_tensor_l2norm(2048 * 32, None, [tensors])
     exact = torch.cat([one.double() for one in tensors]).norm()
     apart = _apart(norm.double(), exact.reshape(1))
     return [Finding.held_to(_BOUND, "optimizers", name, f"differs from float64 by {apart:.2g}", apart)]

@@ -16,8 +16,8 @@ import psutil
 from ortlab import __version__
 from ortlab.checks import selftest_child as child
 from ortlab.checks.selftest_parts import PARTS
-from ortlab.engine.providers import check_gpu
-from ortlab.engine.versions import versions
+from ortlab.engine.devices import check_gpu
+from ortlab.engine.installation import versions
 from ortlab.errors import OptionError
 from ortlab.records.selftest import Finding, Outcome, SelfTest
 

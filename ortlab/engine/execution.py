@@ -20,19 +20,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from ortlab.engine import applied_plans, load
-from ortlab.engine.build_environment import build_environment
-from ortlab.engine.build_options import building_with
+from ortlab.engine import load, recompute_plans
+from ortlab.engine.build_environment import build_environment, building_with
+from ortlab.engine.calls import label_ranges
 from ortlab.engine.capture import CAPTURE
+from ortlab.engine.devices import device_made_current
 from ortlab.engine.execution_view import ExecutionView
-from ortlab.engine.exports import BuiltGraph, Export
 from ortlab.engine.functions.own_backward import own_backwards
-from ortlab.engine.labels import label_ranges
+from ortlab.engine.kept_builds import BuiltGraph, Export
 from ortlab.engine.logs.build_log import exporter_messages, runtime_messages
 from ortlab.engine.operators.symbolics import ATEN_CROSS_ENTROPY
 from ortlab.engine.passes.label_density import valid_label_counts
 from ortlab.engine.passes.static_shapes import with_sizes
-from ortlab.engine.providers import device_made_current
 from ortlab.engine.sessions import make_manager, register_operators, released_agent
 from ortlab.engine.tracing.hooks import TensorHooks, check_hooks
 from ortlab.engine.tracing.input_sizes import FIXED_ONES, NumbersMade
@@ -76,7 +75,7 @@ class Execution(ExecutionView):
         self.training = training
         self.has_run = False
         self._part = part
-        self.recomputed = applied_plans.Recomputed()
+        self.recomputed = recompute_plans.Recomputed()
         self._export: Export
         self._graph: BuiltGraph
         self._state: tuple[object, ...] = ()
@@ -188,7 +187,7 @@ class Execution(ExecutionView):
         manager = self._manager
         choice = self.recompute_choice()
         with device_made_current(self._export.device), runtime_messages(self.log, "session"):
-            self.recomputed = applied_plans.create_session(manager, choice)
+            self.recomputed = recompute_plans.create_session(manager, choice)
         manager._gradient_accumulation_manager.initialize(
             manager._runtime_options.enable_grad_acc_optimization,
             manager._flattened_module,

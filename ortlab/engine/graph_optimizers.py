@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any, Final
 
-from ortlab.engine.build_options import acts
+from ortlab.engine.build_environment import acts
 from ortlab.engine.patching import replace
 from ortlab.errors import BuildError
 

@@ -13,25 +13,23 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _StopRecomputationError
 
-from ortlab.engine import exports, graph_optimizers
+from ortlab.engine import graph_optimizers, kept_builds
 from ortlab.engine.build_environment import one_build_at_a_time
-from ortlab.engine.built_sessions import Built, BuiltSessions
 from ortlab.engine.callback_error import border_watched, take_error
-from ortlab.engine.calls import check_call, check_module
+from ortlab.engine.calls import check_call, check_module, refuse_transforms
 from ortlab.engine.diagnosis import (
     ForwardError,
     explain_build_failure,
     explain_execution_failure,
     own_fault,
 )
-from ortlab.engine.exports import KeptExport
+from ortlab.engine.kept_builds import Built, BuiltSessions, KeptExport
 from ortlab.engine.passes.static_shapes import batch_sizes
 from ortlab.engine.random_state import restored_on_failure
 from ortlab.engine.schema import ModuleReader, Schema, call_schema, difference, module_schema, surroundings
 from ortlab.engine.tracing import input_sizes
 from ortlab.engine.tracing.checkpoints import saving_apart
 from ortlab.engine.tracing.input_sizes import sizes
-from ortlab.engine.transforms import refuse_transforms
 from ortlab.errors import BuildError, ExecutionError, FallbackWarning, OrtlabError, PlanWarning
 from ortlab.options.options import Effect, Options
 from ortlab.records.coverage import Coverage
@@ -170,7 +168,7 @@ class OrtEngine:
 
     def _say_absent_plans(self, execution: Execution) -> None:
         """Say which recompute plans this model does not have: ORT passes over them silently."""
-        from ortlab.engine.applied_plans import absent_words
+        from ortlab.engine.recompute_plans import absent_words
 
         words = absent_words(execution)
         if words:
@@ -308,7 +306,7 @@ class OrtEngine:
         """Free all sessions; the exports and graphs are kept for the module's next lab, unless `forget` drops them."""
         self._sessions.release()
         if forget:
-            exports.forget(self._module)
+            kept_builds.forget(self._module)
 
     def _execution(self, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Execution:
         training = self._trains(args, kwargs)
@@ -404,7 +402,7 @@ class OrtEngine:
         present = sizes(args, kwargs)
         kept = self._find(schema, self.options, training=execution.training, present=present)
         if kept is not None:
-            exports.keep(self._module, kept)
+            kept_builds.keep(self._module, kept)
             return kept, False
         self._progress("Exporting the model to ONNX", 0.0)
         if self.options.export_cache_dir:
@@ -416,11 +414,11 @@ class OrtEngine:
         # A forward may settle an attribute in its first call, which was the trace: a `config.problem_type`, for one.
         bound_to = present if export.numbers else frozenset()
         made = KeptExport(self._schema(args, kwargs), export, bound_to)
-        made = made.loosened_by(exports.kept_exports(self._module))
+        made = made.loosened_by(kept_builds.kept_exports(self._module))
         if (
             not self.options.zero_stage3
         ):  # DeepSpeed's table of parameters stays with the execution that exported
-            exports.keep(self._module, made)
+            kept_builds.keep(self._module, made)
         return made, True
 
     def _find(
@@ -428,8 +426,8 @@ class OrtEngine:
     ) -> KeptExport | None:
         mine = self._sessions.exports()
         # Files of graphs are written while these are made: others' exports would leave a folder empty.
-        others = () if options.save_onnx else exports.kept_exports(self._module)
-        return exports.find((*mine, *others), schema, options, training=training, sizes=present)
+        others = () if options.save_onnx else kept_builds.kept_exports(self._module)
+        return kept_builds.find((*mine, *others), schema, options, training=training, sizes=present)
 
     def _stage(self, built: Built, options: Options) -> str:
         if built.options is options:  # as in every step but those after a change

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from ortlab.engine import memory_arena, statistics_files
+from ortlab.engine import subscriptions
 from ortlab.engine.logs import build_log
 from ortlab.engine.passes import constant_outputs, label_density, shape_inference, untold_shapes
 from ortlab.engine.patching import replace
@@ -46,8 +46,8 @@ def install_all() -> None:
     shape_inference.install()
     untold_shapes.install()
     label_density.install()
-    statistics_files.install()
-    memory_arena.install()
+    subscriptions.install()
+    install_arena()
     install_refusals()
     install_sparsity_switches()
     install_export_cleanup()
@@ -331,3 +331,40 @@ class _ParametersAndBuffers:
         """Yield the names and tensors of the parameters, then of the buffers."""
         yield from self._module.named_parameters()
         yield from self._module.named_buffers()
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+_arena: bool | None = None
+"""Whether the provider that the process keeps has an arena; None while nobody knows."""
+
+
+def install_arena() -> None:
+    """Give each session an arena of CPU memory if its own options say so (`enable_cpu_mem_arena`).
+
+    1.19.2's training module keeps one CPU execution provider for the whole process
+    (``orttraining_python_module.cc``, ``GetProviderInstanceHash``: its key is 0 whatever the options), and whether
+    there is an arena is the provider's. So the first session of the process decided it for all later ones. A provider
+    that was made for the other setting is dropped before a session is made; the sessions that have it keep it.
+    """
+    from onnxruntime import InferenceSession
+
+    replace(InferenceSession, "_create_inference_session", _with_its_own_arena)
+
+
+def _with_its_own_arena(original: Callable[..., Any]) -> Callable[..., Any]:
+    def create_inference_session(self: Any, *args: Any, **kwargs: Any) -> Any:
+        options = self._sess_options
+        _drop_provider_of_other_kind(arena=options is None or bool(options.enable_cpu_mem_arena))
+        return original(self, *args, **kwargs)
+
+    return create_inference_session
+
+
+def _drop_provider_of_other_kind(*, arena: bool) -> None:
+    global _arena  # noqa: PLW0603 - the provider is the process's
+    if arena != _arena:
+        from onnxruntime.capi import _pybind_state
+
+        _pybind_state.clear_training_ep_instances()
+        _arena = arena

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from ortlab.engine.execution import Execution
-    from ortlab.engine.exports import BuiltGraph
+    from ortlab.engine.kept_builds import BuiltGraph
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and the fraction done so far, 0 to 1."""

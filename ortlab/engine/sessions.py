@@ -20,13 +20,13 @@ import torch
 
 from ortlab.engine import load, triton
 from ortlab.engine.backward_guard import GuardedBackward
-from ortlab.engine.build_options import building_with
+from ortlab.engine.build_environment import building_with
 from ortlab.engine.callback_error import border_watched, take_error
 from ortlab.engine.diagnosis import explain_execution_failure
 from ortlab.engine.logs.build_log import ortmodule_logger, runtime_lines, runtime_messages, user_code
-from ortlab.engine.memory_report import PROBE_ANYWHERE
 from ortlab.engine.operators.torch_backward import TorchBackward
 from ortlab.engine.passes.exact_places import leaving_alone
+from ortlab.engine.recompute_plans import PROBE_ANYWHERE
 from ortlab.errors import BuildError, ExecutionError
 from ortlab.options.log_levels import log_level
 from ortlab.options.option_files import check_onnx_folder

@@ -104,7 +104,7 @@ def kept_buffers(activations: SavedActivations, earliest: Mapping[tuple[str, str
         What is kept for backward.
     earliest
         By part and value: the place of the first node in whose turn the memory can have been allocated, see
-        `ortlab.engine.allocation_order`; the value's own node where nothing is told.
+        `ortlab.engine.kept_values`; the value's own node where nothing is told.
     """
     return [
         KeptBuffer(

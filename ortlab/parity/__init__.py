@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ortlab.engine.inspected_tensors import inspect_activation
+    from ortlab.engine.subscriptions import inspect_activation
     from ortlab.engine.tensor_subscriber import TensorSubscriber
     from ortlab.parity.folder_comparison import compare_folders
     from ortlab.parity.function_check import check_functions
@@ -22,7 +22,7 @@ _HOMES = {
     "TensorSubscriber": "ortlab.engine.tensor_subscriber",
     "check_functions": "ortlab.parity.function_check",
     "compare_folders": "ortlab.parity.folder_comparison",
-    "inspect_activation": "ortlab.engine.inspected_tensors",
+    "inspect_activation": "ortlab.engine.subscriptions",
     "merge_folders": "ortlab.parity.upstream_folders",
 }
 

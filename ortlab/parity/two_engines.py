@@ -89,7 +89,7 @@ def compared(
     bench.check_usable("compare engines")
     check_count(steps)
     experiment = bench.last_experiment().times(steps)
-    from ortlab.engine.apart import built_apart
+    from ortlab.engine.building import built_apart
     from ortlab.parity.running import compare_engines
 
     @contextmanager

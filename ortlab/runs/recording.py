@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
-from ortlab.engine.versions import versions
+from ortlab.engine.installation import versions
 from ortlab.errors import StepError
 from ortlab.records.coverage import names
 from ortlab.records.density import Density

@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from ortlab.engine.exhaustion import place, ran_out, reason, says_ran_out
+from ortlab.engine.diagnosis import place, ran_out, reason, says_ran_out
 from ortlab.errors import OrtlabError, PlanWarning
 from ortlab.memory.measured import RESIDENT
 from ortlab.runs.experiment import Experiment

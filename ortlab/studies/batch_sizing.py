@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ortlab.engine.exhaustion import ran_out, reason
-from ortlab.engine.versions import versions
+from ortlab.engine.diagnosis import ran_out, reason
+from ortlab.engine.installation import versions
 from ortlab.errors import LedgerError, OptionError, StepError
 from ortlab.memory.sizes import read_size
 from ortlab.runs.experiment import check_count, mentioned

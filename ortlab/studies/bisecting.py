@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from ortlab.analyses.memory import memory
-from ortlab.engine.versions import versions
+from ortlab.engine.installation import versions
 from ortlab.errors import LedgerError, OptionError, StepError
 from ortlab.options.configuration import Configuration
 from ortlab.options.options import Need, Options, check_needs, declaration

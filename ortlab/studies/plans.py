@@ -80,7 +80,7 @@ def plan(
 
 
 def _plan(bench: Bench, execution: Execution, path: str, level: int | None) -> MemoryPlan:
-    from ortlab.engine.applied_plans import plans_of
+    from ortlab.engine.recompute_plans import plans_of
 
     read = with_measured_density(plans_of(execution, bench.module, path, level=level), bench.runs)
     return bench.known_costs.written_into(read, costs_key(execution, bench.experiment))

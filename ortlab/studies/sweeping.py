@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from ortlab.engine.versions import versions
+from ortlab.engine.installation import versions
 from ortlab.errors import LedgerError, OptionError, StepError
 from ortlab.options.options import check_needs
 from ortlab.runs.interrupts import interrupts_kept

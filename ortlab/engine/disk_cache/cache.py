@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from ortlab.engine.execution import Execution
-    from ortlab.engine.exports import Export
+    from ortlab.engine.kept_builds import Export
 
 _PLAIN: Final = (bool, int, float, str, type(None))
 

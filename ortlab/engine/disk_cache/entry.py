@@ -18,7 +18,7 @@ from ortlab.engine.disk_cache.uncovered import Uncovered
 from ortlab.engine.tracing.outputs import Part
 
 if TYPE_CHECKING:
-    from ortlab.engine.exports import Export
+    from ortlab.engine.kept_builds import Export
 
 MAGIC: Final = b"ortlab export 1\n"
 """First bytes of each entry; another number is another format."""

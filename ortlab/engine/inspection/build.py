@@ -12,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
-from ortlab.engine import exports
+from ortlab.engine import kept_builds
 from ortlab.engine.inspection.changes import Changes
 from ortlab.engine.inspection.failures import finding_of
 from ortlab.engine.inspection.frozen_values import FrozenValues
@@ -88,7 +88,7 @@ class Builder:
         built = False
         token = WATCHER.set(translation)
         try:
-            with exports.set_aside(self._module), FrozenValues(self._places, self._findings.add).on():
+            with kept_builds.set_aside(self._module), FrozenValues(self._places, self._findings.add).on():
                 engine.prepare(args, kwargs)
             built = True
         except Exception as error:  # noqa: BLE001 - whatever stops a build is a finding

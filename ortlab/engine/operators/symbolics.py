@@ -14,7 +14,7 @@ import warnings
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
 
-from ortlab.engine.build_options import acts
+from ortlab.engine.build_environment import acts
 from ortlab.engine.exporter import symbolic_module
 from ortlab.engine.operators import indexing_symbolics as indexing
 from ortlab.engine.operators import layer_symbolics as layers

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction
 
-from ortlab.engine.build_options import present
+from ortlab.engine.build_environment import present
 from ortlab.errors import BuildError
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import ortlab
-from ortlab.engine import exports
+from ortlab.engine import kept_builds
 from ortlab.engine.disk_cache import folder as export_folder
 from ortlab.engine.disk_cache.folder import ExportFolder
 from ortlab.engine.tracing import baked_in
@@ -60,7 +60,7 @@ def train(tmp_path):
     """Return a function that runs a fresh copy of a module with the cache, and returns its output and what was said."""
 
     def run(module, *batch, training=True, **options):
-        exports.forget(module)
+        kept_builds.forget(module)
         module.train(training)
         lab = ortlab.wrap(module, export_cache_dir=str(tmp_path / "exports"), **options)
         torch.manual_seed(5)
@@ -69,7 +69,7 @@ def train(tmp_path):
             output = module(*(batch or (BATCH,)))
         said = [message.text for message in lab.messages if str(tmp_path) in message.text]
         lab.unwrap()
-        exports.forget(module)
+        kept_builds.forget(module)
         return output, " ".join(said)
 
     run.folder = tmp_path / "exports"

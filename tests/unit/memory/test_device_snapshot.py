@@ -16,8 +16,8 @@ from transformers import BertConfig, BertForMaskedLM
 
 import ortlab
 from ortlab.analyses import memory_snapshot
-from ortlab.engine.allocation_order import earliest_places
-from ortlab.engine.gpu_allocator import bridge
+from ortlab.engine.extensions import bridge
+from ortlab.engine.kept_values import earliest_places
 from ortlab.errors import StepError
 from ortlab.memory.device_snapshot import MemorySnapshot, with_names
 from ortlab.memory.lifetimes import lifetimes
