@@ -2,6 +2,13 @@
 
 Only the trace is left out when an entry is used: what ORTModule and ortlab do with the exported model after it is done
 as ever, so that a process that has read an export is in the same state as one that has made it.
+
+Why this room walks code itself, and does not take cloudpickle: that is not among the dependencies, and its bytes are no
+key. It pickles what stands in an importable module by reference, so that an edited file of the user's, a patched
+function of an installed package or a changed setting of a module would be a false hit. It writes file names and line
+numbers of code, so that a cell of a notebook would miss in each new kernel; and it pickles a set in no fixed order. It
+refuses nothing that answers differently each time (a clock, random numbers, `id`). The tests in `test_export_key.py`
+hold each of these.
 """
 
 from __future__ import annotations
@@ -12,10 +19,17 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
 
-from ortlab.engine.disk_cache.entry import Entry, Settled, UnusableEntry, check_constants, pack, unpack
-from ortlab.engine.disk_cache.folder import ExportFolder
+from ortlab.engine.disk_cache import Uncovered
+from ortlab.engine.disk_cache.entries import (
+    Entry,
+    ExportFolder,
+    Settled,
+    UnusableEntry,
+    check_constants,
+    pack,
+    unpack,
+)
 from ortlab.engine.disk_cache.key import export_key
-from ortlab.engine.disk_cache.uncovered import Uncovered
 from ortlab.engine.patching import replace
 from ortlab.engine.tracing.traced_values import TracedValues
 from ortlab.records.messages import ORTLAB

@@ -1,24 +1,34 @@
-"""An export as bytes and back: ONNX models and JSON, nothing that runs when it is read."""
+"""An export as bytes and back, and the folder in which exports wait for the next process.
+
+The bytes are an ONNX model and JSON: nothing that runs when it is read. The folder has whole files or none, from any
+number of writers.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import struct
-import sys
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import onnx
 import torch
+from filelock import FileLock, Timeout
 
-from ortlab.engine.disk_cache.uncovered import Uncovered
+from ortlab.engine.disk_cache import Uncovered
+from ortlab.engine.disk_cache.installed_code import named
 from ortlab.engine.tracing.outputs import Part
 
 if TYPE_CHECKING:
     from ortlab.engine.kept_builds import Export
+
 
 MAGIC: Final = b"ortlab export 1\n"
 """First bytes of each entry; another number is another format."""
@@ -121,10 +131,10 @@ def check_constants(model: onnx.ModelProto, module: torch.nn.Module) -> None:
     for tensor in (*constants, *model.graph.initializer):
         found.setdefault(tuple(tensor.dims), []).append(onnx.numpy_helper.to_array(tensor).tobytes())
     for name, value in module.state_dict().items():
-        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
-        if value.numel() > 1 and shape in found if isinstance(value, torch.Tensor) else False:
+        alike = found.get(tuple(value.shape), ()) if isinstance(value, torch.Tensor) else ()
+        if alike and value.numel() > 1:
             values = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            if values in found[shape]:
+            if values in alike:
                 raise Uncovered(f"{name}, whose values became a constant of the graph")
 
 
@@ -145,7 +155,7 @@ def _write_schema(schema: Any) -> Any:
     kind = type(schema)
     if isinstance(schema, Part):
         raise Uncovered("a result with an object in it, such as a cache of keys and values")
-    if _resolve(kind.__module__, kind.__qualname__) is not kind:
+    if named(kind.__module__, kind.__qualname__) is not kind:
         raise Uncovered(f"the result, of class {kind.__module__}.{kind.__qualname__}, which no name leads to")
     where = [kind.__module__, kind.__qualname__]
     if isinstance(schema, Mapping):
@@ -163,7 +173,7 @@ def _read_schema(record: Any) -> Any:
         return _TensorStub(index, name=name, dtype=dtype, shape_dims=dims)
     base = Mapping if "mapping" in record else Sequence
     where = record["mapping" if base is Mapping else "sequence"]
-    kind = _resolve(*where)
+    kind = named(*where)
     # An entry may come from somebody else: only a container that is loaded already is made.
     if not (isinstance(kind, type) and issubclass(kind, base)):
         raise UnusableEntry(f"its result is of class {'.'.join(where)}, which is not loaded here")
@@ -174,8 +184,73 @@ def _read_schema(record: Any) -> Any:
     return kind._make(items) if hasattr(kind, "_make") else kind(items)  # type: ignore[call-arg]
 
 
-def _resolve(module: str, qualified_name: str) -> Any:
-    found: Any = sys.modules.get(module)
-    for part in qualified_name.split("."):
-        found = getattr(found, "__dict__", {}).get(part)
-    return found
+# ---- the folder ------------------------------------------------------------------------------------------------------
+
+KEPT_FILES: Final = 50
+KEPT_BYTES: Final = 1_000_000_000
+"""How much a folder holds; what was used longest ago goes first."""
+
+SUFFIX: Final = ".ortexport"
+_LOCK: Final = ".ortexport.lock"
+_UNFINISHED: Final = ".ortexport-part"
+_PATIENCE_S: Final = 10
+
+
+class ExportFolder:
+    """Entries by key, in a folder that is made when something is written."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def file(self, key: str) -> Path:
+        """Return where the entry of a key is or would be."""
+        return self.path / f"{key}{SUFFIX}"
+
+    def read(self, key: str) -> bytes | None:
+        """Return an entry, None if there is none; raise OSError if it cannot be read."""
+        file = self.file(key)
+        try:
+            data = file.read_bytes()
+        except FileNotFoundError:
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(file)  # it was used now
+        return data
+
+    def write(self, key: str, data: bytes) -> Path:
+        """Put an entry in its place and make room for it; raise OSError if the folder stays locked or unwritable."""
+        file = self.file(key)
+        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            with FileLock(self.path / _LOCK, timeout=_PATIENCE_S):
+                self._replace(file, data)
+                self._make_room(file)
+        except Timeout as error:
+            raise OSError(f"another process has kept {error.lock_file} locked for {_PATIENCE_S} s") from error
+        return file
+
+    def _replace(self, file: Path, data: bytes) -> None:
+        # Not with tempfile, whose files nobody else may read: the folder may be shared.
+        unfinished = self.path / f"{uuid.uuid4().hex}{_UNFINISHED}"
+        try:
+            unfinished.write_bytes(data)
+            unfinished.replace(file)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    def _make_room(self, newest: Path) -> None:
+        # Under the lock, so what is unfinished now was left by a writer that was killed.
+        found = []
+        for file in self.path.iterdir():
+            with contextlib.suppress(OSError):  # gone meanwhile
+                if file.suffix == _UNFINISHED:
+                    file.unlink()
+                elif file.suffix == SUFFIX and file != newest:
+                    state = file.stat()
+                    found.append((state.st_mtime, state.st_size, file))
+        total = newest.stat().st_size
+        for position, (_, size, file) in enumerate(sorted(found, reverse=True), start=2):
+            total += size
+            if position > KEPT_FILES or total > KEPT_BYTES:
+                with contextlib.suppress(OSError):
+                    file.unlink()
