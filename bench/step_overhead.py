@@ -87,11 +87,11 @@ def step(module: object, batch: dict) -> Callable[[], object]:
 
 def fingerprints(model: object, batch: dict) -> Times:
     """Time the parts of ortlab's check that the present build still fits."""
-    from ortlab.engine.schema import call_schema, module_state
+    from ortlab.engine.schema import ModuleReader, call_schema
 
     parts = {
         "inputs": lambda: call_schema((), batch),
-        "modules, parameters": lambda: module_state(model),
+        "modules, parameters": lambda: ModuleReader(model).state(),
     }
     return interleave(parts, 200)
 

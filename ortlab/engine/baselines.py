@@ -19,13 +19,135 @@ from ortlab.options.engine_names import activation_memory_budget, checkpointed_p
 from ortlab.records.coverage import Coverage
 from ortlab.records.runs import Initialization
 
+
+class _PyTorchEngine:
+    """What engines have in common that build no ONNX graph."""
+
+    fallback_reason = ""
+    coverage = total_coverage = Coverage()
+
+    def start_over(self) -> None:
+        """Do nothing: torch's own random state is all there is."""
+
+    def graph_digests(self) -> dict[str, str]:
+        """Return nothing: there is no ONNX graph."""
+        return {}
+
+    def pending_stage(self) -> str:
+        """Return "": there is nothing to build."""
+        return ""
+
+
+class EagerEngine(_PyTorchEngine):
+    """Run the module's own forward."""
+
+    name = "eager"
+    executed_by = "eager"
+
+    def __init__(self, original_forward: Callable[..., Any]) -> None:
+        self._forward = original_forward
+
+    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the forward in PyTorch."""
+        return self._forward(*args, **kwargs)
+
+
+class CompileEngine(_PyTorchEngine):
+    """Run the module's forward through `torch.compile`.
+
+    Compilation happens inside the first forward and cannot be told apart from running, so all of that forward counts as
+    initialisation. `budget` is the share of the activations, 0 to 1, that the partitioner of forward and backward may
+    keep, as it counts them (`torch._functorch.config.activation_memory_budget`, from torch 2.4 on); None leaves torch's
+    setting alone.
+    """
+
+    def __init__(
+        self,
+        original_forward: Callable[..., Any],
+        on_built: Callable[[Initialization], None],
+        name: str = "compile",
+        budget: float | None = None,
+    ) -> None:
+        self.name = name
+        self._original_forward = original_forward
+        self._budget = budget
+        self._graphs = 0
+        self._forward: Callable[..., Any] | None = None
+        self._called = False
+        self._on_built = on_built
+
+    @property
+    def executed_by(self) -> str:
+        """The engine's name; empty before the first call."""
+        return self.name if self._called else ""
+
+    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the compiled forward, which is compiled at the first call.
+
+        Raises `BuildError` where there is no C++ compiler, or nothing of the forward was compiled.
+        """
+        start = time.perf_counter()
+        if self._forward is None:
+            # Here and not in __init__: torch.compile imports Inductor, which takes seconds, and few labs need it.
+            self._forward = torch.compile(self._original_forward, backend=self._backend())
+        try:
+            outputs = self._forward(*args, **kwargs)
+        except Exception as error:
+            if _lacks_compiler(error):
+                raise BuildError(
+                    "torch.compile needs a C++ compiler, and there is none.",
+                    why="Its backend Inductor writes C++ for the CPU. "
+                    f"It looked for {os.environ.get('CXX') or 'g++ and clang++'}.",
+                    fix="Install one (Debian, Ubuntu: sudo apt-get install g++), or name it in CXX and restart.",
+                ) from error
+            raise
+        if not self._called:
+            if not self._graphs:
+                raise BuildError(
+                    "torch.compile compiled nothing of this model's forward.",
+                    why="It gives up without an error where its cache for a forward is full, or compilation is off "
+                    "(TORCHDYNAMO_DISABLE). PyTorch ran the forward as it is.",
+                    fix='Call torch.compiler.reset() and repeat, or take engine="eager".',
+                )
+            elapsed = (time.perf_counter() - start) * 1000
+            self._called = True
+            self._on_built(Initialization("graph", 0.0, 0.0, 0.0, elapsed, 0.0, elapsed))
+        return outputs
+
+    def pending_stage(self) -> str:
+        """Return "graph" while nothing has been compiled."""
+        return "" if self._called else "graph"
+
+    def _backend(self) -> Callable[[Any, Any], Any]:
+        """Return Inductor as a backend of this engine's own.
+
+        Dynamo keeps what it has compiled with the code of the forward, and takes it again for an equal backend: with
+        Inductor itself, the second budget would run what was compiled for the first. Inductor's cache on disk is
+        safe: its keys hold the setting.
+        """
+        from torch._dynamo.backends.registry import lookup_backend
+        from torch._functorch import config
+
+        inductor: Callable[[Any, Any], Any] = lookup_backend("inductor")
+
+        def backend(graph: Any, inputs: Any) -> Any:
+            self._graphs += 1
+            if self._budget is None:
+                return inductor(graph, inputs)
+            # The graph is split into forward and backward while it is compiled; outside, torch's setting is the user's.
+            with config.patch(activation_memory_budget=self._budget):
+                return inductor(graph, inputs)
+
+        return backend
+
+
 _SMALLEST_SHARE: Final = 0.1
 """Lists with fewer parameters than this share of the largest list's are adapters or heads, not layers."""
 
 _CONTAINERS: Final = (torch.nn.ModuleList, torch.nn.Sequential)
 
 
-class CheckpointEngine:
+class CheckpointEngine(_PyTorchEngine):
     """Run the module's own forward, with each layer under `torch.utils.checkpoint.checkpoint`.
 
     Of each layer only the inputs are kept for the backward pass, which runs its forward again. The random state is kept
@@ -37,9 +159,6 @@ class CheckpointEngine:
 
     `paths` are those that the user named; see `find_layers`. Raises `OptionError` where the model has no such layers.
     """
-
-    fallback_reason = ""
-    coverage = total_coverage = Coverage()
 
     def __init__(
         self,
@@ -70,30 +189,17 @@ class CheckpointEngine:
                     meanwhile.enter_context(_replaced(layer))
             return self._forward(*args, **kwargs)
 
-    def start_over(self) -> None:
-        """Do nothing: torch's own random state is all there is."""
-
-    def graph_digests(self) -> dict[str, str]:
-        """Return nothing: there is no ONNX graph."""
-        return {}
-
-    def pending_stage(self) -> str:
-        """Return "": there is nothing to build."""
-        return ""
-
 
 @contextmanager
 def _replaced(layer: torch.nn.Module) -> Iterator[None]:
     """Put a checkpointed forward on a layer in the block; it calls the one that a library may have put there."""
-    on_instance = layer.__dict__.get("forward")
-    layer.__dict__["forward"] = partial(_checkpointed, layer, layer.forward)
+    on_instance = {name: value for name, value in vars(layer).items() if name == "forward"}
+    vars(layer)["forward"] = partial(_checkpointed, layer, layer.forward)
     try:
         yield
     finally:
-        if on_instance is None:
-            layer.__dict__.pop("forward", None)
-        else:
-            layer.__dict__["forward"] = on_instance
+        vars(layer).pop("forward", None)
+        vars(layer).update(on_instance)
 
 
 def _checkpointed(layer: torch.nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -114,7 +220,7 @@ def _checkpointed(layer: torch.nn.Module, forward: Callable[..., Any], *args: An
         *args,
         use_reentrant=False,
         preserve_rng_state=True,
-        context_fn=partial(_contexts, layer),
+        context_fn=lambda: (nullcontext(), _SecondForward(layer)),
     )
 
 
@@ -134,11 +240,6 @@ def _is_cache(layer: torch.nn.Module, value: object) -> bool:
             fix='Train without past_key_values, or with engine="eager".',
         )
     return True
-
-
-def _contexts(layer: torch.nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return what goes around the two forwards of a layer."""
-    return nullcontext(), _SecondForward(layer)
 
 
 class _SecondForward(AbstractContextManager[None]):
@@ -163,8 +264,8 @@ class _SecondForward(AbstractContextManager[None]):
             inside.enter_context(_own_checkpointing_off(self._layer))
             for part in self._layer.modules():
                 # A normalisation's statistics change without a new version, the count of its batches with one.
-                if any(id(buffer) in changed for buffer in part.buffers(recurse=False)) or _has_statistics(
-                    part
+                if getattr(part, "track_running_stats", False) or any(
+                    id(buffer) in changed for buffer in part.buffers(recurse=False)
                 ):
                     kept = dict(part._buffers)
                     inside.callback(part._buffers.update, kept)
@@ -175,10 +276,6 @@ class _SecondForward(AbstractContextManager[None]):
 
     def __exit__(self, *raised: object) -> None:
         self._inside.close()
-
-
-def _has_statistics(part: torch.nn.Module) -> bool:
-    return bool(getattr(part, "track_running_stats", False))
 
 
 @contextmanager
@@ -283,132 +380,6 @@ def _refuse_nests(chosen: Mapping[str, Layers]) -> None:
                 fix="Name one of the two.",
             )
         owner |= {id(part): name for part in held}
-
-
-class EagerEngine:
-    """Run the module's own forward."""
-
-    name = "eager"
-    executed_by = "eager"
-    fallback_reason = ""
-    coverage = total_coverage = Coverage()
-
-    def __init__(self, original_forward: Callable[..., Any]) -> None:
-        self._forward = original_forward
-
-    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run the forward in PyTorch."""
-        return self._forward(*args, **kwargs)
-
-    def start_over(self) -> None:
-        """Do nothing: torch's own random state is all there is."""
-
-    def graph_digests(self) -> dict[str, str]:
-        """Return nothing: there is no ONNX graph."""
-        return {}
-
-    def pending_stage(self) -> str:
-        """Return "": there is nothing to build."""
-        return ""
-
-
-class CompileEngine:
-    """Run the module's forward through `torch.compile`.
-
-    Compilation happens inside the first forward and cannot be told apart from running, so all of that forward counts as
-    initialisation. `budget` is the share of the activations, 0 to 1, that the partitioner of forward and backward may
-    keep, as it counts them (`torch._functorch.config.activation_memory_budget`, from torch 2.4 on); None leaves torch's
-    setting alone.
-    """
-
-    fallback_reason = ""
-    coverage = total_coverage = Coverage()
-
-    def __init__(
-        self,
-        original_forward: Callable[..., Any],
-        on_built: Callable[[Initialization], None],
-        name: str = "compile",
-        budget: float | None = None,
-    ) -> None:
-        self.name = name
-        self._original_forward = original_forward
-        self._budget = budget
-        self._graphs = 0
-        self._forward: Callable[..., Any] | None = None
-        self._called = False
-        self._on_built = on_built
-
-    @property
-    def executed_by(self) -> str:
-        """The engine's name; empty before the first call."""
-        return self.name if self._called else ""
-
-    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run the compiled forward, which is compiled at the first call.
-
-        Raises `BuildError` where there is no C++ compiler, or nothing of the forward was compiled.
-        """
-        start = time.perf_counter()
-        if self._forward is None:
-            # Here and not in __init__: torch.compile imports Inductor, which takes seconds, and few labs need it.
-            self._forward = torch.compile(self._original_forward, backend=self._backend())
-        try:
-            outputs = self._forward(*args, **kwargs)
-        except Exception as error:
-            if _lacks_compiler(error):
-                raise BuildError(
-                    "torch.compile needs a C++ compiler, and there is none.",
-                    why="Its backend Inductor writes C++ for the CPU. "
-                    f"It looked for {os.environ.get('CXX') or 'g++ and clang++'}.",
-                    fix="Install one (Debian, Ubuntu: sudo apt-get install g++), or name it in CXX and restart.",
-                ) from error
-            raise
-        if not self._called:
-            if not self._graphs:
-                raise BuildError(
-                    "torch.compile compiled nothing of this model's forward.",
-                    why="It gives up without an error where its cache for a forward is full, or compilation is off "
-                    "(TORCHDYNAMO_DISABLE). PyTorch ran the forward as it is.",
-                    fix='Call torch.compiler.reset() and repeat, or take engine="eager".',
-                )
-            elapsed = (time.perf_counter() - start) * 1000
-            self._called = True
-            self._on_built(Initialization("graph", 0.0, 0.0, 0.0, elapsed, 0.0, elapsed))
-        return outputs
-
-    def start_over(self) -> None:
-        """Do nothing: torch's own random state is all there is."""
-
-    def graph_digests(self) -> dict[str, str]:
-        """Return nothing: there is no ONNX graph."""
-        return {}
-
-    def pending_stage(self) -> str:
-        """Return "graph" while nothing has been compiled."""
-        return "" if self._called else "graph"
-
-    def _backend(self) -> Callable[[Any, Any], Any]:
-        """Return Inductor as a backend of this engine's own.
-
-        Dynamo keeps what it has compiled with the code of the forward, and takes it again for an equal backend: with
-        Inductor itself, the second budget would run what was compiled for the first. Inductor's cache on disk is
-        safe: its keys hold the setting.
-        """
-        from torch._dynamo.backends.registry import lookup_backend
-        from torch._functorch import config
-
-        inductor: Callable[[Any, Any], Any] = lookup_backend("inductor")
-
-        def backend(graph: Any, inputs: Any) -> Any:
-            self._graphs += 1
-            if self._budget is None:
-                return inductor(graph, inputs)
-            # The graph is split into forward and backward while it is compiled; outside, torch's setting is the user's.
-            with config.patch(activation_memory_budget=self._budget):
-                return inductor(graph, inputs)
-
-        return backend
 
 
 Baseline: TypeAlias = "EagerEngine | CheckpointEngine | CompileEngine"

@@ -241,15 +241,12 @@ class Scopes:
 def _captured_agent(execution: Execution, names: list[str], edit: Edit | None) -> Any:
     """Create another session whose graph returns these values as well, and return its agent."""
     manager, choice = execution._manager, execution.recompute_choice()
-    models, agent, recomputes = manager._onnx_models, manager._execution_agent, manager.recomputes
-    manager._onnx_models = copy.copy(models)
-    manager._onnx_models.optimized_model = _returning(models.optimized_model, names, edit)
-    try:
+    models = copy.copy(manager._onnx_models)
+    models.optimized_model = _returning(models.optimized_model, names, edit)
+    with manager.another_session(_onnx_models=models):
         with runtime_messages(MessageLog(), "session"):  # it has said it all when it was created first
             manager.create_session(choice.plans, choice.kept)
         return manager._execution_agent
-    finally:
-        manager._onnx_models, manager._execution_agent, manager.recomputes = models, agent, recomputes
 
 
 def _returning(model: onnx.ModelProto, names: list[str], edit: Edit | None) -> onnx.ModelProto:

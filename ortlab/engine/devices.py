@@ -248,7 +248,8 @@ def _driver_library() -> ctypes.CDLL | None:
 
 
 def _find(library: Library) -> Found:
-    folders = [*_wheel_folders(library), *_system_folders()]
+    wheels = (Path(entry or ".") / "nvidia" / library.folder / "lib" for entry in sys.path)
+    folders = [*wheels, *_system_folders()]
     others = sorted(
         {
             str(file)
@@ -280,10 +281,6 @@ def _is(file: Path, library: Library) -> bool:
     """Tell whether a file is the library, perhaps with more of a version: libcudnn.so.8.9.6."""
     wanted, present = (re.findall(r"\d+", name.rpartition(".so")[2]) for name in (library.soname, file.name))
     return present[:1] == wanted[:1]
-
-
-def _wheel_folders(library: Library) -> list[Path]:
-    return [Path(entry or ".") / "nvidia" / library.folder / "lib" for entry in sys.path]
 
 
 def _system_folders() -> list[Path]:

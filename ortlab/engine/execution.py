@@ -206,7 +206,7 @@ class Execution(ExecutionView):
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], state: tuple[object, ...]) -> Any:
         """Run the forward graph; the result's backward runs the gradient graph.
 
-        `state` is what `schema.module_state` returned; another object than in the last call if any tensor was replaced.
+        `state` is what `ModuleReader.state` returned; another object than in the last call if any tensor was replaced.
         """
         if state is not self._state:
             # The manager keeps references to parameters and buffers from its first run on: make it look again.

@@ -17,7 +17,7 @@ from ortlab.graphs.phases import YIELD, is_copy
 from ortlab.memory.lifetimes import ONNX_VIEWS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from ortlab.engine.execution import Execution
 
@@ -88,19 +88,7 @@ def name_of(node: onnx.NodeProto) -> str:
 
 
 _NEVER_IN_PLACE: Final = frozenset(
-    {
-        "Concat",
-        "ConcatTraining",
-        "Conv",
-        "FusedMatMul",
-        "Gather",
-        "GatherElements",
-        "Gemm",
-        "MatMul",
-        "Shape",
-        "Split",
-        "Transpose",
-    }
+    "Concat ConcatTraining Conv FusedMatMul Gather GatherElements Gemm MatMul Shape Split Transpose".split()  # noqa: SIM905 - so many words are easier to read without quotes
 )
 """Operators whose results cannot be written over what they are still read from."""
 
@@ -118,35 +106,26 @@ def earliest_places(execution: Execution, values: Iterable[str]) -> dict[str, in
     (`SavedActivation.value`); those that the forward does not make are left out.
     """
     graph = onnx.load_model_from_string(execution.serialized_graph("execution"))
-    places = _Places(ForwardOfGraph(graph))
-    return {value: found for value in values if (found := places.earliest(value)) is not None}
+    forward = ForwardOfGraph(graph)
+    outliving = {one.root for one in forward.kept()}
+    last_read = {forward.root(name): place for place, node in enumerate(forward.nodes) for name in node.input}
+    dies = {root: place for root, place in last_read.items() if root not in outliving}
+    return {value: _earliest(forward, dies, value) for value in values if value in forward.made}
 
 
-class _Places:
-    def __init__(self, forward: ForwardOfGraph) -> None:
-        self._forward = forward
-        self._last_read: dict[str, int] = {}
-        for place, node in enumerate(forward.nodes):
-            for name in node.input:
-                self._last_read[forward.root(name)] = place
-        outliving = {one.root for one in forward.kept()}
-        self._dies = {root: place for root, place in self._last_read.items() if root not in outliving}
-
-    def earliest(self, value: str) -> int | None:
-        """Follow the chain of nodes that can have worked in place."""
-        if value not in self._forward.made:
-            return None
-        earliest = place = self._forward.made[value][0]
-        waiting, seen = [(value, place)], {value}
-        while waiting:
-            value, place = waiting.pop()
-            earliest = min(earliest, place)
-            node = self._forward.nodes[place]
-            if node.op_type in _NEVER_IN_PLACE:
-                continue
-            for name in node.input:
-                root = self._forward.root(name)
-                if root in self._forward.made and root not in seen and self._dies.get(root) == place:
-                    seen.add(root)
-                    waiting.append((root, self._forward.made[root][0]))
-        return earliest
+def _earliest(forward: ForwardOfGraph, dies: Mapping[str, int], value: str) -> int:
+    """Follow the chain of nodes that can have worked in place; `dies` has the last reader of each buffer."""
+    earliest = place = forward.made[value][0]
+    waiting, seen = [place], {value}
+    while waiting:
+        place = waiting.pop()
+        earliest = min(earliest, place)
+        node = forward.nodes[place]
+        if node.op_type in _NEVER_IN_PLACE:
+            continue
+        for name in node.input:
+            root = forward.root(name)
+            if root in forward.made and root not in seen and dies.get(root) == place:
+                seen.add(root)
+                waiting.append(forward.made[root][0])
+    return earliest

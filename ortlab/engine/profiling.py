@@ -25,6 +25,7 @@ from ortlab.engine.inspection.places import Places
 from ortlab.errors import ExecutionError
 from ortlab.graphs.flop_formulas import Shape, flops
 from ortlab.graphs.flops import NodeFlops
+from ortlab.graphs.phases import YIELD
 from ortlab.graphs.scopes import executed_operator, layer_of, node_names
 from ortlab.memory.recompute import COPY
 from ortlab.memory.trace import Trace, TracedNode
@@ -109,18 +110,50 @@ class Profile:
         shortest time of its kernel in the profiled steps. Raises ExecutionError if no step has run to its end
         meanwhile.
         """
-        rounds = _steps(self._events, len(self._graph.node) - 1)
+        rounds = self._rounds()
         if not rounds:
-            raise _nothing_profiled()
+            raise ExecutionError(
+                "Nothing was profiled: no forward was followed by its backward.",
+                fix="Profile a step that trains: forward, backward, optimizer.",
+            )
         last, behind = rounds[-1]
         for position, (event, node) in enumerate(zip(last, _in_order(last, self._graph), strict=True)):
             yield node, event, position >= behind, min(one[position]["dur"] for one, _ in rounds) / 1000
 
     def trace(self, plans: Sequence[str], order: str) -> Trace:
-        """Return what the profiler saw; raises ExecutionError if no step has run to its end meanwhile."""
-        return read_trace(
-            self._events, self._graph, held=self._held, given=self._given, plans=tuple(plans), order=order
+        """Return what the profiler saw as the trace of one step; raises ExecutionError as `kernels`."""
+        sizes: dict[str, int] = {}
+        traced = []
+        for node, event, backward, ms in self.kernels():
+            present = [name for name in node.output if name]
+            for name, shape in zip(present, event["args"]["output_type_shape"], strict=False):
+                sizes[name] = _bytes(shape)
+            traced.append(
+                TracedNode(
+                    name=node.name,
+                    operator=executed_operator(node),
+                    inputs=tuple(node.input),
+                    outputs=tuple(node.output),
+                    backward=backward,
+                    ms=ms,
+                    recomputes=node.name.removesuffix(COPY) if node.name.endswith(COPY) else "",
+                )
+            )
+        boundary = next(node for node in self._graph.node if node.op_type == YIELD)
+        return Trace(
+            nodes=tuple(traced),
+            sizes=sizes,
+            returned=frozenset(boundary.input),
+            held=frozenset(boundary.input[i] for i in self._held if i < len(boundary.input)),
+            gradients=frozenset(value.name for value in self._graph.output),
+            given=dict(zip(boundary.output, self._given, strict=False)),
+            plans=tuple(plans),
+            engine_order=order,
+            steps=len(self._rounds()),
         )
+
+    def _rounds(self) -> list[tuple[list[Mapping[str, Any]], int]]:
+        return _steps(self._events, len(self._graph.node) - 1)
 
 
 @contextmanager
@@ -136,69 +169,11 @@ def profiled(execution: Execution, *, memory_efficient_order: bool = False) -> I
             yield profile
 
 
-def read_trace(
-    events: Sequence[Mapping[str, Any]],
-    graph: onnx.GraphProto,
-    *,
-    held: frozenset[int] = frozenset(),
-    given: Sequence[int] = (),
-    plans: tuple[str, ...] = (),
-    order: str = "default",
-) -> Trace:
-    """Make the trace of one step from a profile of several alike.
-
-    `events` are the profiler's, in order; `held` says which inputs of the YieldOp PyTorch still held when the backward
-    started, by position; `given` has the bytes of each output of the YieldOp, as PyTorch gave them. Raises
-    ExecutionError if there is no forward with a backward behind it.
-    """
-    boundary = next(node for node in graph.node if node.op_type == "YieldOp")
-    rounds = _steps(events, len(graph.node) - 1)
-    if not rounds:
-        raise _nothing_profiled()
-    last, behind = rounds[-1]
-    nodes = _in_order(last, graph)
-    sizes: dict[str, int] = {}
-    traced = []
-    for position, (event, node) in enumerate(zip(last, nodes, strict=True)):
-        present = [name for name in node.output if name]
-        for name, shape in zip(present, event["args"]["output_type_shape"], strict=False):
-            sizes[name] = _bytes(shape)
-        traced.append(
-            TracedNode(
-                name=node.name,
-                operator=executed_operator(node),
-                inputs=tuple(node.input),
-                outputs=tuple(node.output),
-                backward=position >= behind,
-                ms=min(one[position]["dur"] for one, _ in rounds) / 1000,
-                recomputes=node.name.removesuffix(COPY) if node.name.endswith(COPY) else "",
-            )
-        )
-    return Trace(
-        nodes=tuple(traced),
-        sizes=sizes,
-        returned=frozenset(boundary.input),
-        held=frozenset(boundary.input[i] for i in held if i < len(boundary.input)),
-        gradients=frozenset(value.name for value in graph.output),
-        given=dict(zip(boundary.output, given, strict=False)),
-        plans=plans,
-        engine_order=order,
-        steps=len(rounds),
-    )
-
-
-def _nothing_profiled() -> ExecutionError:
-    return ExecutionError(
-        "Nothing was profiled: no forward was followed by its backward.",
-        fix="Profile a step that trains: forward, backward, optimizer.",
-    )
-
-
 def _in_order(events: Sequence[Mapping[str, Any]], graph: onnx.GraphProto) -> list[onnx.NodeProto]:
     """Find the node of each event; those that ORT left without a name go by operator, once their inputs are there."""
     named = {node.name: node for node in graph.node if node.name}
     nameless = [node for node in graph.node if not node.name]
-    made_here = {name for node in graph.node for name in node.output if name and node.op_type != "YieldOp"}
+    made_here = {name for node in graph.node for name in node.output if name and node.op_type != YIELD}
     done: set[str] = set()
     found = []
     for event in events:

@@ -8,12 +8,11 @@ that are applied from the graph that the session executes.
 from __future__ import annotations
 
 import re
-import tempfile
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from pathlib import Path
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import onnx
@@ -21,6 +20,7 @@ import onnx
 from ortlab.engine.inspection.places import Places
 from ortlab.engine.kept_values import name_of
 from ortlab.errors import BuildError
+from ortlab.graphs.phases import YIELD
 from ortlab.graphs.scopes import layer_of
 from ortlab.memory import insight
 from ortlab.memory.reading import read_plan
@@ -173,7 +173,8 @@ def boundaries(graph: onnx.GraphProto, stashed: Collection[str]) -> frozenset[st
     normalisation comes last, it is the normalisation's input, so that its result is recomputed, too. `graph` is a
     training graph, as it is executed.
     """
-    forward = _forward(graph)
+    # Before the YieldOp, which hands the outputs to PyTorch.
+    forward = list(takewhile(lambda node: node.op_type != YIELD, graph.node))
     producers = {output: node for node in forward for output in node.output if output}
     readers: dict[str, list[onnx.NodeProto]] = {}
     for node in forward:
@@ -186,13 +187,6 @@ def boundaries(graph: onnx.GraphProto, stashed: Collection[str]) -> frozenset[st
             residual = _residual(node, producers, readers, order)
             found.update(_worth_keeping(residual, producers, stashed))
     return frozenset(found)
-
-
-def _forward(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
-    """Return the nodes before the one that hands the outputs to PyTorch, in their order."""
-    nodes = list(graph.node)
-    end = next((number for number, node in enumerate(nodes) if node.op_type == "YieldOp"), len(nodes))
-    return nodes[:end]
 
 
 def _residual(
@@ -338,45 +332,32 @@ def create_session(manager: Any, choice: RecomputeChoice) -> Recomputed:
     if not choice.plans:
         manager.create_session(choice.plans, choice.kept)
         return Recomputed()
-    with tempfile.TemporaryDirectory(prefix="ortlab-") as folder:
-        file = Path(folder) / "execution.onnx"
-        manager.execution_graph_file = str(file)
-        try:
-            manager.create_session(choice.plans, choice.kept)
-            return recomputed_in(file.read_bytes())
-        finally:
-            manager.execution_graph_file = ""
-
-
-def absent_plans(execution: Execution) -> tuple[str, ...]:
-    """Return the plans that were asked for, and of which nothing runs again."""
-    if execution.options.memory_level or not execution.training:
-        return ()
-    return tuple(plan for plan in execution.plans if execution.recomputed.lacks(plan))
+    with manager.graph_written() as file:
+        manager.create_session(choice.plans, choice.kept)
+        return recomputed_in(file.read_bytes())
 
 
 def absent_words(execution: Execution) -> str:
     """Say which plans a session does not apply, because its graph has no such cluster; empty if it applies all."""
-    absent = absent_plans(execution)
+    if execution.options.memory_level or not execution.training:
+        return ""
+    absent = [plan for plan in execution.plans if execution.recomputed.lacks(plan)]
     if not absent:
         return ""
-    clusters = [
-        part.split(":")[0] for config in execution.memory_report().savings for part in config.split(",")
-    ]
-    known = {part for config in execution.memory_report().savings for part in _names(config)}
+    # By "<cluster>:<strategy>", in the order of the report.
+    known = dict.fromkeys(
+        part.rsplit(":", 1)[0] for config in execution.memory_report().savings for part in config.split(",")
+    )
+    clusters = dict.fromkeys(name.split(":")[0] for name in known)
     words = []
     for plan in absent:
-        near = get_close_matches(plan.split(":")[0], dict.fromkeys(clusters), n=3)
+        near = get_close_matches(plan.split(":")[0], clusters, n=3)
         if plan.rsplit(":", 1)[0] in known:
             words.append(f"{plan} (another plan recomputes the same, or it would save nothing)")
         else:
             hint = f"; near: {', '.join(near)}" if near else ""
             words.append(f"{plan} (no such cluster here{hint})")
     return f"Recompute plans that are not applied: {'; '.join(words)}. lab.plan() lists those of this model."
-
-
-def _names(config: str) -> list[str]:
-    return [part.rsplit(":", 1)[0] for part in config.split(",")]
 
 
 def recomputed_in(serialized: bytes) -> Recomputed:

@@ -122,8 +122,8 @@ def install_sparsity_switches() -> None:
     from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
 
     replace(GraphTransitionManager, "_export_model", _read_sparsity_switches)
-    replace(GraphTransitionManager, "_add_check_label_sparsity_hook", _label_hook)
-    replace(GraphTransitionManager, "_add_check_embedding_sparsity_hook", _embedding_hook)
+    replace(GraphTransitionManager, "_add_check_label_sparsity_hook", _hook_of("label"))
+    replace(GraphTransitionManager, "_add_check_embedding_sparsity_hook", _hook_of("embedding"))
 
 
 def _read_sparsity_switches(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,27 +144,20 @@ def _read_sparsity_switches(original: Callable[..., Any]) -> Callable[..., Any]:
     return export_model
 
 
-def _label_hook(original: Callable[..., Any]) -> Callable[..., list[Any]]:
-    def add_check_label_sparsity_hook(enable: bool, *args: Any) -> list[Any]:  # noqa: FBT001 - ORT's signature
-        switches = _sparsity.get()
-        return _remember(original(enable if switches is None else switches.label, *args))
+def _hook_of(kind: str) -> Callable[[Callable[..., Any]], Callable[..., list[Any]]]:
+    """Return what replaces the function that adds the hook of a kind: it asks that kind's switch."""
 
-    return add_check_label_sparsity_hook
+    def asking_its_switch(original: Callable[..., Any]) -> Callable[..., list[Any]]:
+        def add_check_sparsity_hook(enable: bool, *args: Any) -> list[Any]:  # noqa: FBT001 - ORT's signature
+            switches = _sparsity.get()
+            added = original(enable if switches is None else getattr(switches, kind), *args) or []
+            if (hooks := _hooks.get()) is not None:
+                hooks.extend(added)
+            return list(added)
 
+        return add_check_sparsity_hook
 
-def _embedding_hook(original: Callable[..., Any]) -> Callable[..., list[Any]]:
-    def add_check_embedding_sparsity_hook(enable: bool, *args: Any) -> list[Any]:  # noqa: FBT001 - ORT's signature
-        switches = _sparsity.get()
-        return _remember(original(enable if switches is None else switches.embedding, *args))
-
-    return add_check_embedding_sparsity_hook
-
-
-def _remember(handles: list[Any] | None) -> list[Any]:
-    added = handles or []
-    if (hooks := _hooks.get()) is not None:
-        hooks.extend(added)
-    return added
+    return asking_its_switch
 
 
 # --- an export that fails -----------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Final
@@ -25,11 +25,8 @@ from ortlab.memory.shapes import Shape, shape_at
 if TYPE_CHECKING:
     import torch
 
-    from ortlab.engine.execution import Execution
+    from ortlab.engine.execution import Execution, Progress
     from ortlab.engine.kept_builds import BuiltGraph
-
-Progress = Callable[[str, float], None]
-"""Called with what is being done and the fraction done so far, 0 to 1."""
 
 _IN_WORDS: Final = "com.microsoft"
 """Domain of ORT's own operators, which plans and logs name without it."""
@@ -180,8 +177,6 @@ def _shape(
 
 
 def _with_sizes(activations: SavedActivations, sizes: Mapping[str, int]) -> SavedActivations:
-    if not any(row.bytes is None and row.value in sizes for row in activations.rows):
-        return activations
     rows = [
         replace(row, bytes=sizes[row.value], measured=True)
         if row.bytes is None and row.value in sizes

@@ -162,11 +162,6 @@ class ModuleReader:
         )
 
 
-def module_state(module: torch.nn.Module) -> tuple[object, ...]:
-    """Read the state of a module once; see `ModuleReader`."""
-    return ModuleReader(module).state()
-
-
 def difference(before: Schema, after: Schema) -> str:
     """Say in one clause what changed between two schemas; empty if nothing did."""
     old, new = dict(before), dict(after)
