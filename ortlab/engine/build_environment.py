@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Final
+
+from ortlab.engine.patching import set_to
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,14 +53,9 @@ def _replace(variables: Mapping[str, str]) -> None:
 _options: Final[ContextVar[Options | None]] = ContextVar("options", default=None)
 
 
-@contextmanager
-def building_with(options: Options) -> Iterator[None]:
+def building_with(options: Options) -> AbstractContextManager[None]:
     """Let these options answer in the block."""
-    token = _options.set(options)
-    try:
-        yield
-    finally:
-        _options.reset(token)
+    return set_to(_options, options)
 
 
 def present() -> Options | None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 from ortlab.engine import kept_builds
 from ortlab.engine.kept_builds import BuiltSessions
 from ortlab.engine.ort import OrtEngine
+from ortlab.engine.patching import with_attributes
 from ortlab.records.runs import EXECUTED_BY_EAGER
 
 
@@ -26,38 +27,23 @@ class BuildingEngine(OrtEngine):
         return self._original_forward(*args, **kwargs)
 
 
-_STATE: Final = (
-    "_sessions",
-    "_failed",
-    "_starts_over",
-    "executed_by",
-    "fallback_reason",
-    "rebuild_reason",
-    "options",
-)
-
-
 @contextmanager
 def built_apart(engine: OrtEngine, **changes: object) -> Iterator[Callable[[], None]]:
     """Let an engine build anew, with changed options, what it needs in the block, and give it its state back.
 
     Yields a function that frees the sessions of the block, so that the next call makes one of the graph that is there.
     """
-    before = {name: getattr(engine, name) for name in _STATE}
-    engine._sessions, engine._failed, engine._starts_over = BuiltSessions(), None, False
     # Files of exports and graphs are the user's: nothing of the block goes there.
-    engine.options = engine.options.replace(export_cache_dir="", save_onnx=False, fallback=False, **changes)
-    try:
-        with kept_builds.set_aside(engine._module):
-
-            def free() -> None:
-                engine._sessions.release()
-
-            try:
-                yield free
-            finally:
-                free()
-                kept_builds.forget(engine._module)
-    finally:
-        for name, value in before.items():
-            setattr(engine, name, value)
+    options = engine.options.replace(export_cache_dir="", save_onnx=False, fallback=False, **changes)
+    sessions, said = BuiltSessions(), ("executed_by", "fallback_reason", "rebuild_reason")
+    with (
+        with_attributes(
+            engine, said, options=options, _sessions=sessions, _failed=None, _starts_over=False
+        ),
+        kept_builds.set_aside(engine._module),
+    ):
+        try:
+            yield sessions.release
+        finally:
+            sessions.release()
+            kept_builds.forget(engine._module)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -24,11 +24,12 @@ from ortlab.engine.inspection.places import Places
 from ortlab.engine.logs.build_log import runtime_messages
 from ortlab.engine.passes.exact_places import HIDING
 from ortlab.engine.passes.graph_edits import FLOAT_TYPES, GraphFacts
+from ortlab.engine.patching import set_to
 from ortlab.engine.tracing.taps import Mark, Taps, marks_of
 from ortlab.records.messages import MessageLog
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from ortlab.engine.execution import Execution
 
@@ -63,14 +64,9 @@ class Capture:
         self.missing: dict[Mark, str] = {}  # why a value is not handed over
         self._calls: Counter[str] = Counter()
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self) -> AbstractContextManager[None]:
         """Capture in the block what is built in it."""
-        token = CAPTURE.set(self)
-        try:
-            yield
-        finally:
-            CAPTURE.reset(token)
+        return set_to(CAPTURE, self)
 
     def start_step(self) -> None:
         """Count the calls of modules from 1 again."""

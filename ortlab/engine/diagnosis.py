@@ -13,6 +13,7 @@ import torch
 from ortlab.engine.callback_error import take_error
 from ortlab.engine.calls import argument_names, named_inputs, shape_words
 from ortlab.engine.random_state import RandomState
+from ortlab.engine.tracing.buffers import Buffers
 from ortlab.errors import BuildError, ExecutionError, OrtlabError
 
 
@@ -42,7 +43,7 @@ def explain_build_failure(
     The module's own forward is run once more in PyTorch, without gradients and with its buffers put back, because
     1.19.2 reports the user's exception, an output it cannot flatten and an operator it cannot export alike.
     """
-    chain = list(_chain(error))
+    chain = list(causes(error))
     # What ortlab's own code in a forward has raised explains it best.
     said = next((one for one in chain if isinstance(one, OrtlabError)), None)
     if said is not None:
@@ -94,7 +95,8 @@ def explain_execution_failure(error: Exception) -> BaseException:
     )
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and what led to it, the latest first."""
     following: BaseException | None = error
     seen: set[int] = set()
     while following is not None and id(following) not in seen:
@@ -129,8 +131,7 @@ def own_fault(
 
     Gradients are off; buffers and random state are put back.
     """
-    random = RandomState.read()
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    random, buffers = RandomState.read(), Buffers(module)
     name = type(module).__name__
     try:
         with torch.no_grad():
@@ -143,9 +144,7 @@ def own_fault(
         return own
     finally:
         random.put_back()
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+        buffers.restore()
     if next(_tensors(outputs), None) is None:
         kind = "None" if outputs is None else f"a {type(outputs).__name__}"
         return ForwardError(
@@ -290,7 +289,7 @@ def ran_out(error: BaseException) -> bool:
         or (isinstance(one, OSError) and one.errno == errno.ENOMEM)
         or type(one).__name__ == "OutOfMemoryError"  # torch's, which is not imported for that
         or any(saying in str(one).lower() for saying in _SAYINGS)
-        for one in _chain(error)
+        for one in causes(error)
     )
 
 
@@ -301,7 +300,7 @@ def says_ran_out(text: str) -> bool:
 
 def place(error: BaseException) -> str:
     """Say where memory ran out, as far as the error tells: "in backward, at FusedMatMul (/encoder/...)"; or ""."""
-    text = "\n".join(map(str, _chain(error)))
+    text = "\n".join(map(str, causes(error)))
     where = []
     if found := _PASS.search(text):
         where.append(f"in {found[1]}")

@@ -32,6 +32,7 @@ from ortlab.engine.logs.build_log import exporter_messages, runtime_messages
 from ortlab.engine.operators.symbolics import ATEN_CROSS_ENTROPY
 from ortlab.engine.passes.label_density import valid_label_counts
 from ortlab.engine.passes.static_shapes import with_sizes
+from ortlab.engine.patching import set_to
 from ortlab.engine.sessions import make_manager, register_operators, released_agent
 from ortlab.engine.tracing.hooks import TensorHooks, check_hooks
 from ortlab.engine.tracing.input_sizes import FIXED_ONES, NumbersMade
@@ -90,11 +91,11 @@ class Execution(ExecutionView):
         """Trace the module to ONNX and infer shapes; the result is not taken yet."""
         manager = self._manager
         autograd = custom_autograd_function_enabler.state
-        cross_entropy = ATEN_CROSS_ENTROPY.set(self.options.aten_cross_entropy)
-        fixed_ones = FIXED_ONES.set(True)
         functions = own_backwards() if self.training and self.options.custom_autograd else nullcontext()
         try:
             with (
+                set_to(ATEN_CROSS_ENTROPY, self.options.aten_cross_entropy),
+                set_to(FIXED_ONES, True),  # noqa: FBT003 - its value
                 functions,
                 self._environment(),
                 _without_hooks(self.module),
@@ -112,8 +113,6 @@ class Execution(ExecutionView):
                 self._leave_out_frozen_parameters(transition)
         finally:
             enable_custom_autograd_support(autograd)
-            ATEN_CROSS_ENTROPY.reset(cross_entropy)
-            FIXED_ONES.reset(fixed_ones)
         flattened = manager._flattened_module
         return Export(
             options=self.options,

@@ -25,6 +25,7 @@ from ortlab.engine.diagnosis import (
 )
 from ortlab.engine.kept_builds import Built, BuiltSessions, KeptExport
 from ortlab.engine.passes.static_shapes import batch_sizes
+from ortlab.engine.patching import with_attributes
 from ortlab.engine.random_state import restored_on_failure
 from ortlab.engine.schema import ModuleReader, Schema, call_schema, difference, module_schema, surroundings
 from ortlab.engine.tracing import input_sizes
@@ -43,14 +44,7 @@ if TYPE_CHECKING:
 STAGES: Final = {Effect.STEP: "step", Effect.SESSION: "session", Effect.GRAPH: "graph"}
 """What is redone for a change with that effect; everything earlier means a new export."""
 
-_STATE: Final = (
-    "options",
-    "executed_by",
-    "fallback_reason",
-    "rebuild_reason",
-    "_failed",
-    "_starts_over",
-)
+_STATE: Final = ("options", "executed_by", "fallback_reason", "rebuild_reason", "_failed")
 """What `OrtEngine.beside` puts back."""
 
 _NOTHING: Final = ("", "step")
@@ -196,14 +190,11 @@ class OrtEngine:
         A session that differs from the present one in that it has no arena stays beside it, so that the next
         measurement of memory builds nothing.
         """
-        before = {name: getattr(self, name) for name in _STATE}
-        with self._sessions.beside(usable=self._may_serve):
-            try:
-                self._starts_over = False
-                yield
-            finally:
-                for name, value in before.items():
-                    setattr(self, name, value)
+        with (
+            self._sessions.beside(usable=self._may_serve),
+            with_attributes(self, _STATE, _starts_over=False),
+        ):
+            yield
 
     # ---- building ---------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from ortlab.engine import subscriptions
 from ortlab.engine.logs import build_log
 from ortlab.engine.passes import constant_outputs, label_density, shape_inference, untold_shapes
-from ortlab.engine.patching import replace
+from ortlab.engine.patching import replace, set_to
 from ortlab.engine.tracing import (
     arguments,
     buffers,
@@ -135,11 +135,8 @@ def _read_sparsity_switches(original: Callable[..., Any]) -> Callable[..., Any]:
             label=options.enable_compute_optimizer and options.enable_label_sparse_optimizer,
             embedding=options.enable_compute_optimizer and options.enable_embedding_sparse_optimizer,
         )
-        token = _sparsity.set(switches)
-        try:
+        with set_to(_sparsity, switches):
             return original(**kwargs)
-        finally:
-            _sparsity.reset(token)
 
     return export_model
 
@@ -180,16 +177,14 @@ def _clean_up_after_failure(original: Callable[..., Any]) -> Callable[..., Any]:
 
         random_states = _utils.get_random_states()
         hooks: list[Any] = []
-        token = _hooks.set(hooks)
         try:
-            return original(**kwargs)
+            with set_to(_hooks, hooks):
+                return original(**kwargs)
         except BaseException:
             for hook in hooks:
                 hook.remove()
             _utils.set_random_states(random_states)
             raise
-        finally:
-            _hooks.reset(token)
 
     return export_model
 

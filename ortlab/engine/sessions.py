@@ -26,6 +26,7 @@ from ortlab.engine.diagnosis import explain_execution_failure
 from ortlab.engine.logs.build_log import ortmodule_logger, runtime_lines, runtime_messages, user_code
 from ortlab.engine.operators.torch_backward import TorchBackward
 from ortlab.engine.passes.exact_places import leaving_alone
+from ortlab.engine.patching import with_attributes
 from ortlab.engine.recompute_plans import PROBE_ANYWHERE
 from ortlab.errors import BuildError, ExecutionError
 from ortlab.options.log_levels import log_level
@@ -115,26 +116,17 @@ class _SessionOptions:
     memory_efficient_order = False
     profile: Profile | None = None
 
-    @contextmanager
-    def another_session(self, **settings: object) -> Iterator[None]:
+    def another_session(self, **settings: object) -> AbstractContextManager[None]:
         """Let a session be made with other attributes in the block; afterwards the manager has its own again."""
-        before = {name: getattr(self, name) for name in ("_execution_agent", "recomputes", *settings)}
-        try:
-            vars(self).update(settings)
-            yield
-        finally:
-            vars(self).update(before)
+        return with_attributes(self, ("_execution_agent", "recomputes"), **settings)
 
     @contextmanager
     def graph_written(self) -> Iterator[Path]:
         """Let sessions that are made in the block write the graph that they execute to a file, which is then gone."""
         with tempfile.TemporaryDirectory(prefix="ortlab-") as folder:
             file = Path(folder) / "execution.onnx"
-            self.execution_graph_file = str(file)
-            try:
+            with with_attributes(self, execution_graph_file=str(file)):
                 yield file
-            finally:
-                self.execution_graph_file = ""
 
     def profiled_agent(
         self, profile: Profile, plans: Sequence[str], kept: Kept, *, memory_efficient_order: bool
@@ -284,13 +276,11 @@ class _Training(_SessionOptions, TorchBackward, GuardedBackward, TrainingManager
     @contextmanager
     def _without_plans(self, **settings: object) -> Iterator[None]:
         """Let another session be made at memory level 0 in the block."""
-        runtime = self._runtime_options
-        level, runtime.memory_optimization_level = runtime.memory_optimization_level, 0
-        try:
-            with self.another_session(**settings):
-                yield
-        finally:
-            runtime.memory_optimization_level = level
+        with (
+            with_attributes(self._runtime_options, memory_optimization_level=0),
+            self.another_session(**settings),
+        ):
+            yield
 
 
 class _Inference(_SessionOptions, InferenceManager):  # type: ignore[misc] # untyped base

@@ -30,7 +30,7 @@ from ortlab.engine.disk_cache.entries import (
     unpack,
 )
 from ortlab.engine.disk_cache.key import export_key
-from ortlab.engine.patching import replace
+from ortlab.engine.patching import replace, set_to
 from ortlab.engine.tracing.traced_values import TracedValues
 from ortlab.records.messages import ORTLAB
 
@@ -63,11 +63,8 @@ def cached_export(execution: Execution, args: Sequence[Any], kwargs: Mapping[str
         return _read_export(entry, execution, args, kwargs)
     watch = TracedValues()
     before = _plain_attributes(execution.module)
-    token = _watch.set(watch)
-    try:
+    with set_to(_watch, watch):
         export = execution.export(args, kwargs)
-    finally:
-        _watch.reset(token)
     try:
         settled = _checked(export, execution.module, watch, before)
         with _reverted(execution.module, settled, before):
@@ -103,12 +100,9 @@ def _read_export(
     with execution.log.during("export"):
         for level, source, text in entry.messages:
             execution.log.add(level, source, text)
-    token = _entry.set(entry)
-    try:
+    with set_to(_entry, entry):
         # No trace has shown whether sizes became numbers in it; the key holds the sizes, and so does this process.
         return dataclasses.replace(execution.export(args, kwargs), numbers=True)
-    finally:
-        _entry.reset(token)
 
 
 def _install() -> None:
