@@ -37,9 +37,7 @@ def built_apart(engine: OrtEngine, **changes: object) -> Iterator[Callable[[], N
     options = engine.options.replace(export_cache_dir="", save_onnx=False, fallback=False, **changes)
     sessions, said = BuiltSessions(), ("executed_by", "fallback_reason", "rebuild_reason")
     with (
-        with_attributes(
-            engine, said, options=options, _sessions=sessions, _failed=None, _starts_over=False
-        ),
+        with_attributes(engine, said, options=options, _sessions=sessions, _failed=None, _starts_over=False),
         kept_builds.set_aside(engine._module),
     ):
         try:
