@@ -13,10 +13,10 @@ from torch.utils import _pytree
 
 from ortlab.checks.preflight_batches import Call, as_call, findings_in
 from ortlab.engine.inspection.build import Builder, Outcome
+from ortlab.engine.inspection.changes import unchanged, weights_kept
 from ortlab.engine.inspection.failures import finding_of_forward
 from ortlab.engine.inspection.places import Places
 from ortlab.engine.inspection.standing import device_of, findings_in_model
-from ortlab.engine.inspection.unchanged import unchanged, weights_kept
 from ortlab.options.options import Options
 from ortlab.records.findings import Finding, Findings, Kind, Level
 from ortlab.records.preflight import Checked, Preflight

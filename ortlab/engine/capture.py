@@ -22,8 +22,8 @@ import torch
 
 from ortlab.engine.inspection.places import Places
 from ortlab.engine.logs.build_log import runtime_messages
-from ortlab.engine.passes.exact_places import HIDING
 from ortlab.engine.passes.graph_edits import FLOAT_TYPES, GraphFacts
+from ortlab.engine.passes.training_graph import HIDING
 from ortlab.engine.tracing.taps import Mark, Taps, marks_of
 from ortlab.records.messages import MessageLog
 

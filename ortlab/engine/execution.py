@@ -26,16 +26,16 @@ from ortlab.engine.build_options import building_with
 from ortlab.engine.capture import CAPTURE
 from ortlab.engine.execution_view import ExecutionView
 from ortlab.engine.exports import BuiltGraph, Export
-from ortlab.engine.functions.own_backward import own_backwards
+from ortlab.engine.functions.export import own_backwards
 from ortlab.engine.labels import label_ranges
 from ortlab.engine.logs.build_log import exporter_messages, runtime_messages
 from ortlab.engine.operators.symbolics import ATEN_CROSS_ENTROPY
 from ortlab.engine.passes.label_density import valid_label_counts
-from ortlab.engine.passes.static_shapes import with_sizes
+from ortlab.engine.passes.shapes import with_sizes
 from ortlab.engine.providers import device_made_current
 from ortlab.engine.sessions import make_manager, register_operators, released_agent
-from ortlab.engine.tracing.hooks import TensorHooks, check_hooks
-from ortlab.engine.tracing.input_sizes import FIXED_ONES, NumbersMade
+from ortlab.engine.tracing.arguments import FIXED_ONES, NumbersMade
+from ortlab.engine.tracing.autograd import TensorHooks, check_hooks
 from ortlab.engine.tracing.source_lines import source_lines
 from ortlab.options.log_levels import log_level
 from ortlab.records.messages import ORTLAB, MessageLog

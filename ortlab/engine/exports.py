@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from ortlab.engine.schema import Schema
-    from ortlab.engine.tracing.input_sizes import Sizes
+    from ortlab.engine.tracing.arguments import Sizes
     from ortlab.memory.recompute_places import RecomputePlaces
     from ortlab.options.options import Options
     from ortlab.records.messages import Message
@@ -60,7 +60,7 @@ class Export:
     device: torch.device
     inert: frozenset[str]  # switches that have made no difference to this export and could make none
     messages: tuple[Message, ...]
-    numbers: bool = False  # whether the forward made Python numbers of traced values; see `input_sizes`
+    numbers: bool = False  # whether the forward made Python numbers of traced values; see `tracing.arguments`
     # "file:line" by name of a node; empty for an export from the disk, since lines move without the code changing.
     lines: Mapping[str, str] = field(default_factory=dict)
     graphs: list[BuiltGraph] = field(default_factory=list)  # the last used one last

@@ -25,12 +25,10 @@ from ortlab.engine.diagnosis import (
     own_fault,
 )
 from ortlab.engine.exports import KeptExport
-from ortlab.engine.passes.static_shapes import batch_sizes
 from ortlab.engine.random_state import restored_on_failure
 from ortlab.engine.schema import ModuleReader, Schema, call_schema, difference, module_schema, surroundings
-from ortlab.engine.tracing import input_sizes
-from ortlab.engine.tracing.checkpoints import saving_apart
-from ortlab.engine.tracing.input_sizes import sizes
+from ortlab.engine.tracing.arguments import batch_sizes, size_difference, sizes
+from ortlab.engine.tracing.autograd import saving_apart
 from ortlab.engine.transforms import refuse_transforms
 from ortlab.errors import BuildError, ExecutionError, FallbackWarning, OrtlabError, PlanWarning
 from ortlab.options.options import Effect, Options
@@ -40,7 +38,7 @@ from ortlab.records.runs import EXECUTED_BY_FALLBACK, EXECUTED_BY_ORT, Initializ
 
 if TYPE_CHECKING:
     from ortlab.engine.execution import Execution, Progress
-    from ortlab.engine.tracing.input_sizes import Sizes
+    from ortlab.engine.tracing.arguments import Sizes
 
 STAGES: Final = {Effect.STEP: "step", Effect.SESSION: "session", Effect.GRAPH: "graph"}
 """What is redone for a change with that effect; everything earlier means a new export."""
@@ -446,7 +444,7 @@ class OrtEngine:
         changed = difference(current.kept.schema, schema)
         if changed or not current.kept.bound_to:
             return changed
-        return input_sizes.difference(current.kept.bound_to, sizes(args, kwargs))
+        return size_difference(current.kept.bound_to, sizes(args, kwargs))
 
     def _why(self, current: Built | None) -> str:
         if current is None:

@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ortlab.engine import memory_arena, statistics_files
 from ortlab.engine.logs import build_log
-from ortlab.engine.passes import constant_outputs, label_density, shape_inference, untold_shapes
+from ortlab.engine.passes import label_density, shapes
 from ortlab.engine.patching import replace
 from ortlab.engine.tracing import (
     arguments,
+    autograd,
     buffers,
-    checkpoints,
     gradient_stops,
     guards,
-    input_sizes,
     outputs,
     source_lines,
 )
@@ -38,13 +37,10 @@ def install_all() -> None:
     arguments.install()
     buffers.install()
     gradient_stops.install()
-    input_sizes.install()
     outputs.install()
     guards.install()
     source_lines.install()
-    constant_outputs.install()
-    shape_inference.install()
-    untold_shapes.install()
+    shapes.install()
     label_density.install()
     statistics_files.install()
     memory_arena.install()
@@ -54,7 +50,7 @@ def install_all() -> None:
     install_export_silence()
     install_log_levels()
     build_log.install()
-    checkpoints.install()
+    autograd.install()
     install_seed()
     install_buffer_inputs()
 

@@ -26,7 +26,7 @@ from ortlab.engine.diagnosis import explain_execution_failure
 from ortlab.engine.logs.build_log import ortmodule_logger, runtime_lines, runtime_messages, user_code
 from ortlab.engine.memory_report import PROBE_ANYWHERE
 from ortlab.engine.operators.torch_backward import TorchBackward
-from ortlab.engine.passes.exact_places import leaving_alone
+from ortlab.engine.passes.training_graph import leaving_alone
 from ortlab.errors import BuildError, ExecutionError
 from ortlab.options.log_levels import log_level
 from ortlab.options.option_files import check_onnx_folder

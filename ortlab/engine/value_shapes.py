@@ -16,10 +16,10 @@ from onnxruntime.training.ortmodule import _graph_transition_manager as _transit
 
 from ortlab.engine import load
 from ortlab.engine.operators.aten_executor import Operator
-from ortlab.engine.operators.call_gradients import call_text
+from ortlab.engine.operators.gradients import call_text
 from ortlab.engine.operators.torch_calls import CallableCall
 from ortlab.engine.passes.graph_edits import aten_operator
-from ortlab.engine.passes.static_shapes import with_sizes
+from ortlab.engine.passes.shapes import with_sizes
 from ortlab.memory.shapes import Shape, shape_at, simplified
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import torch
 from torch.autograd import gradcheck
 from torch.autograd.gradcheck import GradcheckError
 
-from ortlab.engine.functions.own_backward import functions
+from ortlab.engine.functions.export import functions
 from ortlab.engine.random_state import RandomState
 from ortlab.errors import StepError
 from ortlab.parity.functions import FunctionCheck, FunctionReport

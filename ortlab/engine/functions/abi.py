@@ -75,10 +75,6 @@ class NativeCall(ctypes.Structure):
     )
 
 
-# Where boolean tensors are among a Function's arguments, by the Function's name in the graph;
-# `function_export` fills it.
-boolean_arguments: Final[dict[str, frozenset[int]]] = {}
-
 _add_reference = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("Py_IncRef", ctypes.pythonapi))
 
 
@@ -90,11 +86,7 @@ def _delegate(pointer: Any) -> bool:
         # ORT may be called under inference mode, where tensors have no versions to tell a write by.
         with torch.inference_mode(mode=False):
             call = _read(native, name)
-            results = (
-                run_backward(call)
-                if native.backward
-                else run_forward(call, boolean_arguments.get(name, frozenset()))
-            )
+            results = run_backward(call) if native.backward else run_forward(call)
             del call
     except BaseException as error:  # noqa: BLE001 - nothing may be raised into C; it is kept instead
         keep_error(f"{name}.{'backward' if native.backward else 'forward'}", error)

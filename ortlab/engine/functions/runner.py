@@ -64,6 +64,13 @@ _written: Final[dict[bytes, frozenset[int]]] = {}
 _REMEMBERED_KERNELS: Final = 4096
 
 
+boolean_arguments: Final[dict[str, frozenset[int]]] = {}
+"""The positions of boolean tensors, which ORT's DLPack passes as ``uint8``, among the arguments of a Function.
+
+By the Function's name in the graph; `ortlab.engine.functions.export` fills it.
+"""
+
+
 class _Borrowed:
     """The tensors that ORT lends for one call: what the Function sees of them, and what it did to them."""
 
@@ -127,14 +134,13 @@ class _Borrowed:
         return lent
 
 
-def run_forward(call: FunctionCall, booleans: frozenset[int] = frozenset()) -> list[object]:
+def run_forward(call: FunctionCall) -> list[object]:
     """Run a Function's forward for ORT's ``PythonOp`` kernel, and return the context and the outputs.
 
-    `booleans` are the positions of the arguments that are boolean tensors, which ORT's DLPack passes as ``uint8``. The
-    context is None if no backward can follow; each output is a capsule, or None where forward returned None. The caller
-    must not keep them: ORT checks that it holds the only reference to each capsule.
+    The context is None if no backward can follow; each output is a capsule, or None where forward returned None. The
+    caller must not keep them: ORT checks that it holds the only reference to each capsule.
     """
-    borrowed = _Borrowed(call)
+    borrowed, booleans = _Borrowed(call), boolean_arguments.get(call.name, frozenset())
     arguments = [
         borrowed.borrow(argument, requires_grad=needs and call.training, boolean=position in booleans)
         if is_tensor

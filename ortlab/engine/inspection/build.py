@@ -14,10 +14,9 @@ from torch.utils import _pytree
 
 from ortlab.engine import exports
 from ortlab.engine.inspection.changes import Changes
-from ortlab.engine.inspection.failures import finding_of
+from ortlab.engine.inspection.failures import Translation, finding_of
 from ortlab.engine.inspection.frozen_values import FrozenValues
 from ortlab.engine.inspection.places import Places
-from ortlab.engine.inspection.translation import Translation
 from ortlab.engine.operators.untrained_operators import WATCHER
 from ortlab.engine.ort import OrtEngine
 from ortlab.engine.tracing.traced_values import function_name

@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from ortlab.engine.logs.runtime_log import RuntimeLog
-from ortlab.engine.logs.standard_streams import CERR, CLOG, StandardStream
+from ortlab.engine.logs.runtime_log import CERR, CLOG, RuntimeLog, StandardStream
 from ortlab.engine.patching import replace
 from ortlab.options.log_levels import LogLevel, severity_of
 from ortlab.records.messages import EXPORTER, ORTMODULE, RUNTIME, MessageLog

@@ -37,7 +37,8 @@ from ortlab.engine.operators.dlpack import (
     unshared,
 )
 from ortlab.engine.operators.torch_calls import CallableCall, is_torch_call
-from ortlab.engine.operators.torch_kernels import KERNELS, NAMESPACE
+from ortlab.engine.operators.torch_kernels import KERNELS
+from ortlab.engine.passes.graph_edits import NAMESPACE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

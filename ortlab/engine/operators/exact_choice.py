@@ -19,9 +19,8 @@ from typing import Any, Final
 import onnx
 from onnx import TensorProto, helper
 
-from ortlab.engine.operators.kernel_nodes import kernel_call
 from ortlab.engine.operators.symbolics import FEWEST_CLASSES
-from ortlab.engine.passes.graph_edits import GraphFacts, aten_operator, copied, declare_aten
+from ortlab.engine.passes.graph_edits import GraphFacts, aten_operator, copied, declare_aten, kernel_call
 
 _Kind = Callable[[onnx.NodeProto, dict[str, Any]], list[onnx.NodeProto] | None]
 """Makes what takes the place of a node with these attributes; None leaves the node as it is."""

@@ -17,8 +17,14 @@ from typing import Any, Final
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from ortlab.engine.operators.kernel_nodes import kernel_call
-from ortlab.engine.passes.graph_edits import ATEN, GraphFacts, aten_operator, copied, declare_aten
+from ortlab.engine.passes.graph_edits import (
+    ATEN,
+    GraphFacts,
+    aten_operator,
+    copied,
+    declare_aten,
+    kernel_call,
+)
 
 # A call into Python takes some 30 microseconds, which a small layer does not save.
 SMALLEST_WEIGHT: Final = 2**16

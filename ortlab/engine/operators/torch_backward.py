@@ -8,10 +8,9 @@ from onnx import TensorProto
 
 from ortlab.engine.operators.exact_choice import choose_exact
 from ortlab.engine.operators.kernel_choice import choose_kernels
-from ortlab.engine.operators.kernel_nodes import call_kernel
-from ortlab.engine.operators.output_buffers import OutputBuffers
-from ortlab.engine.passes.graph_edits import GraphFacts, declare_aten
-from ortlab.engine.passes.yielded_values import hand_over
+from ortlab.engine.operators.torch_kernels import OutputBuffers
+from ortlab.engine.passes.graph_edits import GraphFacts, call_kernel, declare_aten
+from ortlab.engine.passes.training_graph import hand_over
 
 if TYPE_CHECKING:
     import onnx

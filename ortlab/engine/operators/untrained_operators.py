@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import torch
 
 from ortlab.engine.exporter import symbolic_module
-from ortlab.engine.operators import call_gradients
 from ortlab.engine.operators.call_symbolics import NotACallError, has_no_kernels, is_complex, leave_to_torch
 from ortlab.engine.operators.symbolic_words import LeftToTorch, is_training_export
 from ortlab.engine.patching import replace
@@ -118,11 +117,10 @@ WATCHER: Final[ContextVar[Watcher | None]] = ContextVar("watcher", default=None)
 
 
 def install() -> None:
-    """Watch each export of ORTModule, and each start of its graph builder. Calling it again changes nothing."""
+    """Watch each export of ORTModule. Calling it again changes nothing."""
     from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
 
     replace(GraphTransitionManager, "_export_model", _watch)
-    call_gradients.install()
 
 
 def _watch(original: Callable[..., Any]) -> Callable[..., Any]:

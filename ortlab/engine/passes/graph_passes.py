@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from onnx import TensorProto, defs, helper
 
-from ortlab.engine.operators.call_gradients import note_call_gradients
+from ortlab.engine.operators.gradients import note_call_gradients
 from ortlab.engine.passes.graph_edits import (
+    ATEN,
     FLOAT_TYPES,
     NEEDING_GRADIENT,
     GraphAdditions,
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import onnx
-
 
 _NEWER: Final = 17
 
@@ -55,6 +55,93 @@ def install() -> None:
 
     replace(GraphTransitionManager, "_post_export_process", _note_what_needs_gradient)
     replace(GraphTransitionManager, "_infer_shapes", _run_passes)
+
+
+def _note_what_needs_gradient(original: Callable[..., Any]) -> Callable[..., Any]:
+    def post_export_process(*args: Any, **kwargs: Any) -> Any:
+        token = NEEDING_GRADIENT.set(
+            frozenset(kwargs["exported_model_info"].onnx_graph_input_names_require_grad)
+        )
+        try:
+            return original(*args, **kwargs)
+        finally:
+            NEEDING_GRADIENT.reset(token)
+
+    return post_export_process
+
+
+def _run_passes(original: Callable[[onnx.ModelProto], onnx.ModelProto]) -> Callable[..., onnx.ModelProto]:
+    def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
+        keep_constant_outputs(model)
+        complete_dropouts(model)
+        keep_reduced_dimensions(model)
+        model = original(model)
+        # These read shapes and types, so they come after the first inference; what they add is inferred by a second.
+        passes = (
+            lift_vector_products,
+            slice_partly_used_splits,
+            isolate_choices,
+            broadcast_where,
+            tie_gradient_inputs,
+        )
+        changed = [change(model) for change in passes]
+        if any(changed):
+            model = original(model)
+        forget_needless_casts(model)
+        note_call_gradients(model)
+        forget_unlike_shapes(model)
+        declare_opset_16(model)
+        return model
+
+    return infer_shapes
+
+
+def keep_constant_outputs(model: onnx.ModelProto) -> bool:
+    """Let torch copy each output that is computed from constants alone; say whether the model changed.
+
+    ONNX Runtime folds constants before it builds a gradient, and what is folded into an output, such as a mask or a
+    table of positions, has no node any more: the constructor of GradientGraphBuilder in 1.19.2
+    (``gradient_graph_builder.cc``) then stops with "couldn't find the producer node, and it's not a graph input". A
+    copy that torch makes is not folded.
+    """
+    graph = model.graph
+    variable = {value.name for value in graph.input}
+    for node in graph.node:
+        if (
+            node.domain
+            or not variable.isdisjoint(node.input)
+            or any(one.HasField("g") for one in node.attribute)
+        ):
+            variable.update(node.output)
+    types = {value.name: value.type for value in graph.output}
+    additions = GraphAdditions(model)
+    for node in [
+        node for node in graph.node if node.op_type == "Identity" and node.output[0] not in variable
+    ]:
+        if node.output[0] in types:
+            _copy(model, additions, node, types[node.output[0]])
+    return additions.apply()
+
+
+def _copy(
+    model: onnx.ModelProto, additions: GraphAdditions, node: onnx.NodeProto, kind: onnx.TypeProto
+) -> None:
+    """Let torch copy what a node passes on; booleans cross as bytes (see `torch_calls`)."""
+    (source,), (output,) = node.input, node.output
+    copied, element_type = f"{output}_copy", kind.tensor_type.elem_type
+    is_boolean = element_type == TensorProto.BOOL
+    if is_boolean:
+        source = additions.node(node, "Cast", [source], f"{output}_bytes", to=TensorProto.UINT8)
+    additions.node(node, "ATen", [source], copied, domain=ATEN, operator="clone")
+    if is_boolean:
+        additions.node(node, "Cast", [copied], output, to=TensorProto.BOOL)
+        additions.drop(node)
+    else:
+        node.input[0] = copied
+    # ORT has to be told the type of an ATen node's output.
+    shape = [size.dim_value if size.HasField("dim_value") else None for size in kind.tensor_type.shape.dim]
+    carried = TensorProto.UINT8 if is_boolean else element_type
+    model.graph.value_info.append(helper.make_tensor_value_info(copied, carried, shape))
 
 
 def complete_dropouts(model: onnx.ModelProto) -> bool:
@@ -231,44 +318,6 @@ def keep_reduced_dimensions(model: onnx.ModelProto) -> bool:
             additions.node(node, "Squeeze", [reduced, which], node.output[0])
         additions.drop(node)
     return additions.apply()
-
-
-def _note_what_needs_gradient(original: Callable[..., Any]) -> Callable[..., Any]:
-    def post_export_process(*args: Any, **kwargs: Any) -> Any:
-        token = NEEDING_GRADIENT.set(
-            frozenset(kwargs["exported_model_info"].onnx_graph_input_names_require_grad)
-        )
-        try:
-            return original(*args, **kwargs)
-        finally:
-            NEEDING_GRADIENT.reset(token)
-
-    return post_export_process
-
-
-def _run_passes(original: Callable[[onnx.ModelProto], onnx.ModelProto]) -> Callable[..., onnx.ModelProto]:
-    def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
-        complete_dropouts(model)
-        keep_reduced_dimensions(model)
-        model = original(model)
-        # These read shapes and types, so they come after the first inference; what they add is inferred by a second.
-        passes = (
-            lift_vector_products,
-            slice_partly_used_splits,
-            isolate_choices,
-            broadcast_where,
-            tie_gradient_inputs,
-        )
-        changed = [change(model) for change in passes]
-        if any(changed):
-            model = original(model)
-        forget_needless_casts(model)
-        note_call_gradients(model)
-        forget_unlike_shapes(model)
-        declare_opset_16(model)
-        return model
-
-    return infer_shapes
 
 
 def declare_opset_16(model: onnx.ModelProto) -> bool:

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import ortlab
-from ortlab.engine.passes.exact_places import HIDING, leaving_alone
+from ortlab.engine.passes.training_graph import HIDING, leaving_alone
 from ortlab.engine.recompute_places import check_places, find_places
 from ortlab.engine.sessions import seed
 from ortlab.errors import BuildError, OptionError

@@ -4,6 +4,8 @@
 express one shape (``nn.TransformerEncoder``, relative positions, windows of a size that is computed). A shape that is
 not known costs an optimisation at most: ONNX Runtime infers shapes again when it loads the graph, and its gradients
 compute at run time what was not known. So the shape is left open and the inference goes on.
+
+Besides: shapes in numbers for one batch (`with_sizes`), and a graph that is told none.
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from ortlab.engine.operators.call_gradients import call_text
+from ortlab.engine.operators.gradients import call_text
 from ortlab.engine.operators.torch_calls import crossing_type, is_elementwise, parsed
 from ortlab.engine.passes.graph_edits import aten_operator
+from ortlab.engine.patching import replace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
 
 _log = logging.getLogger(__name__)
 
@@ -36,9 +40,10 @@ _SAME_SHAPE: Final = ("softplus", "native_batch_norm")
 
 
 def install() -> None:
-    """Let ORTModule use the inference of this module. Calling it again changes nothing."""
+    """Let ORTModule use the inference of this module, also where it would use none. Again, it changes nothing."""
     from onnxruntime.training.ortmodule import _graph_transition_manager as transitions
 
+    replace(transitions.GraphTransitionManager, "_post_export_process", _infer_and_forget)
     if transitions.SymbolicShapeInference.__module__ != __name__:
         transitions.SymbolicShapeInference = _tolerant(transitions.SymbolicShapeInference)
 
@@ -236,3 +241,65 @@ def _infer_cross_entropy(inference: Any, node: onnx.NodeProto) -> None:
 
 def _element_type(inference: Any, name: str) -> int:
     return int(inference.known_vi_[name].type.tensor_type.elem_type)
+
+
+# --- shapes in numbers, and none ----------------------------------------------------------------------------------
+
+
+def with_sizes(model: onnx.ModelProto, sizes: Mapping[str, int]) -> onnx.ModelProto:
+    """Copy an exported model with numbers in its shapes where `sizes`, the values of its symbols, determine them.
+
+    So a graph can be built for one batch shape. 1.19.2 hands the sizes to its graph builder, which counts no inputs and
+    refuses them: ORTModule lists the inputs among the initializers
+    (``_graph_execution_manager._initialize_graph_builder``), and the builder (``ortmodule_graph_builder.cc``,
+    ``SetConcreteInputShapes``) expects one shape for each input that is not there.
+    """
+    import sympy
+
+    fixed = type(model)()
+    fixed.CopyFrom(model)
+    known: dict[str, int | None] = dict(sizes)
+    symbols = {name: sympy.Symbol(name, integer=True) for name in sizes}
+    values = {symbols[name]: value for name, value in sizes.items()}
+
+    def evaluated(text: str) -> int | None:
+        if text not in known:
+            try:
+                number = sympy.sympify(text, locals=symbols).subs(values)
+            except (sympy.SympifyError, TypeError, ValueError):
+                number = None
+            known[text] = int(number) if number is not None and number.is_Integer else None
+        return known[text]
+
+    for value in (*fixed.graph.input, *fixed.graph.value_info, *fixed.graph.output):
+        for dimension in value.type.tensor_type.shape.dim:
+            if dimension.HasField("dim_param"):
+                number = evaluated(dimension.dim_param)
+                if number is not None:
+                    dimension.dim_value = number
+    return fixed
+
+
+def _infer_and_forget(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``GraphTransitionManager._post_export_process``, so that its switch decides only what ORT is told.
+
+    Where ``symbolic_shape_inference`` is off, 1.19.2 skips its inference, and with it all that ortlab does to an export
+    at that place: the graph passes that give Dropout its mode and mask and Where its right gradient, the stops of
+    gradients, and the types of ATen nodes, which ONNX Runtime has to be told. So shapes are inferred whatever the
+    switch says, and taken out again at the end.
+    """
+
+    def post_export_process(*args: Any, run_symbolic_shape_infer: bool, **kwargs: Any) -> Any:
+        info = original(*args, run_symbolic_shape_infer=True, **kwargs)
+        if not run_symbolic_shape_infer:
+            forget_shapes(info._post_export_processed_model)
+        return info
+
+    return post_export_process
+
+
+def forget_shapes(model: onnx.ModelProto) -> None:
+    """Drop the shapes of all values between the inputs and the outputs; their types stay."""
+    for value in model.graph.value_info:
+        if value.type.HasField("tensor_type"):
+            value.type.tensor_type.ClearField("shape")

@@ -1,31 +1,15 @@
-"""What a training graph hands over at its YieldOp: outputs to the caller, and their gradients to the backward.
-
-Two faults of 1.19.2 stand there.
-
-Outputs: ORT's planner of memory lets an operator write its output over an input that nobody else reads
-(``core/framework/allocation_planner.cc``, FindReusableInput), and a Reshape must. Such a tensor does not own its
-memory: when the graph is done with it, in the backward, it is written over, although the caller has it. The planner
-leaves out an operator whose output goes to YieldOp, but it looks at the first reader only. So ``hidden =
-norm(x).relu(); return hidden, head(hidden)`` returned other numbers after ``backward()``.
-
-Gradients: GemmSumFusion takes the number of an output for the number of an input, and stops the build at a Sum of a
-Gemm of the third output of a node, or a later one, such as the gradient of what the forward returns third
-(``core/optimizer/gemm_sum_fusion.cc``).
-"""
+"""Changes to a training graph before its session is made: what it hands over, and what is not to be recomputed."""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterable, Sequence
+from typing import Final
 
+import onnx
 from onnx import TensorProto, helper
 
-from ortlab.engine.operators.kernel_nodes import call_kernel
-from ortlab.engine.operators.torch_kernels import NAMESPACE
-from ortlab.engine.passes.graph_edits import GraphFacts, aten_operator, declare_aten
-
-if TYPE_CHECKING:
-    import onnx
+from ortlab.engine.passes.graph_edits import NAMESPACE, GraphFacts, aten_operator, call_kernel, declare_aten
 
 _YIELD: Final = "YieldOp"
 _OWNING: Final = frozenset(
@@ -42,6 +26,18 @@ _SUM_OF_TWO: Final = 2
 
 def hand_over(model: onnx.ModelProto) -> None:
     """Give each output of the forward memory of its own, and keep GemmSumFusion from gradients that it stops at.
+
+    Two faults of 1.19.2 stand at the YieldOp, where outputs go to the caller and their gradients to the backward.
+
+    Outputs: ORT's planner of memory lets an operator write its output over an input that nobody else reads
+    (``core/framework/allocation_planner.cc``, FindReusableInput), and a Reshape must. Such a tensor does not own its
+    memory: when the graph is done with it, in the backward, it is written over, although the caller has it. The planner
+    leaves out an operator whose output goes to YieldOp, but it looks at the first reader only. So ``hidden =
+    norm(x).relu(); return hidden, head(hidden)`` returned other numbers after ``backward()``.
+
+    Gradients: GemmSumFusion takes the number of an output for the number of an input, and stops the build at a Sum of a
+    Gemm of the third output of a node, or a later one, such as the gradient of what the forward returns third
+    (``core/optimizer/gemm_sum_fusion.cc``).
 
     The gradient graph is changed in place; one without a YieldOp stays as it is.
     """
@@ -118,3 +114,50 @@ def _keep_from_fusion(graph: onnx.GraphProto) -> None:
     for node in graph.node:
         if node.op_type == "Sum" and len(node.input) == _SUM_OF_TWO and stopping & {*node.input}:
             node.op_type = "Add"
+
+
+# --- values that the memory optimizer shall leave alone -----------------------------------------------------------
+
+HIDING: Final = "PassThrough"
+"""ORT's operator that returns its inputs, in the same memory (``pass_through.cc``); on the CPU and on CUDA."""
+
+_DOMAIN: Final = "com.microsoft"
+_SUFFIX: Final = "_to_keep"
+
+
+def leaving_alone(model: onnx.ModelProto, kept: Iterable[Sequence[str]]) -> tuple[onnx.ModelProto, list[str]]:
+    """Copy a training graph, before its session is made, so that the results in `kept` cannot be recomputed.
+
+    The memory optimizer of 1.19.2 applies a plan in all places of its cluster or in none: it reads a count, compares it
+    with a number of places that it has counted to one only (``optimization_planner.cc``,
+    ``FinalizeNodePlansFromUserConfig``), and recomputes everywhere for any count but 0, for which it leaves out the
+    last place. So a place that is not to be recomputed is made one that it cannot recompute: its results go through a
+    node that hands its inputs on as they are, without a copy, and that is not in the list of what it may repeat.
+
+    `kept` lists them by node. Returns the copy, and those of the results that no node of the graph makes.
+    """
+    copied = onnx.ModelProto()
+    copied.CopyFrom(model)
+    graph = copied.graph
+    wanted = {output for outputs in kept for output in outputs}
+    types = {value.name: value for value in graph.value_info}
+    nodes: list[onnx.NodeProto] = []
+    for node in graph.node:
+        nodes.append(node)
+        made = [output for output in node.output if output]
+        if wanted.isdisjoint(made):
+            continue
+        wanted.difference_update(made)
+        # All results go through one node: what only backward reads would otherwise be handed on there, too late.
+        for number, output in enumerate(node.output):
+            if output:
+                node.output[number] = output + _SUFFIX
+                if output in types:
+                    graph.value_info.add(name=output + _SUFFIX, type=types[output].type)
+        name = f"{node.name or made[0]}{_SUFFIX}"
+        nodes.append(
+            helper.make_node(HIDING, [one + _SUFFIX for one in made], made, name=name, domain=_DOMAIN)
+        )
+    del graph.node[:]
+    graph.node.extend(nodes)
+    return copied, sorted(wanted)
