@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterable
+from traceback import walk_stack, walk_tb
 from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 
-from ortlab.engine.tracing.source_lines import ORTLAB, is_model_code, model_line, outwards
+from ortlab.engine.tracing.source_lines import ORTLAB, is_model_code, model_line
 from ortlab.graphs.scopes import INSIDE, joined, path_in
 from ortlab.records.findings import Place
 
@@ -56,17 +57,11 @@ class Places:
 
     def here(self) -> Place:
         """Return the place that is being executed."""
-        return self._of_stack(outwards(sys._getframe(1)))
+        return self._of_stack(walk_stack(sys._getframe(1)))
 
     def of_traceback(self, traceback: TracebackType | None) -> Place:
         """Return the place where an exception was raised."""
-        frames: list[FrameType] = []
-        lines: dict[int, int] = {}
-        while traceback is not None:
-            frames.append(traceback.tb_frame)
-            lines[id(traceback.tb_frame)] = traceback.tb_lineno
-            traceback = traceback.tb_next
-        return self._of_stack(reversed(frames), lines)
+        return self._of_stack(reversed(list(walk_tb(traceback))))
 
     def of_node(self, node: Any) -> Place:
         """Return the place of a node of a traced graph, a `torch._C.Node`."""
@@ -82,11 +77,11 @@ class Places:
     def _resolve(self, names: list[str]) -> str:
         return path_in(names, self._names, self._traced)
 
-    def _of_stack(self, frames: Iterable[FrameType], lines: dict[int, int] | None = None) -> Place:
+    def _of_stack(self, frames: Iterable[tuple[FrameType, int]]) -> Place:
+        """Return the place of the innermost of some frames, each with its line, that are the model's."""
         where, found, others = "", None, []
-        for frame in frames:
+        for frame, line in frames:
             if not where and is_model_code(frame.f_code.co_filename):
-                line = (lines or {}).get(id(frame), frame.f_lineno)
                 where = f"{frame.f_code.co_filename}:{line}"
             owner = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames else None
             if found is None and isinstance(owner, torch.nn.Module):

@@ -93,6 +93,16 @@ def aten_operator(node: onnx.NodeProto) -> str:
     return next((attribute.s.decode() for attribute in node.attribute if attribute.name == "operator"), "")
 
 
+def attributes_of(node: onnx.NodeProto) -> dict[str, Any]:
+    """Return the values of a node's attributes by name."""
+    return {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+
+
+def nodes_of(model: onnx.ModelProto, *operators: str) -> list[onnx.NodeProto]:
+    """Return the nodes of some of ONNX's own operators."""
+    return [node for node in model.graph.node if node.op_type in operators and not node.domain]
+
+
 class GraphAdditions:
     """Nodes to put in front of the nodes of a graph, or in their place, all at once."""
 

@@ -13,10 +13,8 @@ from ortlab.engine.passes.graph_edits import NAMESPACE, GraphFacts, aten_operato
 
 _YIELD: Final = "YieldOp"
 _OWNING: Final = frozenset(
-    (
-        *("ATen", "MatMul", "FusedMatMul", "Gemm", "Conv", "Gather", "GatherElements", "GatherND", "Concat"),
-        *("LayerNormalization", "SimplifiedLayerNormalization", "SoftmaxCrossEntropyLossInternal"),
-    )
+    """ATen MatMul FusedMatMul Gemm Conv Gather GatherElements GatherND Concat LayerNormalization
+    SimplifiedLayerNormalization SoftmaxCrossEntropyLossInternal""".split()  # noqa: SIM905
 )
 """Operators whose kernels, on each execution provider, take memory of their own for their outputs."""
 _PRODUCTS: Final = frozenset(f"{NAMESPACE}::{name}" for name in ("matmul", "matmul_transposed"))
@@ -114,6 +112,20 @@ def _keep_from_fusion(graph: onnx.GraphProto) -> None:
     for node in graph.node:
         if node.op_type == "Sum" and len(node.input) == _SUM_OF_TWO and stopping & {*node.input}:
             node.op_type = "Add"
+
+
+def leave_short_sums(model: onnx.ModelProto) -> None:
+    """Let PyTorch compute the sums of float16 and bfloat16 in a typed gradient graph, which is changed in place."""
+    facts = GraphFacts(model)
+    for node in model.graph.node:
+        if (
+            node.op_type != "Sum"
+            or node.domain
+            or facts.element_types.get(node.output[0]) not in {TensorProto.BFLOAT16, TensorProto.FLOAT16}
+        ):
+            continue
+        call_kernel(node, "sum_of")
+        declare_aten(model)
 
 
 # --- values that the memory optimizer shall leave alone -----------------------------------------------------------

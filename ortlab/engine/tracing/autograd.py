@@ -38,7 +38,6 @@ class TensorHooks(TorchFunctionMode):
     """Refuses hooks on the tensors that a forward makes, while it is traced."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `function`; raise BuildError if it hooks a tensor of the forward's or asks to keep its gradient."""
         name = getattr(function, "__name__", "")
         if name in _ON_TENSORS and not isinstance(args[0], torch.nn.Parameter):
             raise BuildError(

@@ -5,11 +5,13 @@ under ``no_grad`` (``_graph_transition_manager._get_exported_model``), so that n
 Gradients then flow where the module's author cut them, and training goes wrong without a word.
 
 So while a module is exported, what cuts a value off without being recorded gets a `detach` that is; what writes to
-memory where a trace cannot say which values change with it is refused.
+memory where a trace cannot say which values change with it is refused. `graph_passes.keep_needed_stops` puts the stops
+that are needed into a form that ORT's gradient builder takes.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import traceback
 import weakref
@@ -22,16 +24,14 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from ortlab.engine.operators.symbolic_words import aten, is_training_export
-from ortlab.engine.passes.graph_edits import ATEN, STOP, GraphAdditions, GraphFacts, aten_operator
+from ortlab.engine.passes.graph_edits import ATEN, STOP
 from ortlab.engine.patching import replace
-from ortlab.engine.tracing.source_lines import is_model_code
+from ortlab.engine.tracing.source_lines import in_words, is_model_code
 from ortlab.engine.tracing.traced_writes import ExpandedWrites, TracedWrites, memory
 from ortlab.errors import BuildError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    import onnx
 
 _GET_DATA: Final = torch.Tensor.data.__get__  # type: ignore[attr-defined] # a property, typed as a Tensor
 _SET_DATA: Final = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -53,8 +53,6 @@ def install() -> None:
     CustomGradientRegistry.register_custom_stop_gradient_edges([0], ATEN, "ATen", STOP, "")
     replace(_FlattenedModule, "forward", _trace_with_gradients)
     replace(GraphTransitionManager, "_get_exported_model", _ask_functions)
-    replace(GraphTransitionManager, "_infer_shapes", _keep_needed_stops)
-    replace(GraphTransitionManager, "_post_export_process", _ask_only_for_gradients_that_exist)
     replace(TrainingManager, "_create_autofunction_class", _mark_outputs_without_gradient)
 
 
@@ -86,63 +84,6 @@ def _ask_functions(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
 
     return get_exported_model
-
-
-def _keep_needed_stops(
-    original: Callable[[onnx.ModelProto], onnx.ModelProto],
-) -> Callable[..., onnx.ModelProto]:
-    """Wrap ``GraphTransitionManager._infer_shapes``, on whose result the gradient is built."""
-
-    def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
-        model = original(model)
-        keep_needed_stops(model)
-        return model
-
-    return infer_shapes
-
-
-def keep_needed_stops(model: onnx.ModelProto) -> None:
-    """Drop each stop through which no gradient would flow, and double those on an input that needs one.
-
-    The constructor of GradientGraphBuilder in 1.19.2 (``orttraining/core/framework/gradient_graph_builder.cc``)
-    differentiates each node that reads an input in need of a gradient, also a stop, which has no gradient.
-    """
-    differentiable = GraphFacts(model).differentiable
-    inputs = {value.name for value in model.graph.input}
-    additions = GraphAdditions(model)
-    for node in model.graph.node:
-        if aten_operator(node) != STOP:
-            continue
-        if node.input[0] not in differentiable:
-            node.op_type, node.domain = "Identity", ""
-            del node.attribute[:]
-        elif node.input[0] in inputs:
-            first = f"{node.output[0]}_first"
-            for known in [value for value in model.graph.value_info if value.name == node.output[0]]:
-                model.graph.value_info.add().CopyFrom(known)
-                model.graph.value_info[-1].name = first
-            node.input[0] = additions.node(node, "ATen", [node.input[0]], first, domain=ATEN, operator=STOP)
-    additions.apply()
-
-
-def _ask_only_for_gradients_that_exist(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``GraphTransitionManager._post_export_process``, which asks for the gradient of each parameter.
-
-    The gradient builder fails if one of them does not influence the outputs differentiably; torch leaves its
-    gradient None.
-    """
-
-    def post_export_process(*args: Any, **kwargs: Any) -> Any:
-        info = original(*args, **kwargs)
-        reached = GraphFacts(info._post_export_processed_model).leading_out
-        for names in (
-            info.onnx_graph_input_names_require_grad,
-            info.onnx_graph_input_names_require_grad_user_defined,
-        ):
-            names[:] = [name for name in names if name in reached]
-        return info
-
-    return post_export_process
 
 
 def _mark_outputs_without_gradient(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -180,7 +121,6 @@ class TracedStops(TorchFunctionMode):
         self._sharing: dict[int, list[weakref.ref[torch.Tensor]]] = {}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `function`, cut off its results where torch does; raise BuildError if the graph would hide a write."""
         kwargs = kwargs or {}
         if self.in_function:
             return function(*args, **kwargs)
@@ -224,9 +164,8 @@ class TracedStops(TorchFunctionMode):
         if assigned:
             _check_data(x, *assigned)
             return None
-        return self._cut(
-            x.detach(), [x]
-        )  # the tracer does not see `.data` and would make its value a constant
+        # The tracer does not see `.data` and would make its value a constant.
+        return self._cut(x.detach(), [x])
 
     def stopped(self, result: Any, sources: list[torch.Tensor]) -> Any:
         """Return the result of an operator on `sources`, which need gradients, with a `detach` where it has none."""
@@ -372,10 +311,10 @@ def _mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
 
 
 def _refuse(what: str, instead: str) -> NoReturn:
-    frames = reversed(traceback.extract_stack())
-    line = next(frame for frame in frames if is_model_code(frame.filename))
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
+    line = in_words(next(frame for frame in frames if is_model_code(frame.f_code.co_filename)))
     raise BuildError(
-        f"{what} cannot be exported: {line.filename}, line {line.lineno}: {line.line}",
+        f"{what} cannot be exported: {line}",
         why="An ONNX graph has values and no memory; gradients or later steps would silently differ from PyTorch's.",
         fix=f"Instead, {instead}.",
     )

@@ -10,10 +10,8 @@ Python or numpy drew one, which no trace sees, is said in the lab's messages.
 
 from __future__ import annotations
 
-import linecache
 import math
 import os
-import sys
 import warnings
 import weakref
 from contextvars import ContextVar
@@ -29,7 +27,7 @@ from torch.utils import _pytree
 
 from ortlab.engine.patching import replace
 from ortlab.engine.tracing.outputs import Part
-from ortlab.engine.tracing.source_lines import TORCH, is_model_code, outwards
+from ortlab.engine.tracing.source_lines import TORCH, caller_outside, in_words, is_model_code
 from ortlab.engine.tracing.traced_values import function_name, is_certain_of_uniform, random_states
 from ortlab.engine.tracing.traced_writes import not_traced
 from ortlab.errors import BuildError, ExecutionError
@@ -164,7 +162,6 @@ class _ReadValues(TorchFunctionMode):
         self._sized_by_data = _Marked()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `function`, and note the values that Python reads of its tensors."""
         kwargs = kwargs or {}
         name = function_name(function)
         if name in _READING and isinstance(args[0], torch.Tensor):
@@ -231,17 +228,13 @@ class _Marked:
         return reference is not None and reference() is tensor
 
     def add(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Put tensors in."""
         self._references.update({id(tensor): weakref.ref(tensor) for tensor in tensors})
 
 
 def _place() -> str:
     """Return the line of the model that is being executed; empty if it is ORTModule's, whose hooks count tokens."""
-    frame = next(outwards(sys._getframe(), *_PASSED_THROUGH), None)
-    if frame is None or not is_model_code(frame.f_code.co_filename):
-        return ""
-    name, line = frame.f_code.co_filename, frame.f_lineno
-    return f"{name}, line {line}: {linecache.getline(name, line).strip()}"
+    frame = caller_outside(*_PASSED_THROUGH)
+    return in_words(frame) if frame is not None and is_model_code(frame.f_code.co_filename) else ""
 
 
 # --- what a value is made of, read from the graph that torch's tracer writes, whose inputs are parameters, too ----
@@ -253,19 +246,8 @@ _ASKS_SIZES: Final = frozenset(
 
 _RESULT_SIZED_BY_DATA: Final = frozenset(
     f"aten::{name}"
-    for name in (
-        *(
-            "nonzero",
-            "nonzero_numpy",
-            "argwhere",
-            "masked_select",
-            "where",
-            "index",
-            "bincount",
-            "repeat_interleave",
-        ),
-        *("unique_dim", "unique_consecutive", "unique_dim_consecutive", "_unique", "_unique2"),
-    )
+    for name in """nonzero nonzero_numpy argwhere masked_select where index bincount repeat_interleave unique_dim
+    unique_consecutive unique_dim_consecutive _unique _unique2""".split()  # noqa: SIM905
 )
 """Operators whose results have sizes that depend on values."""
 

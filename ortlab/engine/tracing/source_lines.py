@@ -7,9 +7,11 @@ into each node. It is read here where the nodes get their names, which is the la
 
 from __future__ import annotations
 
+import linecache
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -50,7 +52,7 @@ def _onnx_runtime() -> str:
 
 def is_model_code(filename: str) -> bool:
     """Tell whether code in this file is the model's: no part of torch, ONNX Runtime, ortlab or the interpreter."""
-    return not filename.startswith((TORCH, _onnx_runtime(), ORTLAB, "<frozen"))
+    return not filename.startswith((TORCH, ORTLAB, _onnx_runtime(), "<frozen"))
 
 
 def model_line(stack: str) -> str:
@@ -62,17 +64,21 @@ def model_line(stack: str) -> str:
     return ""
 
 
-def outwards(frame: FrameType | None, *passed: str) -> Iterator[FrameType]:
-    """Go from a frame to its callers; frames of code in the folders `passed` are left out."""
-    while frame is not None:
-        if not passed or not frame.f_code.co_filename.startswith(passed):
-            yield frame
-        frame = frame.f_back
+def caller_outside(*folders: str) -> FrameType | None:
+    """Return the innermost frame of code that is in none of these folders; None if there is none."""
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
+    return next((frame for frame in frames if not frame.f_code.co_filename.startswith(folders)), None)
+
+
+def in_words(frame: FrameType) -> str:
+    """Return file, line and source of what a frame executes."""
+    name, line = frame.f_code.co_filename, frame.f_lineno
+    return f"{name}, line {line}: {linecache.getline(name, line).strip()}"
 
 
 def in_onnx_runtime() -> bool:
     """Tell whether ONNX Runtime's Python code has called torch here: a hook of an export, which looks at the batch."""
-    caller = next(outwards(sys._getframe(1), TORCH, ORTLAB), None)
+    caller = caller_outside(TORCH, ORTLAB)
     return caller is not None and caller.f_code.co_filename.startswith(_onnx_runtime())
 
 

@@ -16,7 +16,6 @@ looks at the old tensor later is refused, because PyTorch has no answer that the
 from __future__ import annotations
 
 import os
-import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from ortlab.engine.tracing.source_lines import outwards
+from ortlab.engine.tracing.source_lines import caller_outside
 
 _SLICES: Final = frozenset({"__getitem__", "select"})
 """Views through which the exporter writes to the tensor that they are views of, if all is on one line."""
@@ -133,7 +132,7 @@ def memory(tensor: torch.Tensor) -> int:
 
 
 def _line() -> Line:
-    frame = next(outwards(sys._getframe(), _OURS), None)
+    frame = caller_outside(_OURS)
     return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
