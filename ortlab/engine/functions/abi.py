@@ -40,7 +40,7 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 
@@ -125,18 +125,16 @@ def _object_at(address: int) -> Any:
 
 
 _Delegate = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.POINTER(NativeCall))
-# ORT keeps the addresses for ever, so the callbacks must live as long as the process: they are module
-# globals.
+# ORT keeps the addresses for ever, so the callbacks must live as long as the process: they are module globals.
 _delegate_callback: Final = _Delegate(_delegate)
 
 
-class Runners:
+class Runners(NamedTuple):
     """The addresses of the two functions with ORT's C++ signature; `path` tells the doctor how they are made."""
 
-    def __init__(self, path: str, forward: int, backward: int) -> None:
-        self.path = path
-        self.forward = forward
-        self.backward = backward
+    path: str
+    forward: int
+    backward: int
 
 
 def compiled_runners(library: Path) -> Runners:

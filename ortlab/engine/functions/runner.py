@@ -32,7 +32,7 @@ from torch.utils.dlpack import from_dlpack
 
 from ortlab.engine.functions import context as function_context
 from ortlab.engine.functions.context import FunctionContext
-from ortlab.engine.operators.dlpack import give_capsule, storage_address, unshared
+from ortlab.engine.operators.dlpack import give_capsule, storage_address, storages, unshared
 
 
 @dataclass(frozen=True)
@@ -113,10 +113,6 @@ class _Borrowed:
                 "ONNX Runtime needs to know from the start which inputs are overwritten"
             )
 
-    def storages(self) -> set[int]:
-        """Return the addresses of ORT's buffers."""
-        return {storage_address(tensor) for tensor in self.lent} - {0}
-
     def place(self, output: Tensor, position: int) -> Tensor:
         """Put an output into the buffer of the input that ORT planned for it.
 
@@ -158,7 +154,7 @@ def run_forward(call: FunctionCall) -> list[object]:
             raise RuntimeError(
                 f"forward returned {len(outputs)} values, but {len(call.reuse) - 1} when it was exported"
             )
-        lent = borrowed.storages() if call.safe else set()
+        lent = storages(borrowed.lent) if call.safe else set()
         # Without backward nothing has to outlive this call.
         if call.training:
             context.keep(outputs, lent)
@@ -206,7 +202,7 @@ def run_backward(call: FunctionCall) -> list[object]:
             results = _match_inputs(
                 context, result if isinstance(result, tuple) else (result,), len(call.reuse)
             )
-            shared = borrowed.storages() if call.safe else set()
+            shared = storages(borrowed.lent) if call.safe else set()
             # `reuse` counts the context as input 0, and a buffer can be reused only if its gradient was
             # there.
             present = [index for index, capsule in enumerate(capsules, start=1) if capsule is not None]

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, float], None]
 
+_SAY_ALL: Final = frozenset({Kind.NO_RULE, Kind.CHECKPOINT})
+"""Kinds of findings that say what an error of the build would say again."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -91,7 +94,7 @@ class Builder:
                 engine.prepare(args, kwargs)
             built = True
         except Exception as error:  # noqa: BLE001 - whatever stops a build is a finding
-            if not _said_by(self._findings.all):
+            if not any(one.kind in _SAY_ALL for one in self._findings.all):
                 self._findings.add(finding_of(error, self._places, translation))
         finally:
             WATCHER.reset(token)
@@ -130,13 +133,6 @@ class Builder:
         self._export_seconds = done.export_ms / 1000
 
 
-_SAY_ALL: Final = frozenset({Kind.NO_RULE, Kind.CHECKPOINT})
-
-
-def _said_by(findings: tuple[Finding, ...]) -> bool:
-    return any(one.kind in _SAY_ALL for one in findings)
-
-
 class GradientsAsked(TorchFunctionMode):
     """Differentiate the operators `names`, without namespace, of a forward in PyTorch, on copies of their inputs."""
 
@@ -147,7 +143,6 @@ class GradientsAsked(TorchFunctionMode):
         self._report = report
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `function`, and ask for its gradient if it is one of the operators."""
         kwargs = kwargs or {}
         if operator_name(function) in self._names:
             self._ask(function, args, kwargs)

@@ -113,9 +113,8 @@ def _own(part: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _kept(value: object) -> object:
     state = baked_in.state(value)
-    return (
-        (state, len(value)) if isinstance(value, (list, dict, set)) else state
-    )  # a long one is known by identity
+    # A long one is known by identity.
+    return (state, len(value)) if isinstance(value, (list, dict, set)) else state
 
 
 def _content(value: object) -> object:

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ortlab.engine.diagnosis import ForwardError
 from ortlab.engine.inspection.standing import backward_hook
-from ortlab.engine.operators.untrained_operators import Watcher
 from ortlab.errors import BuildError, OrtlabError
 from ortlab.records.findings import Finding, Kind, Place
 
@@ -22,8 +21,8 @@ if TYPE_CHECKING:
     from ortlab.engine.inspection.places import Places
 
 
-class Translation(Watcher):
-    """Report what becomes of the nodes of one traced graph."""
+class Translation:
+    """Reports what becomes of the nodes of one traced graph; see `untrained_operators.WATCHER`."""
 
     def __init__(self, places: Places, report: Callable[[Finding], None]) -> None:
         self._places = places

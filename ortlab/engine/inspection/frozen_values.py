@@ -51,7 +51,6 @@ class FrozenValues(TorchFunctionMode):
         self._random: tuple[Any, ...] | None = None
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `function`; while torch traces, look at what it makes of its arguments."""
         kwargs = kwargs or {}
         if torch._C._get_tracing_state() is None:
             self._random = None

@@ -113,19 +113,7 @@ def index_put(onnx_index_put: Any) -> Any:
 
 
 _KEEPS_VALUES: Final = frozenset(
-    {
-        "Cast",
-        "Expand",
-        "Flatten",
-        "Gather",
-        "Identity",
-        "Reshape",
-        "Slice",
-        "Squeeze",
-        "Tile",
-        "Transpose",
-        "Unsqueeze",
-    }
+    """Cast Expand Flatten Gather Identity Reshape Slice Squeeze Tile Transpose Unsqueeze""".split()  # noqa: SIM905
 )
 """ONNX operators whose results are values of their first input."""
 

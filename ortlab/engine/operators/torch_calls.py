@@ -23,7 +23,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ortlab.engine.operators.dlpack import storage_address, unshared
+from ortlab.engine.operators.dlpack import storages, unshared
 
 TENSOR, BOOLEAN, COMPLEX = "tensor", "boolean", "complex"
 NUMBER, NUMBERS, TENSORS, VALUE = "number", "numbers", "tensors", "value"
@@ -118,7 +118,7 @@ class CallableCall:
         """
         with _plain():
             outputs = self._gradient(tensors) if self._is_gradient else self._forward(tensors)
-        owned = {storage_address(tensor) for tensor in tensors if tensor is not None} - {0}
+        owned = storages(tensors)
         return tuple(None if output is None else unshared(output.detach(), owned) for output in outputs)
 
     def results(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
@@ -155,7 +155,14 @@ class CallableCall:
         return outputs
 
     def _results(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        results = self._operator(*self._positional(tensors), **self._keywords(tensors))
+        operator = self._operator
+        positional, keywords = [], {}
+        for argument, value in zip(operator._schema.arguments, self._values(tensors), strict=True):
+            if argument.kwarg_only:
+                keywords[argument.name] = value
+            else:
+                positional.append(value)
+        results = operator(*positional, **keywords)
         several = results if isinstance(results, tuple | list) else (results,)
         return [
             _crossing(result, dtype) for result, (dtype, _) in zip(several, self.call.results, strict=True)
@@ -169,22 +176,6 @@ class CallableCall:
     def _operator(self) -> Any:
         namespace, _, base = self.name.removesuffix(_GRADIENT).rpartition("::")
         return getattr(getattr(getattr(torch.ops, namespace or "aten"), base), self.call.overload)
-
-    def _positional(self, tensors: Sequence[Tensor | None]) -> list[Any]:
-        values = self._values(tensors)
-        return [
-            value
-            for value, argument in zip(values, self._operator._schema.arguments, strict=True)
-            if not argument.kwarg_only
-        ]
-
-    def _keywords(self, tensors: Sequence[Tensor | None]) -> dict[str, Any]:
-        values = self._values(tensors)
-        return {
-            argument.name: value
-            for value, argument in zip(values, self._operator._schema.arguments, strict=True)
-            if argument.kwarg_only
-        }
 
     def _values(self, tensors: Sequence[Tensor | None]) -> Iterator[Any]:
         inputs = iter(tensors)

@@ -2,7 +2,7 @@
 
 A node ``org.pytorch.aten::ATen`` whose operator is ``ortlab::<name>`` calls the function `<name>` of this module. Each
 computes what the operators of ONNX Runtime that it stands for compute, with fewer passes over memory or with a faster
-kernel; `ortlab.engine.operators.kernel_choice` puts them into the graph.
+kernel; `torch_backward` and `exact_choice` put them into the graph.
 """
 
 from __future__ import annotations
@@ -377,18 +377,8 @@ def convolution(
     bias: Tensor | None,
 ) -> Any:
     """Return a convolution of one, two or three dimensions."""
-    nothing = [0] * len(stride)
-    return torch.ops.aten.convolution(
-        x,
-        weight,
-        bias,
-        stride,
-        padding,
-        dilation,
-        False,  # noqa: FBT003 - transposed
-        nothing,
-        groups,
-    )
+    turned = {"transposed": False, "output_padding": [0] * len(stride)}
+    return torch.ops.aten.convolution(x, weight, bias, stride, padding, dilation, groups=groups, **turned)
 
 
 @_kernel(
@@ -407,19 +397,10 @@ def convolution_backward(
 ) -> tuple[Tensor, ...]:
     """Return those of the gradients of input, weight and bias that are wanted."""
     mask = [index in wanted for index in range(3)]
-    nothing = [0] * len(stride)
+    turned = {"transposed": False, "output_padding": [0] * len(stride)}
+    windows = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, **turned}
     found = torch.ops.aten.convolution_backward(
-        grad,
-        x,
-        weight,
-        [weight.shape[0]],
-        stride,
-        padding,
-        dilation,
-        False,  # noqa: FBT003 - transposed
-        nothing,
-        groups,
-        mask,
+        grad, x, weight, [weight.shape[0]], **windows, output_mask=mask
     )
     return tuple(found[index] for index in wanted)
 
