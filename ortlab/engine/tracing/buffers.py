@@ -3,7 +3,7 @@
 A graph of onnxruntime 1.19.2 has no effects, so whatever a forward writes into a buffer is lost in training, while
 the export, which runs the real module, does write. Three things are mended here: the export leaves no traces; batch
 normalisation keeps its statistics (the operator itself is torch's, see
-`ortlab.engine.operators.symbolics.batch_norm`); any other module that writes into a buffer is refused.
+`ortlab.engine.operators.layer_symbolics.batch_norm`); any other module that writes into a buffer is refused.
 """
 
 from __future__ import annotations
