@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ortlab.notebook.widgets.graph_display import show_graph
     from ortlab.notebook.widgets.panel import panel
     from ortlab.options.options import Options
-    from ortlab.render.figures import plot
+    from ortlab.render.pages import plot
     from ortlab.runs.graph_optimizers import register_graph_optimizer, unregister_graph_optimizer
     from ortlab.runs.loss import with_loss, without_loss
     from ortlab.runs.token_loss import TokenLoss
@@ -40,7 +40,7 @@ _HOMES = {
     "load": "ortlab.loading",
     "open_graph": "ortlab.graphs.onnx_files",
     "panel": "ortlab.notebook.widgets.panel",
-    "plot": "ortlab.render.figures",
+    "plot": "ortlab.render.pages",
     "preflight": "ortlab.checks.preflight_running",
     "recipe": "ortlab.checks.recipes",
     "register_graph_optimizer": "ortlab.runs.graph_optimizers",

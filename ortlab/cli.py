@@ -204,7 +204,7 @@ def _selftest(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from ortlab.checks import selftest_running as running
-    from ortlab.render.selftest_page import verdict
+    from ortlab.render.check_pages import selftest_verdict
 
     with tqdm(bar_format="{desc}", leave=False, disable=None) as line:  # on a terminal only
 
@@ -222,7 +222,7 @@ def _selftest(args: argparse.Namespace) -> int:
             limit_s=60 * args.minutes,
         )
     data, report = running.write(test, args.output)
-    print(f"\n{verdict(test)}")
+    print(f"\n{selftest_verdict(test)}")
     for one in test.findings:
         if one.outcome in {"failed", "did not hold"}:
             print(f"  {one.outcome:<12}  {one.part}, {one.name}: {one.said}")

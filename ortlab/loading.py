@@ -20,7 +20,7 @@ HOMES: Final = {
     "search": ("ortlab.studies.batch_size_search", "BatchSizeSearch"),
     "record of FLOPs": ("ortlab.graphs.flops", "Flops"),
     "record of a load balance": ("ortlab.ranks.balance", "Balance"),
-    "record of densities": ("ortlab.records.density_report", "DensityReport"),
+    "record of densities": ("ortlab.records.density", "DensityReport"),
     "record of candidates": ("ortlab.studies.engine_comparison", "EngineComparison"),
     "record of saved FLOPs": ("ortlab.graphs.flop_savings", "FlopSavings"),
     "self-test": ("ortlab.records.selftest", "SelfTest"),

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ortlab.errors import StepError
-from ortlab.records.findings import Finding, Kind, Place
+from ortlab.records.preflight import Finding, Kind, Place
 
 _PLAIN: Final = (bool, int, float, str, bytes, type(None))
 

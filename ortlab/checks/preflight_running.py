@@ -18,8 +18,7 @@ from ortlab.engine.inspection.places import Places
 from ortlab.engine.inspection.standing import device_of, findings_in_model
 from ortlab.engine.inspection.unchanged import unchanged, weights_kept
 from ortlab.options.options import Options
-from ortlab.records.findings import Finding, Findings, Kind, Level
-from ortlab.records.preflight import Checked, Preflight
+from ortlab.records.preflight import Checked, Finding, Findings, Kind, Level, Preflight
 from ortlab.runs.progress import Progress
 from ortlab.runs.wrapping import Takeover, check_wrappable, released
 

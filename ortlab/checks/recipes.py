@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ortlab.engine.installation import have
 from ortlab.errors import OptionError, did_you_mean
 from ortlab.options.switches import REASONS, Need
-from ortlab.records.recipe import Recipe
+from ortlab.records.checks import Recipe
 
 if TYPE_CHECKING:
     import torch

@@ -38,7 +38,7 @@ def _steps(name: str, mode: int, device: Device) -> list[Finding]:
     import torch
 
     from ortlab.optim import fused_adam
-    from ortlab.records.optimizer_names import optimizer_name
+    from ortlab.records.runs import optimizer_name
 
     torch.manual_seed(5)
     value = torch.nn.Parameter(torch.randn(4096, device=device))

@@ -16,7 +16,7 @@ import torch
 from ortlab.engine import fused_ops
 from ortlab.engine.patching import replace
 from ortlab.errors import InstallError, OptionError
-from ortlab.records.optimizer_names import OVERRIDDEN_BY
+from ortlab.records.runs import OVERRIDDEN_BY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -12,7 +12,7 @@ from ortlab.analyses.flops import count_flops, flops_saved
 from ortlab.errors import OptionError
 from ortlab.parity import subscribing, two_engines
 from ortlab.records.coverage import names
-from ortlab.records.rebuilds import rebuild, rebuild_of_switch
+from ortlab.records.status import rebuild, rebuild_of_switch
 from ortlab.runs import stepping
 from ortlab.runs.bench import Bench
 from ortlab.runs.partial import PartsEngine

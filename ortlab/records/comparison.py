@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Final
 
 from ortlab.errors import LedgerError
 from ortlab.options.options import Options, setting_words
-from ortlab.records.cautions import FELL_BACK, cautions
 from ortlab.records.coverage import names
 from ortlab.records.runs import least_step_memory
 from ortlab.records.verdicts import (
     FASTER,
+    FELL_BACK,
     MINIMUM_STEPS,
     NO_DIFFERENCE,
     NOT_COMPARABLE,
@@ -22,6 +22,7 @@ from ortlab.records.verdicts import (
     UNSTEADY,
     Timed,
     TimeRatio,
+    cautions,
     compare_times,
     memory_verdict,
 )

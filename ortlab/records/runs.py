@@ -19,6 +19,7 @@ from ortlab.shown import Shown
 if TYPE_CHECKING:
     import pandas as pd
 
+
 SCHEMA = 2
 """Version of the JSON layout of `Run.to_dict`."""
 
@@ -27,9 +28,7 @@ _FORMER: Final = 1
 
 NOT_MEASURED: Final = "It was not asked for."
 NO_FORMER: Final = "An ortlab that did not measure it wrote this run."
-
 _STAGE_ORDER = ("export", "graph", "session")
-
 EXECUTED_BY_ORT = "ort"
 EXECUTED_BY_FALLBACK = "fallback"
 EXECUTED_BY_EAGER = "eager"
@@ -418,3 +417,35 @@ def least_step_memory(runs: Sequence[Run]) -> int | None:
     What else happens in the process while a step is read adds to that reading, and takes nothing away.
     """
     return min((run.step_memory_bytes for run in runs if run.step_memory_bytes is not None), default=None)
+
+
+OVERRIDDEN_BY: Final = "ortlab_fp16_functions"
+"""Attribute of an optimizer whose methods `ortlab.optim.fp16_optimizer` replaced: what computes in them."""
+
+_PATHS: Final = ("fused", "foreach")
+
+
+def optimizer_name(optimizer: object) -> str:
+    """Name an optimizer.
+
+    Parameters
+    ----------
+    optimizer
+        One of torch's, of `ortlab.optim`, or any other.
+
+    Returns
+    -------
+    str
+        "AdamW"; "AdamW, fused" where the user asked torch for that; "FusedAdam by ORT's fused_ops"; or
+        "FusedAdam by PyTorch's fused kernel: ..." with the reason why it is not ORT's.
+    """
+    words = type(optimizer).__name__
+    groups = getattr(optimizer, "param_groups", ())
+    asked = next((path for path in _PATHS if any(group.get(path) for group in groups)), "")
+    if asked:
+        words += f", {asked}"
+    if by := getattr(optimizer, "implementation", ""):
+        words += f" by {by}"
+    if by := getattr(optimizer, OVERRIDDEN_BY, ""):
+        words += f", FP16_Optimizer by {by}"
+    return words

@@ -28,14 +28,12 @@ from ortlab.ranks import Cluster
 from ortlab.ranks.balance import Balance
 from ortlab.ranks.cluster_status import ClusterStatus
 from ortlab.ranks.ranks import Ranks
-from ortlab.records.checks import Report
+from ortlab.records.checks import Recipe, Report
 from ortlab.records.comparison import Comparison
-from ortlab.records.density_report import DensityReport
-from ortlab.records.findings import Level
+from ortlab.records.density import DensityReport
 from ortlab.records.memory_phases import MemoryPhases
 from ortlab.records.messages import Messages
-from ortlab.records.preflight import Preflight
-from ortlab.records.recipe import Recipe
+from ortlab.records.preflight import Level, Preflight
 from ortlab.records.runs import Ledger, Run
 from ortlab.records.selftest import SelfTest
 from ortlab.records.status import Status

@@ -1,4 +1,4 @@
-"""Runs as figures: loss, step time with its spread, memory; without pyplot, so nothing global is touched."""
+"""How figures are drawn, without pyplot: nothing global is touched. And those of runs: loss, step time, memory."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import io
 import re
 import statistics
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import quoteattr
 
 from ortlab import units
 from ortlab.records.runs import EXECUTED_BY_FALLBACK, Run
-from ortlab.render.page import printable
-from ortlab.render.run_pages import step_parts, title
+from ortlab.render.execution_words import title
+from ortlab.render.page import Drawing, printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
 
 RUNS_SHOWN = 12
 """Runs that a figure shows: the latest; more bars or lines cannot be told apart."""
@@ -26,6 +27,7 @@ INK = "#7a7a7a"
 """Grey of text and axes: contrast 4.3 on white, 4.4 on JupyterLab's dark theme, so one file suits both."""
 
 FALLBACK = "#d32f2f"
+
 # Okabe and Ito's colours, which people with any kind of colour vision can tell apart.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 _PARTS = ("forward", "backward", "optimizer", "everything else")
@@ -40,6 +42,7 @@ _LEGEND: dict[str, Any] = {
     "loc": "upper left",
     "bbox_to_anchor": (1.0, 1.0),
 }
+
 _BETWEEN = re.compile(r"<!--.*?-->|(?<=>)\s+(?=<)", re.DOTALL)
 _TAG = re.compile(r"<[^>]+>")
 _NAME = re.compile(r' id="([^"]*)"')
@@ -111,6 +114,11 @@ def svg(figure: Figure, description: str) -> str:
     body = _compact(body)
     label = quoteattr(description)
     return body.replace("<svg", f'<svg role="img" aria-label={label} style="{_SVG_STYLE}"', 1)
+
+
+def drawing(what: str, draw: Callable[[], Figure]) -> Drawing:
+    """Put a figure into a page; it is drawn when the page is shown as HTML. `what` is one sentence."""
+    return Drawing(what, lambda: svg(draw(), what))
 
 
 def inline(figure: Figure, description: str) -> str:
@@ -263,3 +271,20 @@ def _mark_fallbacks(axes: Axes, runs: list[Run]) -> None:
 def say(axes: Any, sentence: str) -> None:
     """Write a sentence where a figure has nothing to draw."""
     axes.text(0.5, 0.5, sentence, transform=axes.transAxes, ha="center", va="center", color=INK, fontsize=9)
+
+
+def step_parts(run: Run) -> dict[str, float]:
+    """Return the ms that each part takes of the median step; they add up to it.
+
+    Medians of the parts would not: a slow forward and a slow backward need not be in the same step. So each part has
+    its share of all warm steps together.
+    """
+    steps = run.warm_steps
+    whole = sum(step.total_ms for step in steps) or 1.0
+    spent = {
+        "forward": sum(step.forward_ms for step in steps),
+        "backward": sum(step.backward_ms for step in steps),
+        "optimizer": sum(step.optimizer_ms for step in steps),
+        "everything else": sum(step.other_ms for step in steps),
+    }
+    return {name: run.step_ms * ms / whole for name, ms in spent.items()}

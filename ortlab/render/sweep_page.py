@@ -1,22 +1,30 @@
-"""The page of a sweep: its points by time and by memory, the figure, and what could not be measured."""
+"""The page and the figure of a sweep: its points by time and by memory, and what could not be measured."""
 
 from __future__ import annotations
 
 import math
+import statistics
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ortlab import units
 from ortlab.options.engine_names import engine_kind
 from ortlab.records.verdicts import MINIMUM_ROUNDS
-from ortlab.render.page import Block, Cell, Column, Drawing, Folded, Mark, Note, Page, Table, row
-from ortlab.render.verdict_cells import BASELINE, MEMORY_MEASURED, reasons, verdict_cell
+from ortlab.render.comparison_page import BASELINE, MEMORY_MEASURED, reasons, verdict_cell
+from ortlab.render.execution_words import ENGINE_NAMES
+from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, printable, row
+from ortlab.render.plots import COLOURS, FALLBACK, INK, MIB, drawing, dress, new_figure, say
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
     from ortlab.records.runs import Run
     from ortlab.studies.sweep import Sweep
     from ortlab.studies.sweep_outcomes import Outcome
     from ortlab.studies.sweep_points import Point
+
 
 _COLUMNS = (
     Column("point", meaning="its number in the order of the grid, and what differs between the points"),
@@ -54,7 +62,12 @@ def sweep_page(sweep: Sweep) -> Page:
         blocks.append(Note(f"At every point: {words}.", Mark.QUIET))
     if outcomes:
         blocks += _tables(sweep, outcomes)
-        blocks.append(_drawing(sweep))
+        blocks.append(
+            drawing(
+                "Step time against step memory, best trade-offs joined; ortlab.plot(sweep) draws it.",
+                lambda: sweep_plot(sweep),
+            )
+        )
     elif sweep.complete:
         blocks.append(Note("No point could be measured.", Mark.BAD))
     blocks += _not_measured(sweep)
@@ -145,18 +158,6 @@ def _not_measured(sweep: Sweep) -> list[Block]:
     return [Table("Not measured", columns, rows)]
 
 
-def _drawing(sweep: Sweep) -> Drawing:
-    what = "Step time against step memory, best trade-offs joined; ortlab.plot(sweep) draws it."
-
-    def svg() -> str:
-        from ortlab.render.plots import svg as inline
-        from ortlab.render.sweep_plot import plot
-
-        return inline(plot(sweep), what)
-
-    return Drawing(what, svg)
-
-
 def _remark_mark(one: Outcome) -> Mark:
     return Mark.BAD if one.fell_back else Mark.WARN
 
@@ -185,3 +186,147 @@ def _sources(sweep: Sweep, outcomes: Sequence[Outcome]) -> Note:
     missing = dict.fromkeys(one.point.no_step_memory for one in outcomes if one.point.no_step_memory)
     lines += [f"No step memory: {reason}" for reason in missing]
     return Note("\n".join(lines), Mark.QUIET)
+
+
+_ENGINE_COLOURS = dict(zip(ENGINE_NAMES, COLOURS, strict=False))
+_NAMES_SHOWN = 24
+"""Points that the key names; a sweep's page names all."""
+
+_NAME_WIDTH = 46  # characters
+_INCHES_PER_LINE = 0.17
+
+
+def sweep_plot(sweep: Sweep) -> Figure:
+    """Draw step time, the median with quartiles, against step memory.
+
+    Points on the front, which no other point beats in both, are filled and joined. Where step memory is
+    not known, the points stand in a row by time.
+
+    Parameters
+    ----------
+    sweep
+        A sweep; points that were not measured are left out.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        `sweep_plot(sweep).savefig("sweep.svg")` saves it.
+    """
+    outcomes = sweep.outcomes()
+    key = sorted(outcomes, key=lambda one: one.point.number)[:_NAMES_SHOWN]
+    lines = sum(_label(sweep, one).count("\n") + 1 for one in key)
+    figure = new_figure(max(3.6, 1.2 + _INCHES_PER_LINE * lines))
+    axes = figure.add_subplot()
+    if not outcomes:
+        dress(axes, "Step time against memory", "", "step [ms]")
+        say(axes, "No point was measured.")
+        return figure
+    with_memory = not any(math.isnan(one.point.step_memory_bytes) for one in outcomes)
+    devices = ", ".join(dict.fromkeys(run.device for one in outcomes for run in one.point.runs))
+    for position, one in enumerate(outcomes):
+        _mark(axes, one, one.point.step_memory_bytes / MIB if with_memory else position)
+    if with_memory:
+        _join_front(axes, outcomes)
+    memory = "step memory [MiB]" if with_memory else "points, the fastest first"
+    heading = f"Step time and step memory, measured on {devices} (median; whiskers: quartiles)"
+    dress(axes, heading, memory, "step [ms]")
+    axes.margins(0.12)
+    _name(axes, sweep, key, len(outcomes))
+    return figure
+
+
+def _mark(axes: Axes, one: Outcome, memory: float) -> None:
+    point = one.point
+    low, high = _quartiles(point)
+    colour = _colour(point)
+    axes.errorbar(
+        [memory],
+        [point.step_ms],
+        yerr=[[point.step_ms - low], [high - point.step_ms]],
+        color=colour,
+        marker="o",
+        markersize=7,
+        markerfacecolor=colour if one.on_front else "none",
+        capsize=3,
+        linewidth=1,
+    )
+    axes.annotate(
+        str(point.number),
+        (memory, point.step_ms),
+        xytext=(6, 5),
+        textcoords="offset points",
+        fontsize=8,
+        color=INK,
+        fontweight="bold" if one.on_front else "normal",
+    )
+
+
+def _join_front(axes: Axes, outcomes: Sequence[Outcome]) -> None:
+    front = sorted((one.point for one in outcomes if one.on_front), key=lambda point: point.step_memory_bytes)
+    axes.plot(
+        [point.step_memory_bytes / MIB for point in front],
+        [point.step_ms for point in front],
+        color=INK,
+        linestyle="--",
+        linewidth=1,
+        zorder=0,
+    )
+
+
+def _name(axes: Axes, sweep: Sweep, key: Sequence[Outcome], total: int) -> None:
+    """Write the key beside the axes: number and name of each point, and what the marks mean."""
+    from matplotlib.lines import Line2D
+
+    handles = [Line2D([], [], linestyle="none", label=_label(sweep, one)) for one in key]
+    if total > len(key):
+        handles.append(Line2D([], [], linestyle="none", label=f"and {total - len(key)} more"))
+    engines = dict.fromkeys(engine_kind(one.point.runs[0].engine) for one in key if not one.fell_back)
+    handles += [
+        Line2D(
+            [],
+            [],
+            linestyle="none",
+            marker="o",
+            color=_ENGINE_COLOURS.get(name, INK),
+            label=ENGINE_NAMES[name],
+        )
+        for name in engines
+    ]
+    if any(one.fell_back for one in key):
+        handles.append(
+            Line2D([], [], linestyle="none", marker="o", color=FALLBACK, label="PYTORCH (fallback)")
+        )
+    handles.append(
+        Line2D([], [], linestyle="--", marker="o", color=INK, linewidth=1, label="filled: best trade-offs")
+    )
+    axes.legend(
+        handles=handles,
+        frameon=False,
+        labelcolor=INK,
+        fontsize=8,
+        loc="upper left",
+        bbox_to_anchor=(1.0, 1.02),
+        handlelength=1.2,
+    )
+
+
+def _label(sweep: Sweep, one: Outcome) -> str:
+    """Name a point, without a dollar sign, which would start a formula."""
+    base = ", baseline" if one.point is sweep.baseline else ""
+    name = units.fold(printable(sweep.name(one.point)), 2 * _NAME_WIDTH)
+    words = f"{one.point.number}  {name}{base}"
+    # A hyphen is the minus of a plan, "Gelu+:1:-1", and no place to break a line at.
+    lines = textwrap.fill(words, _NAME_WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+    return lines.replace("$", r"\$")
+
+
+def _colour(point: Point) -> str:
+    return FALLBACK if point.fell_back else _ENGINE_COLOURS.get(engine_kind(point.runs[0].engine), INK)
+
+
+def _quartiles(point: Point) -> tuple[float, float]:
+    times = [step.total_ms for step in point.warm_steps]
+    if len(times) == 1:
+        return times[0], times[0]
+    low, _, high = statistics.quantiles(times, n=4, method="inclusive")
+    return low, high

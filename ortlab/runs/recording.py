@@ -13,8 +13,14 @@ from ortlab.errors import StepError
 from ortlab.records.coverage import names
 from ortlab.records.density import Density
 from ortlab.records.memory_phases import PHASES, MemoryPhase, MemoryPhases, is_read
-from ortlab.records.optimizer_names import optimizer_name
-from ortlab.records.runs import EXECUTED_BY_EAGER, EXECUTED_BY_FALLBACK, Initialization, Run, Step
+from ortlab.records.runs import (
+    EXECUTED_BY_EAGER,
+    EXECUTED_BY_FALLBACK,
+    Initialization,
+    Run,
+    Step,
+    optimizer_name,
+)
 from ortlab.runs.exchange import exchange_watched
 from ortlab.runs.interrupts import interrupts_kept
 from ortlab.runs.measure import (

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Final
 from ortlab.errors import OptionError, StepError
 from ortlab.options.configuration import Configuration
 from ortlab.options.options import Options, check_needs
-from ortlab.records.cautions import FELL_BACK
 from ortlab.records.comparison import loss_difference
+from ortlab.records.verdicts import FELL_BACK
 from ortlab.studies.bisection import NO_CHANGE, NOT_COMPARABLE, RESPONSIBLE, TOO_NOISY
 from ortlab.studies.bisection_metrics import FLOORS, LOSS, PARITY, PEAK_BYTES, STEP_MS, Metric, ratio_of_pairs
 from ortlab.studies.bisection_search import smallest_sets

@@ -12,8 +12,7 @@ import torch
 from ortlab.analyses.flops import count_flops
 from ortlab.errors import StepError
 from ortlab.options.options import Need
-from ortlab.records.density import EMBED, LABEL, Density
-from ortlab.records.density_report import THRESHOLD, DensityReport, Reach, SwitchEffect
+from ortlab.records.density import EMBED, LABEL, THRESHOLD, Density, DensityReport, Reach, SwitchEffect
 from ortlab.runs.padded_inputs import DensityProbe
 from ortlab.runs.recording import Recording
 from ortlab.studies.sweeping import sweep

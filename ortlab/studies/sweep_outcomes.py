@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from ortlab.records import comparison, verdicts
-from ortlab.records.cautions import FELL_BACK, cautions
-from ortlab.records.verdicts import Timed, TimeRatio
+from ortlab.records.verdicts import FELL_BACK, Timed, TimeRatio, cautions
 
 if TYPE_CHECKING:
     from ortlab.studies.sweep_points import Point

@@ -11,7 +11,7 @@ from IPython.utils.capture import capture_output
 from ortlab.graphs.flop_savings import FlopSavings
 from ortlab.graphs.flops import Flops
 from ortlab.ranks.balance import Balance
-from ortlab.records.density_report import DensityReport
+from ortlab.records.density import DensityReport
 
 
 @pytest.mark.row("E1")

@@ -16,8 +16,7 @@ import ortlab
 from ortlab.engine import fused_ops
 from ortlab.errors import InstallError, OptionError, StepError
 from ortlab.optim import FusedAdam, fp16_optimizer, fused_adam
-from ortlab.records.optimizer_names import optimizer_name
-from ortlab.records.runs import Run
+from ortlab.records.runs import Run, optimizer_name
 from ortlab.render import text
 
 MODES = (0, 1, 2)

@@ -12,7 +12,7 @@ from ortlab.graphs.flop_savings import FlopSavings
 from ortlab.graphs.flops import Flops
 from ortlab.parity.record import Parity
 from ortlab.ranks.balance import Balance
-from ortlab.records.density_report import DensityReport
+from ortlab.records.density import DensityReport
 from ortlab.records.selftest import SelfTest
 from ortlab.studies.batch_size_search import BatchSizeSearch
 from ortlab.studies.bisection import Bisection

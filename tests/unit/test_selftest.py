@@ -25,7 +25,7 @@ from ortlab.errors import LedgerError, OptionError
 from ortlab.options.options import switches
 from ortlab.records.selftest import Finding, SelfTest
 from ortlab.render import html, text
-from ortlab.render.selftest_page import verdict
+from ortlab.render.check_pages import selftest_verdict
 
 REPOSITORY = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {
@@ -91,8 +91,8 @@ def test_the_smallest_form_trains_writes_both_files_and_names_what_was_not_run(t
             assert one.name in written
             assert one.said in written
     assert "[2/6] models" in done.stdout
-    assert f"\n\n{verdict(test)}\n" in done.stdout
-    assert verdict(test) in report
+    assert f"\n\n{selftest_verdict(test)}\n" in done.stdout
+    assert selftest_verdict(test) in report
     assert done.stdout.endswith("(ortlab.records.selftest.SelfTest.load reads it)\n")
     assert not done.stderr
 
@@ -289,10 +289,10 @@ def test_the_record_is_json_and_a_page(tmp_path):
 def test_one_bad_finding_makes_it_bad(outcome):
     bad = record(findings=(*record().findings, Finding("models", "T5", outcome, "no")))
     assert not bad.ok
-    assert verdict(bad).startswith("Not all of it holds: 1 held")
+    assert selftest_verdict(bad).startswith("Not all of it holds: 1 held")
     assert f"! models, T5: {outcome}: no" in text.render(bad)
     assert not record(interrupted=True).ok
-    assert verdict(record(interrupted=True)).startswith("Interrupted: 1 held")
+    assert selftest_verdict(record(interrupted=True)).startswith("Interrupted: 1 held")
 
 
 def test_what_is_not_a_number_does_not_hold():

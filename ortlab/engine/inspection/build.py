@@ -21,7 +21,7 @@ from ortlab.engine.inspection.translation import Translation
 from ortlab.engine.operators.untrained_operators import WATCHER
 from ortlab.engine.ort import OrtEngine
 from ortlab.engine.tracing.traced_values import function_name
-from ortlab.records.findings import Finding, Findings, Kind
+from ortlab.records.preflight import Finding, Findings, Kind
 
 if TYPE_CHECKING:
     from ortlab.options.options import Options

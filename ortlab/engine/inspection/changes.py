@@ -12,7 +12,7 @@ import torch
 
 from ortlab.engine.inspection.places import Places, is_model_code
 from ortlab.engine.tracing import baked_in
-from ortlab.records.findings import Finding, Kind, Place
+from ortlab.records.preflight import Finding, Kind, Place
 
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 

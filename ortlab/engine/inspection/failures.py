@@ -10,7 +10,7 @@ from ortlab.engine.diagnosis import ForwardError
 from ortlab.engine.inspection.standing import backward_hook
 from ortlab.engine.inspection.translation import causes
 from ortlab.errors import OrtlabError
-from ortlab.records.findings import Finding, Kind, Place
+from ortlab.records.preflight import Finding, Kind, Place
 
 if TYPE_CHECKING:
     from ortlab.engine.inspection.places import Places

@@ -25,7 +25,7 @@ from ortlab.engine.tracing.traced_values import (
     is_certain_of_uniform,
     random_states,
 )
-from ortlab.records.findings import Finding, Kind, Place
+from ortlab.records.preflight import Finding, Kind, Place
 
 _BRANCHES: Final = frozenset({"__bool__", "__contains__", "equal", "allclose", "is_nonzero", "__len__"})
 _LIKE: Final = frozenset({"zeros_like", "ones_like", "new_zeros", "new_ones", "new_empty", "empty_like"})

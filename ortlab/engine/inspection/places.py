@@ -16,7 +16,7 @@ import torch
 
 import ortlab
 from ortlab.graphs.scopes import INSIDE, joined, path_in
-from ortlab.records.findings import Place
+from ortlab.records.preflight import Place
 
 _NOT_THE_MODEL: Final = tuple(
     f"{Path(one.__file__ or '').parent}{os.sep}" for one in (torch, onnxruntime, ortlab)

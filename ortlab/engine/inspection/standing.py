@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ortlab.records.findings import Finding, Kind, Level, Place
+from ortlab.records.preflight import Finding, Kind, Level, Place
 
 if TYPE_CHECKING:
     from ortlab.engine.inspection.places import Places

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ortlab.engine.operators.untrained_operators import Watcher
 from ortlab.errors import BuildError
-from ortlab.records.findings import Finding, Kind, Place
+from ortlab.records.preflight import Finding, Kind, Place
 
 if TYPE_CHECKING:
     from ortlab.engine.inspection.places import Places

@@ -16,8 +16,7 @@ from ortlab.notebook.magics import arguments
 from ortlab.notebook.magics.arguments import Parser
 from ortlab.notebook.magics.chosen_lab import chosen_lab
 from ortlab.notebook.magics.command import command
-from ortlab.records.density import Density
-from ortlab.records.density_report import DensityReport
+from ortlab.records.density import Density, DensityReport
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ortlab.lab.lab import Lab
-    from ortlab.records.checks import Report
-    from ortlab.records.recipe import Recipe
+    from ortlab.records.checks import Recipe, Report
 
 _WRAP = Parser("%ort_wrap")
 _WRAP.add_argument("model", metavar="MODEL")

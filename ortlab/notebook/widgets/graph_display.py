@@ -16,7 +16,7 @@ from ortlab.memory.recompute import COPY
 from ortlab.memory.recompute_places import EVERYWHERE
 from ortlab.notebook.widgets.graph_source import HOPS, GraphSource
 from ortlab.notebook.widgets.graph_view import HEIGHT, GraphView
-from ortlab.render.triton_page import code_title
+from ortlab.render.kernel_pages import code_title
 
 if TYPE_CHECKING:
     from ortlab.analyses.graphs import Mode

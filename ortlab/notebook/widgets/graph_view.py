@@ -20,7 +20,7 @@ from ortlab.notebook.widgets.part import Part, Script
 from ortlab.notebook.widgets.saved_form import SavedForm
 from ortlab.notebook.widgets.static_files import compact, compacted_style
 from ortlab.notebook.widgets.style import PANEL
-from ortlab.render import code, graph_picture, html, text
+from ortlab.render import graph_picture, html, text
 from ortlab.render.page import Code
 from ortlab.render.pages import compose
 
@@ -256,7 +256,7 @@ class GraphView(Part):
     def _code(self) -> list[str] | None:
         """Return title and coloured text of the code that stands beside the graph."""
         source = self._source
-        return [source.about_code, code.highlighted(source.code)] if source.code else None
+        return [source.about_code, html.highlighted(source.code)] if source.code else None
 
     def _check(self, names: Sequence[str] | Mapping[str, str]) -> None:
         if isinstance(names, str):
@@ -309,7 +309,7 @@ class GraphView(Part):
 
 
 def _style(*, with_code: bool) -> str:
-    return html.STYLE + compact("graph_view.css") + (code.STYLE if with_code else "")
+    return html.STYLE + compact("graph_view.css") + (html.CODE_STYLE if with_code else "")
 
 
 _DUE: Final = "The switches have changed: the next step builds another graph than this."

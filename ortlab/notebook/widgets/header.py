@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Final
 from ortlab.notebook.widgets import lean
 from ortlab.options.engine_names import engine_kind
 from ortlab.render import html
-from ortlab.render.coverage_words import badge, coverage_blocks
-from ortlab.render.lab_pages import status_note
+from ortlab.render.execution_words import badge, coverage_blocks
+from ortlab.render.lab_pages import pending_note, status_note
 from ortlab.render.page import Mark, Note, Page
-from ortlab.render.rebuild_words import pending_note
 
 if TYPE_CHECKING:
     from ortlab.lab.lab import Lab

@@ -10,8 +10,7 @@ from ipywidgets.widgets.widget_string import HTMLStyle
 from ortlab.lab.following import memory_phases
 from ortlab.notebook.widgets import lean
 from ortlab.render import html, plots
-from ortlab.render.memory_page import live_page
-from ortlab.render.memory_plot import phases_plot
+from ortlab.render.memory_pages import live_page, phases_plot
 
 if TYPE_CHECKING:
     from ortlab.lab.lab import Lab

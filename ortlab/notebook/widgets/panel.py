@@ -25,9 +25,8 @@ from ortlab.notebook.widgets.style import PANEL
 from ortlab.notebook.widgets.switches import SwitchList
 from ortlab.options.options import Options
 from ortlab.render import html, text
-from ortlab.render.lab_pages import lab_page
-from ortlab.render.rebuild_words import switch_words
-from ortlab.render.run_pages import ENGINE_NAMES, engine_words
+from ortlab.render.execution_words import ENGINE_NAMES, engine_words
+from ortlab.render.lab_pages import lab_page, switch_words
 
 if TYPE_CHECKING:
     from ortlab.lab.lab import Lab

@@ -18,7 +18,7 @@ from ortlab.notebook.widgets.record_table import Column, Content, Intents, Look,
 from ortlab.options.options import Options
 from ortlab.render import html
 from ortlab.render.page import Mark, Note, Page
-from ortlab.render.plan_page import (
+from ortlab.render.plan_pages import (
     NO_OPPORTUNITY,
     WHERE_KNOWN,
     level_text,

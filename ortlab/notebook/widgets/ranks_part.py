@@ -12,7 +12,7 @@ from ortlab.notebook.widgets.record_table import Column, Content, Intents, Look,
 from ortlab.notebook.widgets.style import PANEL
 from ortlab.render import html
 from ortlab.render.page import Note, Page
-from ortlab.render.ranks_page import rank_cells, rank_columns, ranks_page
+from ortlab.render.ranks_pages import rank_cells, rank_columns, ranks_page
 
 if TYPE_CHECKING:
     from ortlab.ranks.rank_run import RankRun

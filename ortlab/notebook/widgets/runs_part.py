@@ -14,9 +14,10 @@ from ortlab.notebook.widgets.fold import Fold
 from ortlab.notebook.widgets.part import Part, packed
 from ortlab.notebook.widgets.record_table import Column, Content, Intents, Look, RecordTable
 from ortlab.render import html, plots
+from ortlab.render.execution_words import title
 from ortlab.render.page import Mark, Note, Page
 from ortlab.render.pages import compose
-from ortlab.render.run_pages import LISTED, ledger_page, listed, run_page, title
+from ortlab.render.run_pages import LISTED, ledger_page, listed, run_page
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""The page of a comparison of two runs: where they part first, whether it matters, and what was checked."""
+"""The pages of parity: where two runs part first, with the figure; and a model's own autograd Functions."""
 
 from __future__ import annotations
 
@@ -8,20 +8,36 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Final
 
 from ortlab import units
-from ortlab.parity.pairs import DIFFERS, EQUAL, KINDS, NOT_COMPARED, WITHIN
-from ortlab.render.page import Block, Cell, Column, Drawing, Folded, Mark, Note, Page, Table, row
+from ortlab.parity.pairs import (
+    DIFFERS,
+    EQUAL,
+    INPUT_GRADIENT,
+    KINDS,
+    NOT_COMPARED,
+    OUTPUT,
+    OUTPUT_GRADIENT,
+    PARAMETER_GRADIENT,
+    UPDATED_PARAMETER,
+    WITHIN,
+)
+from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, row
+from ortlab.render.plots import COLOURS, FALLBACK, INK, drawing, dress, new_figure, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from ortlab.parity.functions import FunctionReport
     from ortlab.parity.pairs import TensorPair
     from ortlab.parity.record import Divergence, Parity
+
 
 _SHOWN: Final = 40
 """Rows of a folded table; the rest is in `Parity.table`."""
 
 _NAMES: Final = {"eager": "PyTorch", "ort": "ONNX Runtime"}
-
 _FIRST: Final = (
     Column("phase"),
     Column("parts first in", meaning="the module whose own computation differs"),
@@ -34,6 +50,7 @@ _FIRST: Final = (
     Column("limit", numeric=True, meaning="the distance from which on it counts as a difference"),
     Column("why this module"),
 )
+
 _TENSORS: Final = (
     Column("module"),
     Column("tensor"),
@@ -44,6 +61,7 @@ _TENSORS: Final = (
     Column("std", numeric=True, meaning="reference | candidate"),
     Column("nan", numeric=True, meaning="reference | candidate"),
 )
+
 _CHECKS: Final = (Column("question"), Column("answer"))
 _STATES: Final = {"done": Mark.PLAIN, "found": Mark.WARN, "not done": Mark.QUIET}
 
@@ -62,7 +80,12 @@ def parity_page(parity: Parity) -> Page:
         blocks.append(Table("Checklist", _CHECKS, rows))
     blocks.append(_counts(parity))
     if any(pair.distance for pair in parity.pairs):
-        blocks.append(_drawing(parity))
+        blocks.append(
+            drawing(
+                "Distance of each tensor over the depth of the model, and step by step; ortlab.plot(parity) draws it.",
+                lambda: parity_plot(parity),
+            )
+        )
     blocks += _folded(parity)
     return Page(_title(parity), tuple(blocks))
 
@@ -170,20 +193,6 @@ def _counts(parity: Parity) -> Table:
     return Table("What was compared", columns, tuple(rows), left_out=written)
 
 
-def _drawing(parity: Parity) -> Drawing:
-    what = (
-        "Distance of each tensor over the depth of the model, and step by step; ortlab.plot(parity) draws it."
-    )
-
-    def svg() -> str:
-        from ortlab.render.parity_plot import parity_plot
-        from ortlab.render.plots import svg as inline
-
-        return inline(parity_plot(parity), what)
-
-    return Drawing(what, svg)
-
-
 def _folded(parity: Parity) -> list[Block]:
     blocks: list[Block] = []
     differing = parity.differing
@@ -233,3 +242,153 @@ def _tensors(pairs: Sequence[TensorPair]) -> Table:
     return Table(
         "", _TENSORS, tuple(rows), left_out=f"{units.count(hidden)} more in .table()" if hidden else ""
     )
+
+
+_HEIGHT: Final = 7.0  # inches
+_LEAST: Final = 1e-9
+"""Where a distance of zero is drawn: a logarithmic axis has none."""
+
+_MOST: Final = 1e3
+_PHASES: Final = (
+    ("Forward: what modules return, in the order of the calls", (OUTPUT,), "forward"),
+    (
+        "Backward: gradients, in the order in which they arrive",
+        (OUTPUT_GRADIENT, INPUT_GRADIENT, PARAMETER_GRADIENT),
+        "backward",
+    ),
+)
+
+
+def parity_plot(parity: Parity) -> Figure:
+    """Draw the distance of each tensor of the first step over the depth, and the largest of each step.
+
+    Parameters
+    ----------
+    parity
+        The comparison.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        `parity_plot(parity).savefig("parity.svg")` saves it.
+    """
+    figure = new_figure(_HEIGHT)
+    forward, backward, over_steps = figure.subplots(3)
+    step = parity.first.pair.site.step if parity.first else 1
+    for axes, (title, kinds, phase) in zip((forward, backward), _PHASES, strict=True):
+        pairs = [
+            one for one in parity.pairs if one.site.step == step and one.site.kind in kinds and one.distance
+        ]
+        _over_depth(axes, pairs, getattr(parity, phase), f"{title}; step {step}")
+    _over_steps(over_steps, parity)
+    return figure
+
+
+def _over_depth(axes: Axes, pairs: Sequence[TensorPair], first: Divergence | None, title: str) -> None:
+    dress(axes, title, "tensor", "relative distance")
+    if not pairs:
+        say(axes, "Nothing was compared.")
+        return
+    places = range(1, len(pairs) + 1)
+    axes.plot(
+        places, [_drawn(pair.limit) for pair in pairs], color=INK, linewidth=0.8, linestyle=":", label="limit"
+    )
+    axes.plot(places, [_drawn(pair.floor) for pair in pairs], color=COLOURS[1], linewidth=1.0, label="floor")
+    axes.scatter(
+        places,
+        [_drawn(pair.distance.relative) for pair in pairs if pair.distance],
+        s=9,
+        color=[FALLBACK if pair.verdict == "differs" else COLOURS[0] for pair in pairs],
+        label="distance",
+        zorder=3,
+    )
+    if first is not None and first.pair in pairs:
+        place = pairs.index(first.pair) + 1
+        axes.axvline(place, color=FALLBACK, linewidth=1, linestyle="--")
+        left = place > len(pairs) / 2
+        axes.annotate(
+            first.module or "the model",
+            (place, 0.06),
+            xycoords=("data", "axes fraction"),
+            xytext=(-4 if left else 4, 0),
+            textcoords="offset points",
+            ha="right" if left else "left",
+            fontsize=8,
+            color=FALLBACK,
+        )
+    axes.set_yscale("log")
+    _key(axes)
+
+
+def _over_steps(axes: Axes, parity: Parity) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    dress(axes, "Median and largest distance of each step, as a share of the limit", "step", "share of limit")
+    steps = sorted({pair.site.step for pair in parity.pairs})
+    kinds = (
+        ("activations", (OUTPUT,)),
+        ("gradients", (OUTPUT_GRADIENT, INPUT_GRADIENT, PARAMETER_GRADIENT)),
+        ("updated parameters", (UPDATED_PARAMETER,)),
+    )
+    drawn = False
+    for position, (name, wanted) in enumerate(kinds):
+        shares = {step: _shares(parity.pairs, step, wanted) for step in steps}
+        known = [step for step in steps if shares[step]]
+        if not known:
+            continue
+        drawn = True
+        middle = [_drawn(sorted(shares[step])[len(shares[step]) // 2]) for step in known]
+        largest = [_drawn(max(shares[step])) for step in known]
+        colour = COLOURS[position]
+        axes.plot(known, largest, color=colour, marker="o", markersize=4, linewidth=1.2, label=name)
+        axes.plot(known, middle, color=colour, marker="_", markersize=7, linewidth=0.8, linestyle=":")
+    if not drawn:
+        say(axes, "Nothing was compared.")
+        return
+    axes.axhline(1.0, color=INK, linewidth=0.8, linestyle=":")
+    axes.set_yscale("log")
+    axes.set_xlim(steps[0] - 0.5, steps[-1] + 0.5)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    _key(axes)
+
+
+def _shares(pairs: Sequence[TensorPair], step: int, kinds: Sequence[str]) -> list[float]:
+    return [
+        pair.distance.relative / pair.limit
+        for pair in pairs
+        if pair.site.step == step and pair.site.kind in kinds and pair.distance and pair.limit
+    ]
+
+
+def _drawn(value: float) -> float:
+    return _MOST if math.isinf(value) or math.isnan(value) else min(_MOST, max(_LEAST, value))
+
+
+def _key(axes: Axes) -> None:
+    axes.legend(frameon=False, labelcolor=INK, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+_FUNCTION_MARKS = {"agrees": Mark.GOOD, "differs": Mark.BAD, "not checked": Mark.WARN}
+
+
+def function_page(report: FunctionReport) -> Page:
+    """List the Functions, and say what a difference means."""
+    heading = f"Autograd Functions of {report.model}"
+    if not report.checks:
+        return Page(heading, (Note("Its forward calls none.", Mark.QUIET),))
+    rows = tuple(
+        row(one.name, units.count(one.calls), Cell(one.state, _FUNCTION_MARKS[one.state]), one.found or "-")
+        for one in report.checks
+    )
+    columns = (
+        Column("function"),
+        Column("calls", numeric=True, meaning="in one forward of the model"),
+        Column("backward", meaning="measured: against finite differences of the forward, in float64"),
+        Column("what was found"),
+    )
+    note = Note(
+        "Each Function ran alone, on the first inputs it got. PyTorch and ONNX Runtime run the same backward: one that "
+        "differs trains alike with both, and wrongly, unless it is meant, as in a straight-through estimator.",
+        Mark.QUIET if report.ok else Mark.BAD,
+    )
+    return Page(heading, (Table("", columns, rows), note))

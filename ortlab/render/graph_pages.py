@@ -1,20 +1,32 @@
-"""The pages of graphs: what is in one, and all stages of a build together."""
+"""The pages of graphs: what is in one, the stages of a build, what differs between two; picture, tree and frame."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from html import escape
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Final
 
 from ortlab import units
+from ortlab.graphs.diff_words import rows
 from ortlab.graphs.phases import PHASES
-from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, row
+from ortlab.graphs.viewer.document import SANDBOX
+from ortlab.render import graph_picture
+from ortlab.render.page import Block, Cell, Column, Drawing, Folded, Frame, Mark, Note, Page, Table, row
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ortlab.graphs.diff import GraphDiff
     from ortlab.graphs.graph_set import GraphSet
+    from ortlab.graphs.onnx_files import FileGraph
     from ortlab.graphs.phases import Phase
     from ortlab.graphs.stages import Graph, Value
     from ortlab.graphs.summary import GraphSummary, Kind, OperatorRow, SummaryNode
+    from ortlab.graphs.viewer.embedded import EmbeddedGraph
+
 
 VALUES_SHOWN: Final = 12
 """Inputs and outputs of a graph that a page shows, each; the batch and the model's outputs come first."""
@@ -303,3 +315,135 @@ def _shape(value: Value) -> str:
     if not value.dtype:
         return UNKNOWN
     return " x ".join(map(str, value.shape)) or "scalar"
+
+
+def with_picture(graph: Graph, summary: Page) -> Page:
+    """Put the still picture into the page of a graph, behind its first sentence, and the tree of modules at the end."""
+    picture = Drawing(graph_picture.description(graph), lambda: graph_picture.picture(graph))
+    first, *others = summary.blocks or (Note(""),)
+    tree = Folded("Modules and their operators", graph_picture.tree(graph))
+    return replace(summary, blocks=(first, picture, *others, tree))
+
+
+def file_page(graph: FileGraph, summary: Page) -> Page:
+    """Put what was not read of a file before the rest of its page."""
+    notes = tuple(Note(one, Mark.QUIET) for one in graph.notes)
+    return replace(summary, blocks=(*notes, *summary.blocks))
+
+
+def embedded_page(shown: EmbeddedGraph, summary: Page) -> Page:
+    """Put the frame under the summary, or say why there is none."""
+    return replace(summary, blocks=(*summary.blocks, *_view(shown)))
+
+
+def frame(shown: EmbeddedGraph) -> str:
+    """Write the frame: sandboxed, with the whole page in it."""
+    return (
+        f'<iframe title="{escape(graph_picture.description(shown.graph))}" sandbox="{SANDBOX}" loading="lazy" '
+        f'style="width: 100%; height: {shown.height}px; border: 1px solid #8888; box-sizing: border-box" '
+        f'srcdoc="{escape(shown.document.html)}"></iframe>'
+    )
+
+
+def _view(shown: EmbeddedGraph) -> tuple[Block, ...]:
+    if shown.refused:
+        return (Note(f"The graph cannot be browsed here. {shown.refused}", Mark.WARN),)
+    reduced = shown.document.reduced
+    words = (Note(reduced, Mark.QUIET),) if reduced else ()
+    said = "the graph node by node, which can be browsed in the HTML of the notebook"
+    return (*words, Frame(said, lambda: frame(shown)))
+
+
+DIFFERENCES_SHOWN: Final = 60
+"""Differences that a page lists, in the order of the sentences."""
+
+_DIFFERENCE: Final = (
+    Column("difference"),
+    Column("operators", meaning="what the nodes compute, before and after"),
+    Column("module", meaning="where in the model the nodes come from; empty where that is not known"),
+    Column("before", meaning="names of the nodes in the first graph"),
+    Column("after", meaning="names of the nodes in the second graph"),
+    Column("more"),
+)
+
+_MARKS: Final = {"removed": Mark.BAD, "added": Mark.GOOD, "changed": Mark.WARN}
+
+
+def graph_diff_page(diff: GraphDiff) -> Page:
+    """Say what is different between two graphs, in sentences, as a picture, and one by one."""
+    title = f"Difference of graphs: {diff.before.name} -> {diff.after.name}"
+    if diff.is_empty:
+        same = f"No difference: both compute the same, in {units.count(len(diff.matched))} matched nodes."
+        todo = (
+            "Set a switch, then ask again: lab.set(memory_level=1).graph_diff(), or %ort_graph --changes. "
+            "Or name one: lab.graph_diff(memory_level=1)."
+        )
+        return Page(title, (Note(same, Mark.GOOD), Note(todo, Mark.QUIET)))
+    blocks: list[Block] = [
+        Note("\n".join(diff.sentences)),
+        Note(
+            f"{units.count(diff.before.nodes)} nodes before, {units.count(diff.after.nodes)} after; "
+            f"{units.count(len(diff.matched))} of them are in both."
+            + (_constants(diff) if diff.before.constant_nodes != diff.after.constant_nodes else ""),
+            Mark.QUIET,
+        ),
+        *_pictures(diff),
+        *(Note(note, Mark.QUIET) for note in dict.fromkeys(graph.note for graph in diff.graphs) if note),
+        Folded("One by one", blocks=(_differences(diff),), is_open=True),
+    ]
+    return Page(title, tuple(blocks))
+
+
+def _constants(diff: GraphDiff) -> str:
+    return (
+        f" Constants are no nodes here: {units.count(diff.before.constant_nodes)} Constant nodes and "
+        f"{units.count(diff.before.constants)} stored constants before, "
+        f"{units.count(diff.after.constant_nodes)} and {units.count(diff.after.constants)} after."
+    )
+
+
+def _pictures(diff: GraphDiff) -> list[Block]:
+    """Draw the graphs by module, with what is different marked; the first only if it has more than changes."""
+    if not diff.graphs:
+        return []
+    before, after = diff.colours()
+    sides = [(diff.graphs[1], after, "After", diff.after.name)] if after else []
+    if set(before.values()) - {"changed"}:
+        sides.insert(0, (diff.graphs[0], before, "Before", diff.before.name))
+    blocks: list[Block] = []
+    for graph, colours, when, name in sides:
+        counts = Counter(colours.values())
+        kinds = ", ".join(f"{units.count(number)} {kind}" for kind, number in counts.most_common())
+        said = f"{when}, {name}: nodes by module, and how many of them are {kinds}."
+        blocks += [
+            Note(f"{when}, {name}: {kinds}.", Mark.QUIET),
+            Drawing(said, _marked(graph, colours)),
+        ]
+    return blocks
+
+
+def _marked(graph: Graph, colours: Mapping[str, str]) -> Callable[[], str]:
+    return lambda: graph_picture.picture(graph, marks=colours)
+
+
+def _differences(diff: GraphDiff) -> Table:
+    found = list(rows(diff))
+    shown = [
+        row(
+            Cell(one.difference, _MARKS.get(one.difference.rpartition(" ")[2], Mark.PLAIN)),
+            one.operators,
+            one.module,
+            one.before,
+            one.after,
+            one.more,
+        )
+        for one in found[:DIFFERENCES_SHOWN]
+    ]
+    hidden = len(found) - len(shown)
+    return Table(
+        f"{units.count(len(found))} differences",
+        _DIFFERENCE,
+        tuple(shown),
+        f"{units.count(hidden)} more: diff.table() has them all." if hidden else "",
+        sorts=True,
+    )

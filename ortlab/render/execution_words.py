@@ -1,4 +1,4 @@
-"""Which parts of a model ONNX Runtime executes, in words: for the badge, for a sentence, and as a table."""
+"""Who executes a model, in words: engines, and the parts of a model that ONNX Runtime executes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,41 @@ from typing import TYPE_CHECKING
 
 from ortlab import units
 from ortlab.records.coverage import names
-from ortlab.render.page import Cell, Column, Folded, Mark, Note, Table, row
+from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Table, row
 
 if TYPE_CHECKING:
     from ortlab.records.coverage import Coverage, Part
-    from ortlab.render.page import Block
+    from ortlab.records.runs import Run
+
+ENGINE_NAMES = {
+    "ort": "ONNX Runtime",
+    "eager": "PyTorch eager",
+    "checkpoint": "PyTorch, layers checkpointed",
+    "compile": "torch.compile",
+}
+"""What the engines are called in sentences; `engine_words` says what one is told, too."""
+
+
+def engine_words(engine: str) -> str:
+    """Name an engine in a sentence: "torch.compile with activation memory budget 0.5"."""
+    kind, _, told = engine.partition(":")
+    name = ENGINE_NAMES.get(kind, kind)
+    if not told:
+        return name
+    if kind == "checkpoint":
+        return f"PyTorch, {told.replace('+', ', ')} checkpointed"
+    return f"{name} with activation memory budget {told}"
+
+
+def title(run: Run) -> str:
+    """Name a run for tables; one that PyTorch executed for ORT says so in capitals."""
+    return run.title.replace("PyTorch (fallback", "PYTORCH (fallback")
+
+
+def name_cell(run: Run) -> Cell:
+    """Name a run in a cell, red where PyTorch executed it for ORT."""
+    return Cell(title(run), Mark.BAD if run.fell_back else Mark.PLAIN)
+
 
 ROWS_SHOWN = 30
 """Parts that a table shows."""

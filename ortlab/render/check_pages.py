@@ -1,4 +1,4 @@
-"""The page of a pre-flight: the verdict, the next step, what stands in the way, and what can be wrapped instead."""
+"""Pages of what is checked before training: the doctor, a pre-flight, a self-test, and recipes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from ortlab import units
-from ortlab.records.findings import Finding, Kind, Level
+from ortlab.records.preflight import Finding, Kind, Level
 from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, row
 
 if TYPE_CHECKING:
+    from ortlab.records.checks import Recipe, Report
     from ortlab.records.preflight import Checked, Preflight
+    from ortlab.records.selftest import SelfTest
 
-_ROWS: Final = 12
+
+_FINDINGS_SHOWN: Final = 12
 """Rows of findings that are shown at once; the others are folded."""
 
 _NAMED: Final = 3
@@ -26,17 +29,19 @@ _FINDINGS: Final = (
     Column("what"),
     Column("line", meaning="file and line of the code it comes from"),
 )
+
 _CAPTIONS: Final = {
     Level.OBSTACLE: "Stands in the way",
     Level.WRONG: "Would go wrong without an error",
     Level.NOTE: "Works; worth knowing",
 }
-_MARKS: Final = {Level.OBSTACLE: Mark.BAD, Level.WRONG: Mark.BAD, Level.NOTE: Mark.QUIET}
+
+_LEVEL_MARKS: Final = {Level.OBSTACLE: Mark.BAD, Level.WRONG: Mark.BAD, Level.NOTE: Mark.QUIET}
 
 
 def preflight_page(report: Preflight) -> Page:
     """Say on one screen whether a model trains on ONNX Runtime, and what to do if not."""
-    words, mark = verdict(report)
+    words, mark = preflight_verdict(report)
     blocks: list[Block] = [Note(words, mark), Note(f"Next: {next_step(report)}")]
     for level in (Level.OBSTACLE, Level.WRONG):
         blocks += _findings(report.of(level), level)
@@ -53,7 +58,7 @@ def preflight_page(report: Preflight) -> Page:
     return Page(f"Pre-flight of {report.name}: {report.model}", tuple(blocks))
 
 
-def verdict(report: Preflight) -> tuple[str, Mark]:
+def preflight_verdict(report: Preflight) -> tuple[str, Mark]:
     """Say in one sentence whether the model trains on ONNX Runtime."""
     stopping = [one for one in report.findings if one.stops]
     if not stopping and report.built:
@@ -111,11 +116,11 @@ def _findings(findings: Sequence[Finding], level: Level) -> list[Block]:
         groups.setdefault((one.kind, one.what, one.place.where), []).append(one)
     if not groups:
         return []
-    rows = tuple(_row(group, level) for group in groups.values())
-    blocks: list[Block] = [Table(_CAPTIONS[level], _FINDINGS, rows[:_ROWS])]
-    if len(rows) > _ROWS:
-        more = Table("", _FINDINGS, rows[_ROWS:])
-        blocks.append(Folded(f"{units.count(len(rows) - _ROWS)} more", blocks=(more,)))
+    rows = tuple(_finding_row(group, level) for group in groups.values())
+    blocks: list[Block] = [Table(_CAPTIONS[level], _FINDINGS, rows[:_FINDINGS_SHOWN])]
+    if len(rows) > _FINDINGS_SHOWN:
+        more = Table("", _FINDINGS, rows[_FINDINGS_SHOWN:])
+        blocks.append(Folded(f"{units.count(len(rows) - _FINDINGS_SHOWN)} more", blocks=(more,)))
     fixes = dict.fromkeys(one.fix for one in findings if one.fix)
     if fixes:
         lines = "\n".join(f"- {fix}" for fix in fixes)
@@ -123,7 +128,7 @@ def _findings(findings: Sequence[Finding], level: Level) -> list[Block]:
     return blocks
 
 
-def _row(group: Sequence[Finding], level: Level) -> tuple[Cell, ...]:
+def _finding_row(group: Sequence[Finding], level: Level) -> tuple[Cell, ...]:
     one = group[0]
     name = one.place.module or "the model itself"
     others = f" and {units.count(len(group) - 1)} more" if len(group) > 1 else ""
@@ -131,7 +136,7 @@ def _row(group: Sequence[Finding], level: Level) -> tuple[Cell, ...]:
     times = f" ({units.count(one.times)} times)" if one.times > 1 else ""
     return row(
         Cell(f"{name} ({one.place.module_class}){others}", more=more),
-        Cell(f"{one.what}{times}", _MARKS[level] if level is not Level.NOTE else Mark.PLAIN),
+        Cell(f"{one.what}{times}", _LEVEL_MARKS[level] if level is not Level.NOTE else Mark.PLAIN),
         _short(one.place.where),
     )
 
@@ -209,3 +214,75 @@ def _folders() -> Iterable[str]:
     for folder in (os.getcwd(), *sys.path):  # noqa: PTH109 - strings are compared
         if folder and folder != os.sep:
             yield folder.rstrip(os.sep) + os.sep
+
+
+def report_page(report: Report) -> Page:
+    """Show what the doctor found, and the command that repairs what is wrong."""
+    words = {
+        "ok": Cell("ok", Mark.GOOD),
+        "warn": Cell("WARNING", Mark.WARN),
+        "fail": Cell("FAILED", Mark.BAD),
+    }
+    rows = tuple(row(check.name, words[check.status], check.found) for check in report.checks)
+    verdict = Note("This installation can train with ONNX Runtime.", Mark.GOOD)
+    if not report.ok:
+        verdict = Note("This installation cannot train with ONNX Runtime as it is.", Mark.BAD)
+    fixes = [Note(f"{check.name}: {check.fix}", Mark.WARN) for check in report.checks if check.fix]
+    table = Table("", (Column("check"), Column("result"), Column("found")), rows)
+    return Page("Doctor", (table, verdict, *fixes))
+
+
+_OUTCOME_MARKS: Final = {
+    "held": Mark.GOOD,
+    "did not hold": Mark.BAD,
+    "failed": Mark.BAD,
+    "stated": Mark.PLAIN,
+    "not run": Mark.QUIET,
+}
+
+_MS_PER_S: Final = 1000
+_TRIED: Final = (Column("what"), Column("outcome"), Column("found", whole=True))
+
+
+def selftest_verdict(test: SelfTest) -> str:
+    """Say in a line how it ended, how many findings of each outcome there are, and how long it took."""
+    counted = {name: sum(one.outcome == name for one in test.findings) for name in _OUTCOME_MARKS}
+    words = ", ".join(f"{number} {name}" for name, number in counted.items() if number) or "nothing was run"
+    end = (
+        "Interrupted"
+        if test.interrupted
+        else "All that was tried holds"
+        if test.ok
+        else "Not all of it holds"
+    )
+    took = units.duration(sum(test.seconds.values()) * _MS_PER_S)
+    return f"{end}: {words}; {took}."
+
+
+def selftest_page(test: SelfTest) -> Page:
+    """Give each part a table, after the selftest_verdict and what is against it, and the machine at the end."""
+    blocks: list[Block] = [Note(selftest_verdict(test), Mark.GOOD if test.ok else Mark.BAD)]
+    blocks += [
+        Note(f"{one.part}, {one.name}: {one.outcome}: {one.said}", Mark.BAD)
+        for one in test.findings
+        if _OUTCOME_MARKS[one.outcome] is Mark.BAD
+    ]
+    if test.interrupted:
+        blocks.append(Note("It was ended before its last part: what is not named was not run.", Mark.BAD))
+    for part in dict.fromkeys(one.part for one in test.findings):
+        rows = tuple(
+            row(one.name, Cell(one.outcome, _OUTCOME_MARKS[one.outcome]), one.said)
+            for one in test.findings
+            if one.part == part
+        )
+        took = f", {units.duration(test.seconds[part] * _MS_PER_S)}" if part in test.seconds else ""
+        blocks.append(Table(f"{part}{took}", _TRIED, rows))
+    facts = tuple(row(name, value) for name, value in {"started": test.started_at, **test.machine}.items())
+    blocks.append(Table("machine", (Column(""), Column("", whole=True)), facts))
+    return Page(f"Self-test on {test.device}", tuple(blocks))
+
+
+def recipe_page(recipe: Recipe) -> Page:
+    """Show the code, and say what it needs that is not here."""
+    lacking = tuple(Note(sentence, Mark.WARN) for sentence in recipe.missing)
+    return Page(f"Recipe: {recipe.title}", (*lacking, Folded("Code", recipe.code, is_open=True)))

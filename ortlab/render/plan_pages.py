@@ -1,4 +1,4 @@
-"""The page of a memory plan: what each way to recompute saves and costs, and where each number comes from."""
+"""The pages of recompute plans: what each saves and costs here, and those that were read from a file or a log."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Final
 
 from ortlab import units
 from ortlab.records.coverage import names
-from ortlab.render.page import Cell, Column, Folded, Mark, Note, Page, Table, row
+from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, row
 
 if TYPE_CHECKING:
     from ortlab.memory.plan import MemoryPlan, PlanRow
+    from ortlab.memory.saved_plans import SavedPlan, SavedPlans
+
 
 PLANS_SHOWN: Final = 100
 """Plans that a page shows: those with the largest predicted savings."""
@@ -151,7 +153,7 @@ def missing_notes(plan: MemoryPlan) -> tuple[Note, ...]:
     return (Note(f"Without a graph, since not called yet: {names(plan.missing)}.", Mark.WARN),)
 
 
-def _on(one: PlanRow) -> Cell:
+def _on_here(one: PlanRow) -> Cell:
     if not one.enabled:
         return Cell("-", Mark.QUIET)
     if one.applied is None:
@@ -169,7 +171,6 @@ def _saves(one: PlanRow) -> Cell:
 
 
 _OVERLAP: Final = "Savings overlap where plans share operators, so they do not add up."
-
 _ALWAYS: Final[tuple[Shown, ...]] = (
     (
         Column("plan", meaning="what memory_plan takes: cluster, strategy, count (-1 for all)"),
@@ -180,7 +181,7 @@ _ALWAYS: Final[tuple[Shown, ...]] = (
             "on",
             meaning="whether the present options ask for it, and in how many of its places ORT applies it",
         ),
-        _on,
+        _on_here,
     ),
     (
         Column("places", numeric=True, meaning="reported by ORT: occurrences in the graph"),
@@ -285,3 +286,126 @@ def sizes_text(plan: MemoryPlan) -> str:
 
 def _report(plan: MemoryPlan) -> tuple[Folded, ...]:
     return (Folded("ORT's own report", plan.report),) if plan.report else ()
+
+
+SavedShown = tuple[Column, Callable[["SavedPlan"], "str | Cell"]]
+ROWS_SHOWN: Final = 200
+"""Plans that a page shows."""
+
+_WHAT: Final = {
+    "2022": "the release of 2022 (Gelu:1)",
+    "2023": "releases of 2023 (Gelu+:1:-1)",
+    "2024": "releases since 2024, 1.19.2 among them (a JSON list)",
+}
+
+
+def saved_plans_page(saved: SavedPlans) -> Page:
+    """List the plans of a file or a log, in its order."""
+    title = f"Recompute plans of {saved.source}, as in {_WHAT[saved.dialect]}"
+    blocks: list[Block] = [] if saved.complete else [Note(_cut(saved), Mark.BAD)]
+    if saved.rows:
+        blocks.append(_table(saved))
+    else:
+        blocks.append(Note("It names no plan.", Mark.QUIET))
+    blocks += _notes(saved)
+    if saved.log is not None:
+        blocks.append(Folded("Its tables, written again", saved.tables(), repeats=True))
+    return Page(title, tuple(blocks))
+
+
+def _cut(saved: SavedPlans) -> str:
+    log = saved.log
+    found = [] if log is None else [(len(log.alleviations), "summary of 2022", "summaries of 2022")]
+    if log is not None:
+        found += [
+            (
+                len(log.matrix.features) + len(log.matrix.plans),
+                "line of the features",
+                "lines of the features",
+            ),
+            (len(log.insight.rows), "row of MemoryInsight", "rows of MemoryInsight"),
+        ]
+    read = ", ".join(
+        f"{units.count(number)} {one if number == 1 else more}" for number, one, more in found if number
+    )
+    return f"This log is cut off: the end of a table is missing. What was there was read: {read}."
+
+
+def _table(saved: SavedPlans) -> Table:
+    columns = _saved_columns(saved)
+    shown = saved.rows[:ROWS_SHOWN]
+    rows = tuple(row(*(write(one) for _, write in columns)) for one in shown)
+    hidden = len(saved.rows) - len(shown)
+    left_out = f"{units.count(hidden)} more: .table() has them." if hidden else ""
+    return Table("", tuple(column for column, _ in columns), rows, left_out)
+
+
+def _saved_columns(saved: SavedPlans) -> list[SavedShown]:
+    columns: list[SavedShown] = [
+        (Column("plan", meaning="as memory_plan takes it today"), lambda one: one.config),
+        (Column("on", meaning="whether it was on"), _was_on),
+    ]
+    if any(one.places is not None for one in saved.rows):
+        places = Column("places", numeric=True, meaning="occurrences, by the log")
+        columns.append((places, lambda one: units.count(one.places)))
+    if any(_bytes(one) is not None for one in saved.rows):
+        saves = Column(
+            "saves", numeric=True, meaning="predicted by ORT for the log's own batch, not measured"
+        )
+        columns.append((saves, lambda one: units.size(_bytes(one))))
+    if any(_bytes(one) is None and one.shapes for one in saved.rows):
+        columns.append((Column("need not be kept", meaning="by the log"), lambda one: "; ".join(one.shapes)))
+    if any(one.present is not None for one in saved.rows):
+        columns.append((Column("this model", meaning="whether the present model has it"), _present))
+    if any(one.sentence for one in saved.rows):
+        columns.append((Column("what it does"), lambda one: one.sentence))
+    return columns
+
+
+def _bytes(one: SavedPlan) -> float | None:
+    return one.printed_bytes if one.printed_bytes is not None else one.saving_bytes
+
+
+def _present(one: SavedPlan) -> Cell:
+    return Cell("has it", Mark.GOOD) if one.present else Cell("has it not", Mark.WARN)
+
+
+def _was_on(one: SavedPlan) -> Cell:
+    if not one.on:
+        return Cell("-", Mark.QUIET)
+    if one.applied is None or one.requested is None:
+        return Cell("yes")
+    asked = "all" if one.requested < 0 else units.count(one.requested)
+    return Cell(f"yes, applied {units.count(one.applied)} (asked for {asked})")
+
+
+def _notes(saved: SavedPlans) -> list[Note]:
+    notes = []
+    if saved.symbols:
+        sizes = ", ".join(f"{name} = {size:,}" for name, size in saved.symbols.items())
+        notes.append(Note(f"Predicted by ORT for the log's own batch ({sizes}), not measured.", Mark.QUIET))
+    wrong = [
+        one
+        for one in saved.rows
+        if one.printed_bytes is not None
+        and one.saving_bytes is not None
+        and one.printed_bytes != one.saving_bytes
+    ]
+    notes += [
+        Note(
+            f"{one.config}: the log says {units.count(one.printed_bytes)} B, and its own formula comes to "
+            f"{units.count(one.saving_bytes)} B.",
+            Mark.WARN,
+        )
+        for one in wrong
+    ]
+    absent = [one for one in saved.rows if one.present is False]
+    if absent:
+        number = f"{units.count(len(absent))} of {units.count(len(saved.rows))}"
+        lines = [one.config + (f" (near: {', '.join(one.near)})" if one.near else "") for one in absent]
+        notes.append(Note(f"This model does not have {number}: {'; '.join(lines)}.", Mark.WARN))
+    if saved.present:
+        notes.append(Note(f"To switch on what it has: lab.set(memory_plan={list(saved.present)})"))
+    elif not any(one.present is not None for one in saved.rows) and saved.rows:
+        notes.append(Note("Not held against a model: saved.against(lab.plan()) does that.", Mark.QUIET))
+    return notes

@@ -1,4 +1,4 @@
-"""The pages of what Triton runs: the list of fused sub-graphs, and one of them with its code."""
+"""The pages of kernels: the sub-graphs that Triton runs, one of them with its code, and what ORT has tuned."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Final
 
 from ortlab import units
 from ortlab.errors import BuildError
-from ortlab.render.graph_forms import with_picture
-from ortlab.render.graph_page import graph_page
+from ortlab.render.graph_pages import graph_page, with_picture
 from ortlab.render.page import Block, Cell, Code, Column, Mark, Note, Page, Table, row
 
 if TYPE_CHECKING:
     from ortlab.graphs.triton_kernels import TritonKernel, TritonKernels
+    from ortlab.records.tuning_results import TuningResults
+
 
 _COLUMNS: Final = (
     Column("sub-graph", numeric=True),
@@ -93,3 +94,29 @@ def _run_by(kernel: TritonKernel) -> str:
     if not kernel.nodes:
         return f"No node of the lab's graph runs it. Key {kernel.key}."
     return f"Run by {', '.join(kernel.nodes)}. Key {kernel.key}."
+
+
+ROWS_SHOWN: Final = 200
+_TUNED: Final = (
+    Column("operator", whole=True),
+    Column("sizes", whole=True),
+    Column("implementation", numeric=True, meaning="number of the fastest; 0 is taken without tuning"),
+    Column("provider"),
+)
+
+
+def tuning_page(found: TuningResults) -> Page:
+    """List the choices; ORT keeps no times of them."""
+    shown = found.operators[:ROWS_SHOWN]
+    hidden = len(found.operators) - len(shown)
+    rows = tuple(row(one.operator, one.shape, str(one.choice), one.provider) for one in shown)
+    blocks: list[Block] = []
+    if rows:
+        left_out = f"{units.count(hidden)} more: `table()` has them." if hidden else ""
+        blocks.append(Table("", _TUNED, rows, left_out))
+    else:
+        blocks.append(Note("Nothing was tuned.", Mark.QUIET))
+    for provider, facts in found.validators.items():
+        words = ", ".join(f"{name} {value}" for name, value in facts.items())
+        blocks.append(Note(f"{provider} takes them where these are the same: {words}.", Mark.QUIET))
+    return Page(f"Tuning results of {found.path}", tuple(blocks))

@@ -1,16 +1,71 @@
-"""Pages of FLOPs: what a step calculates, and what a switch saves of it."""
+"""Pages of a profiled step: operators by time, FLOPs by module, and what a switch saves of them; with their figures."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
 from ortlab import units
-from ortlab.render.page import Block, Cell, Column, Drawing, Mark, Note, Page, Table, row
+from ortlab.memory.lifetimes import lifetimes
+from ortlab.render.page import Block, Cell, Column, Mark, Note, Page, Table, printable, row
+from ortlab.render.plots import COLOURS, INK, drawing, dress, new_figure, say
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from ortlab.graphs.flop_formulas import Shape
     from ortlab.graphs.flop_savings import FlopSavings, NodeChange
     from ortlab.graphs.flops import Flops, Kind
+    from ortlab.memory.trace import Trace
+
+
+OPERATORS_SHOWN: Final = 20
+"""Rows of operators that a page shows: those that take the most time."""
+
+
+def trace_page(trace: Trace) -> Page:
+    """List operators by time, forward, backward and recomputed apart."""
+    table = trace.table()
+    total = sum(node.ms for node in trace.nodes)
+    columns = (
+        Column("operator"),
+        Column("pass"),
+        *(Column(name, numeric=True) for name in ("nodes", "time", "share", "results")),
+    )
+    rows = tuple(
+        row(
+            one["operator"],
+            one["pass"],
+            units.count(one["nodes"]),
+            units.duration(one["time [ms]"]),
+            units.percent(one["time [ms]"] / total if total else 0.0),
+            units.size(one["results [bytes]"]),
+        )
+        for one in table.head(OPERATORS_SHOWN).to_dict("records")
+    )
+    more = len(table) - len(rows)
+    left_out = f"{units.count(more)} more rows: trace.table() has them." if more else ""
+    again = f", {units.duration(trace.recomputed_ms)} of it a second time" if trace.recomputed_ms else ""
+    found = lifetimes(trace)
+    at = trace.nodes[found.peak_at]
+    sentences = (
+        f"Kernels took {units.duration(trace.forward_ms)} in the forward and {units.duration(trace.backward_ms)} in "
+        f"the backward{again}. Measured with ONNX Runtime's profiler, which slows the step; each kernel's time is the "
+        f"shortest of {units.count(trace.steps)} steps."
+    )
+    memory = (
+        f"Buffers of {units.size(found.peak)} are alive at the peak, in the {'backward' if at.backward else 'forward'} "
+        f"where {at.operator} runs: simulated from measured sizes. {units.size(sum(one.size for one in found.kept))} "
+        "are kept from the forward for the backward."
+    )
+    return Page(
+        "Profile of a step",
+        (
+            Note(sentences),
+            Table("Operators by time", columns, rows, left_out=left_out),
+            Note(memory),
+        ),
+    )
+
 
 ROWS_SHOWN: Final = 20
 """Rows of a table that a page shows: those with the most FLOPs."""
@@ -77,7 +132,12 @@ def savings_page(savings: FlopSavings) -> Page:
     changes = [one for one in savings.changes if one.saved]
     if changes:
         blocks.append(_changes(changes))
-        blocks.append(Drawing(_DRAWN, lambda: _drawn(savings)))
+        blocks.append(
+            drawing(
+                "FLOPs by module with and without the switch; ortlab.plot(savings) draws it.",
+                lambda: savings_plot(savings),
+            )
+        )
     fewer = sum(one.fewer_elements for one in savings.passed if not one.saved)
     if fewer > 0:
         without = [one for one in savings.passed if not one.saved]
@@ -89,16 +149,6 @@ def savings_page(savings: FlopSavings) -> Page:
         )
     blocks.append(Note(_RULE, Mark.QUIET))
     return Page(f"FLOPs saved: {savings.changed}", tuple(blocks))
-
-
-_DRAWN: Final = "FLOPs by module with and without the switch; ortlab.plot(savings) draws it."
-
-
-def _drawn(savings: FlopSavings) -> str:
-    from ortlab.render.flops_plot import savings_plot
-    from ortlab.render.plots import svg
-
-    return svg(savings_plot(savings), _DRAWN)
 
 
 def _saved(savings: FlopSavings) -> str:
@@ -165,3 +215,63 @@ def _of(flops: Flops) -> str:
     words = [f"part {flops.part}"] if flops.part else []
     words += [flops.configuration] if flops.configuration else []
     return f": {', '.join(words)}" if words else ""
+
+
+MODULES_SHOWN: Final = 16
+_MEGA: Final = 1e6
+
+
+def flops_plot(flops: Flops) -> Figure:
+    """Draw the FLOPs of each module, forward and backward apart, the largest first."""
+    names = list(flops.by("module"))[:MODULES_SHOWN]
+    figure = new_figure(1.2 + 0.28 * max(len(names), 1))
+    axes = figure.add_subplot()
+    dress(axes, "FLOPs of a step, by module", "MFLOPs", "")
+    if not names:
+        say(axes, "No node multiplies matrices.")
+        return figure
+    left = [0.0] * len(names)
+    for backward, colour in ((False, COLOURS[0]), (True, COLOURS[1])):
+        widths = [
+            sum(node.flops or 0 for node in flops.nodes if node.module == name and node.backward is backward)
+            / _MEGA
+            for name in names
+        ]
+        label = "backward" if backward else "forward"
+        axes.barh(list(map(_label, names)), widths, left=left, label=label, color=colour, height=0.6)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
+    axes.legend(frameon=False, labelcolor=INK, fontsize=8)
+    return figure
+
+
+def savings_plot(savings: FlopSavings) -> Figure:
+    """Draw the FLOPs of the modules that change, without the switch and with it."""
+    names = list(savings.by_module())[:MODULES_SHOWN]
+    figure = new_figure(1.4 + 0.4 * max(len(names), 1))
+    axes = figure.add_subplot()
+    dress(axes, f"FLOPs of a step: {printable(savings.changed)}", "MFLOPs", "")
+    if not names:
+        say(axes, "No module calculates more or less.")
+        return figure
+    places = range(len(names))
+    for offset, flops, label, colour in (
+        (-0.2, savings.without, "without", COLOURS[1]),
+        (0.2, savings.having, "with", COLOURS[0]),
+    ):
+        sums = flops.by("module")
+        axes.barh(
+            [place + offset for place in places],
+            [sums.get(name, 0) / _MEGA for name in names],
+            label=label,
+            color=colour,
+            height=0.36,
+        )
+    axes.set_yticks(list(places), list(map(_label, names)))
+    axes.invert_yaxis()
+    axes.legend(frameon=False, labelcolor=INK, fontsize=8)
+    return figure
+
+
+def _label(name: str) -> str:
+    return units.fold(printable(name), 44).replace("$", r"\$") or "the model itself"
