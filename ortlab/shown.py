@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from ortlab.units import fold, printable
+
 if TYPE_CHECKING:
     from ortlab.render.page import Page
 
@@ -21,9 +23,6 @@ class Shown:
 
     def __repr__(self) -> str:
         """Say in one line what it is, and the figure that it is for."""
-        from ortlab.render.page import printable
-        from ortlab.units import fold
-
         return fold(f"{type(self).__name__}({printable(self._headline())})", REPR_LENGTH)
 
     def __str__(self) -> str:

@@ -11,7 +11,6 @@ from ortlab.shown import Shown
 if TYPE_CHECKING:
     import pandas as pd
 
-
 Status: TypeAlias = Literal["ok", "warn", "fail"]
 
 

@@ -12,7 +12,6 @@ from ortlab.shown import Shown
 if TYPE_CHECKING:
     import pandas as pd
 
-
 EMBED: Final = "EMBED"
 LABEL: Final = "LABEL"
 

@@ -19,7 +19,6 @@ from ortlab.shown import Shown
 if TYPE_CHECKING:
     import pandas as pd
 
-
 EXPORTER: Final = "exporter"
 ORTMODULE: Final = "ORTModule"
 RUNTIME: Final = "ONNX Runtime"

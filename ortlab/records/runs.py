@@ -19,7 +19,6 @@ from ortlab.shown import Shown
 if TYPE_CHECKING:
     import pandas as pd
 
-
 SCHEMA = 2
 """Version of the JSON layout of `Run.to_dict`."""
 
@@ -378,9 +377,7 @@ class Ledger(Shown, Sequence[Run]):
                     "first loss": run.losses[0],
                     "last loss": run.losses[-1],
                     "step [ms]": run.step_ms,
-                    "forward [ms]": statistics.median(s.forward_ms for s in run.warm_steps),
-                    "backward [ms]": statistics.median(s.backward_ms for s in run.warm_steps),
-                    "optimizer [ms]": statistics.median(s.optimizer_ms for s in run.warm_steps),
+                    **median_parts(run.warm_steps),
                     "initialisation [ms]": run.initialization.total_ms if run.initialization else 0.0,
                     "step memory [bytes]": run.step_memory_bytes,
                 }
@@ -409,6 +406,12 @@ class Ledger(Shown, Sequence[Run]):
             fix="Give a file that Ledger.save wrote.",
         )
         return cls([Run.from_dict(record) for record in records])
+
+
+def median_parts(steps: Sequence[Step]) -> dict[str, float]:
+    """Return the median time of a step inside forward, backward and optimizer, by the columns of tables."""
+    parts = ("forward", "backward", "optimizer")
+    return {f"{part} [ms]": statistics.median(getattr(step, f"{part}_ms") for step in steps) for part in parts}
 
 
 def least_step_memory(runs: Sequence[Run]) -> int | None:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from ortlab.records.runs import Run, Step
 
-
 FASTER: Final = "faster"
 SLOWER: Final = "slower"
 NO_DIFFERENCE: Final = "no difference shown"

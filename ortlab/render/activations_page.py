@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING, Final
 from ortlab import units
 from ortlab.memory.activations import place_of
 from ortlab.memory.saved_activations import OUTSIDE
-from ortlab.records.coverage import names
-from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, printable, row
-from ortlab.render.plots import COLOURS, INK, MIB, drawing, dress, new_figure, say
+from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, row
+from ortlab.render.plan_pages import missing_notes
+from ortlab.render.plots import COLOURS, MIB, drawing, dress, key, new_figure, plain, say
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from ortlab.memory.activations import ActivationGroup, SavedActivation
     from ortlab.memory.saved_activations import Kind, SavedActivations
-
 
 ACTIVATIONS_SHOWN = 30
 """Rows of activations that a page shows: those that take most."""
@@ -29,7 +28,7 @@ def activations_page(activations: SavedActivations) -> Page:
     """List what is kept, the largest first, and what it adds up to; or that alone, where one kind is asked for."""
     if not activations.rows:
         return Page(
-            "Saved activations", (Note("Nothing is kept for backward.", Mark.QUIET), *_missing(activations))
+            "Saved activations", (Note("Nothing is kept for backward.", Mark.QUIET), *missing_notes(activations))
         )
     if activations.shown_by:
         return _by_page(activations, activations.shown_by)
@@ -59,7 +58,7 @@ def _notes(activations: SavedActivations) -> tuple[tuple[Note, ...], tuple[Note,
         Mark.QUIET,
     )
     before = (*_unknown(activations), *_returned(activations), *_applied(activations))
-    return before, (*_inputs(activations), *_missing(activations), how, *_built(activations))
+    return before, (*_inputs(activations), *missing_notes(activations), how, *_built(activations))
 
 
 def _built(activations: SavedActivations) -> tuple[Note, ...]:
@@ -73,7 +72,7 @@ def _by_page(activations: SavedActivations, kind: Kind) -> Page:
             Note(total_sentence(activations)),
             *_unknown(activations),
             groups_table(activations, kind, ""),
-            *_missing(activations),
+            *missing_notes(activations),
             Note(f"For {_sizes(activations)}; worked out from shapes, not measured.", Mark.QUIET),
             *_built(activations),
         ),
@@ -83,8 +82,7 @@ def _by_page(activations: SavedActivations, kind: Kind) -> Page:
 def total_sentence(activations: SavedActivations) -> str:
     """Say how much is kept, and in how many buffers."""
     least = "At least " if activations.unknown else ""
-    buffers = "1 buffer" if len(activations.rows) == 1 else f"{units.count(len(activations.rows))} buffers"
-    return f"{least}{units.size(activations.total_bytes)} in {buffers}."
+    return f"{least}{units.size(activations.total_bytes)} in {units.many(activations.rows, 'buffer')}."
 
 
 def activations_notes(activations: SavedActivations) -> tuple[Note, ...]:
@@ -94,7 +92,7 @@ def activations_notes(activations: SavedActivations) -> tuple[Note, ...]:
         *_returned(activations),
         *_applied(activations),
         *_inputs(activations),
-        *_missing(activations),
+        *missing_notes(activations),
     )
     return (*notes, Note(f"For {_sizes(activations)}; worked out from shapes, not measured.", Mark.QUIET))
 
@@ -292,14 +290,11 @@ def _inputs(activations: SavedActivations) -> tuple[Note, ...]:
     return (Note(f"Backward also reads these inputs, which the caller holds anyway: {listed}.", Mark.QUIET),)
 
 
-def _missing(activations: SavedActivations) -> tuple[Note, ...]:
-    if not activations.missing:
-        return ()
-    return (Note(f"Without a graph, since not called yet: {names(activations.missing)}.", Mark.WARN),)
-
-
 def _sizes(activations: SavedActivations) -> str:
     return ", ".join(f"{name} = {size:,}" for name, size in activations.symbols.items()) or "fixed sizes"
+
+
+# ---- the figure -----------------------------------------------------------------------------------------------------
 
 
 LAYERS_SHOWN: Final = 32
@@ -314,15 +309,7 @@ _INCHES_PER_BAR: Final = 0.26
 def activations_plot(activations: SavedActivations) -> Figure:
     """Draw what each layer keeps for backward, stacked by operator: the six that keep most, and the others.
 
-    Parameters
-    ----------
-    activations
-        Saved activations; activations of unknown size are left out, and the heading says so.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-        `activations_plot(activations).savefig("activations.svg")` saves it.
+    Activations of unknown size are left out, and the heading says so.
     """
     layers = activations.by("layer")
     largest = {group.name for group in sorted(layers, key=lambda group: -group.bytes)[:LAYERS_SHOWN]}
@@ -355,10 +342,9 @@ def activations_plot(activations: SavedActivations) -> Figure:
             axes.barh(rows, widths, left=left, label=_bar_name(operator), color=colour, height=0.7)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     axes.invert_yaxis()
-    axes.legend(frameon=False, labelcolor=INK, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    key(axes)
     return figure
 
 
 def _bar_name(text: str) -> str:
-    """Name a bar, without a dollar sign, which would start a formula."""
-    return (text if text == OUTSIDE else units.fold(printable(text), _NAME)).replace("$", r"\$")
+    return plain(text if text == OUTSIDE else units.fold(units.printable(text), _NAME))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final
 
 from ortlab import units
 from ortlab.memory.measured import RESIDENT
-from ortlab.render.page import Block, Cell, Column, Mark, Note, Page, Table, printable, row
-from ortlab.render.plots import COLOURS, FALLBACK, INK, MIB, drawing, dress, new_figure, say
+from ortlab.render.page import Block, Cell, Column, Mark, Note, Page, Table, row
+from ortlab.render.plots import COLOURS, FALLBACK, INK, MIB, drawing, dress, key, new_figure, say
 from ortlab.studies.batch_size_following import first_misfit, following
 from ortlab.studies.batch_size_points import (
     FAILED,
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from ortlab.studies.batch_size_points import BatchSizePoint, Plans
     from ortlab.studies.batch_size_search import BatchSizeSearch
-
 
 _COLUMNS: Final = (
     Column("batch", numeric=True, meaning="samples in a batch"),
@@ -188,24 +187,16 @@ def _need(search: BatchSizeSearch, point: BatchSizePoint) -> str:
     return f"batch {units.count(point.size)} {'ran out of memory' if point.outcome == RAN_OUT else 'was not run'}"
 
 
+# ---- the figure -----------------------------------------------------------------------------------------------------
+
+
 _MARKERS: Final = ("o", "s", "^", "D", "v", "P")
 _HEIGHT: Final = 5.2  # inches
 _NAME_WIDTH: Final = 26  # characters
 
 
 def batch_size_plot(search: BatchSizeSearch) -> Figure:
-    """Draw samples per second (median, quartiles) and memory of the batches, those that do not fit hollow.
-
-    Parameters
-    ----------
-    search
-        A search.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-        `batch_size_plot(search).savefig("search.svg")` saves it.
-    """
+    """Draw samples per second (median, quartiles) and memory of the batches, those that do not fit hollow."""
     figure = new_figure(_HEIGHT)
     top, bottom = figure.subplots(2, sharex=True)
     sets = tuple(dict.fromkeys(one.plans for one in search.points))
@@ -302,7 +293,7 @@ def _key(axes: Axes, sets: tuple[Plans, ...]) -> None:
             marker=_MARKERS[position % len(_MARKERS)],
             markersize=5,
             linewidth=1.2,
-            label=textwrap.fill(units.fold(printable(plans_name(plans)), 4 * _NAME_WIDTH), _NAME_WIDTH),
+            label=textwrap.fill(units.fold(units.printable(plans_name(plans)), 4 * _NAME_WIDTH), _NAME_WIDTH),
         )
         for position, plans in enumerate(sets)
     ]
@@ -317,11 +308,4 @@ def _key(axes: Axes, sets: tuple[Plans, ...]) -> None:
             label=textwrap.fill("hollow: does not fit, or predicted and not run", _NAME_WIDTH),
         )
     )
-    axes.legend(
-        handles=handles,
-        frameon=False,
-        labelcolor=INK,
-        fontsize=8,
-        loc="upper left",
-        bbox_to_anchor=(1.0, 1.0),
-    )
+    key(axes, handles=handles)

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from ortlab import units
-from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, row
-from ortlab.render.plots import COLOURS, INK, MIB, drawing, dress, new_figure, say
+from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, left_out, row
+from ortlab.render.plots import COLOURS, INK, MIB, drawing, dress, key, new_figure, plain, say
 from ortlab.studies import budget as outcomes
 from ortlab.studies.batch_size_points import plans_name
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from ortlab.studies.budget import Budget, Obstacle, Prediction
-
 
 _MARKS: Final = {
     outcomes.NO_PLANS_NEEDED: Mark.GOOD,
@@ -131,7 +130,7 @@ def _names(prediction: Prediction) -> str:
         return f"memory_level={prediction.memory_level}"
     names = list(dict.fromkeys(units.fold(plans_name((plan,)), _NAME) for plan in prediction.plans))
     shown = names if len(names) <= _NAMED else [*names[:_NAMED], f"{len(names) - _NAMED} more"]
-    plans = "1 plan" if len(prediction.plans) == 1 else f"{units.count(len(prediction.plans))} plans"
+    plans = units.many(prediction.plans, "plan")
     return f"{plans} ({', '.join(shown)})" if names else "no plan"
 
 
@@ -207,7 +206,7 @@ def _had(before: Mapping[str, Any]) -> str:
     plans = before.get("memory_plan", ())
     said = [f'engine "{before["engine"]}"'] if "engine" in before else []
     said += [f"memory_level={before['memory_level']}"] if "memory_level" in before else []
-    said += ["1 plan" if len(plans) == 1 else f"{units.count(len(plans))} plans"] if plans else []
+    said += [units.many(plans, "plan")] if plans else []
     return " and ".join(said)
 
 
@@ -295,7 +294,7 @@ def _obstacle(obstacle: Obstacle) -> Folded:
         hidden = len(obstacle.live) - len(shown)
         columns = (Column("what lives there"), Column("size", numeric=True))
         rows = tuple(row(name, units.size(size)) for name, size in shown)
-        blocks.append(Table("", columns, rows, f"{units.count(hidden)} smaller ones" if hidden else ""))
+        blocks.append(Table("", columns, rows, left_out(hidden, "smaller ones")))
     return Folded("What keeps memory from falling further", blocks=tuple(blocks), is_open=True)
 
 
@@ -351,6 +350,9 @@ def _sources(budget: Budget) -> str:
     return "\n".join(lines)
 
 
+# ---- the figure -----------------------------------------------------------------------------------------------------
+
+
 _PREDICTED, _MEASURED, _OTHER, _TIMED = COLOURS[0], COLOURS[5], COLOURS[2], COLOURS[1]
 _HEIGHT = 3.8  # inches
 
@@ -361,16 +363,6 @@ def budget_plot(budget: Budget) -> Figure:
     The line is predicted, and so is the time of every mark but two: the answer's own, with its 95 % interval, and those
     of candidates. Measured memory is filled, and joined with its prediction, so that the length of the line is the
     error.
-
-    Parameters
-    ----------
-    budget
-        A budget.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-        `budget_plot(budget).savefig("budget.svg")` saves it.
     """
     figure = new_figure(_HEIGHT)
     axes = figure.add_subplot()
@@ -399,7 +391,7 @@ def budget_plot(budget: Budget) -> Figure:
         )
     axes.margins(0.1)
     axes.set_xlim(left=0)
-    axes.legend(frameon=False, labelcolor=INK, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.02))
+    key(axes, 1.02)
     return figure
 
 
@@ -448,7 +440,7 @@ def _draw_measured(axes: Axes, budget: Budget, unit: float) -> None:
         label = "candidates, both measured" if position == 0 else None
         x, added = one.step_memory_bytes / MIB, (one.step_ms - base) / unit
         axes.plot([x], [added], "D", color=_OTHER, markersize=6, linestyle="none", label=label)
-        _name(axes, one.name.replace("$", r"\$"), x, added)
+        _name(axes, plain(one.name), x, added)
 
 
 def _draw_timing(axes: Axes, budget: Budget) -> None:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from ortlab.records.preflight import Checked, Preflight
     from ortlab.records.selftest import SelfTest
 
+# ---- pre-flight -----------------------------------------------------------------------------------------------------
+
 
 _FINDINGS_SHOWN: Final = 12
 """Rows of findings that are shown at once; the others are folded."""
@@ -214,6 +216,9 @@ def _folders() -> Iterable[str]:
     for folder in (os.getcwd(), *sys.path):  # noqa: PTH109 - strings are compared
         if folder and folder != os.sep:
             yield folder.rstrip(os.sep) + os.sep
+
+
+# ---- doctor, self-test, recipe --------------------------------------------------------------------------------------
 
 
 def report_page(report: Report) -> Page:

@@ -13,18 +13,18 @@ from ortlab.records.verdicts import (
     MARGIN,
     MEMORY_MARGIN,
     MORE_MEMORY,
-    NO_DIFFERENCE,
     NOT_COMPARABLE,
+    NO_DIFFERENCE,
     SLOWER,
 )
 from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, row
-from ortlab.render.run_pages import LISTED, STEP_MEMORY, TIMES, listed, sources
+from ortlab.render.run_pages import LAST_LOSS, LISTED, STEP_MEMORY, TIMES, listed, sources
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ortlab.records.comparison import Comparison, Contrast
-
+    from ortlab.studies.sweep_outcomes import Outcome
 
 _GOOD: Final = {FASTER, LESS_MEMORY}
 _WORSE: Final = {SLOWER, MORE_MEMORY}
@@ -32,6 +32,42 @@ BASELINE: Final = Cell("baseline", Mark.QUIET)
 MEMORY_MEASURED: Final = (
     "Step memory: measured, how far a step rises above its start; of two rounds the lower reading."
 )
+
+
+TIME_RATIO: Final = Column("time", numeric=True, meaning="measured: step time over the baseline's, with 95 % interval")
+VERDICT: Final = Column(
+    "verdict", meaning="what may be said; nothing where the machine may have drifted between the runs"
+)
+MEMORY_CHANGE: Final = Column("memory", numeric=True, meaning="measured: step memory against the baseline's")
+LOSS_DIFFERENCE: Final = Column("loss difference", numeric=True, meaning="measured: largest relative one, step by step")
+STEP_OF_ROUNDS: Final = Column(
+    "step", numeric=True, meaning="measured: median wall time of a warm step, all rounds together"
+)
+COMPARED: Final = (
+    TIME_RATIO,
+    VERDICT,
+    STEP_OF_ROUNDS,
+    STEP_MEMORY,
+    MEMORY_CHANGE,
+    LAST_LOSS,
+    LOSS_DIFFERENCE,
+)
+"""Columns of points that were held against a baseline; `compared_cells` gives the cells."""
+
+
+def compared_cells(one: Outcome, memory_ratio: float | None, *, is_base: bool) -> tuple[Cell, ...]:
+    """Say in the columns of `COMPARED` what was measured of a point, with its memory over the baseline's."""
+    point = one.point
+    ratio = units.ratio(1.0) if is_base else units.ratio_interval(one.time_ratio, one.time_low, one.time_high)
+    return row(
+        ratio,
+        BASELINE if is_base and not point.fell_back else verdict_cell(one.verdict, one.memory),
+        units.duration(point.step_ms),
+        units.size(point.step_memory_bytes),
+        "-" if is_base else units.change(memory_ratio),
+        units.loss(point.runs[-1].losses[-1]),
+        "-" if is_base else units.difference(one.loss_difference),
+    )
 
 
 def verdict_cell(time: str, memory: str = "") -> Cell:
@@ -63,21 +99,17 @@ def reasons(found: Iterable[tuple[str, str]], call: str) -> list[Block]:
     ]
 
 
-_NAME = Column("run", meaning="what differs from the baseline; the runs in full are below")
-_RATIO = Column("time", numeric=True, meaning="measured: step time over the baseline's, with 95 % interval")
-_VERDICT = Column(
-    "verdict", meaning="what may be said; nothing where the machine may have drifted between the runs"
-)
+# ---- runs against a baseline ----------------------------------------------------------------------------------------
 
-_MEMORY_CHANGE = Column("memory", numeric=True, meaning="measured: step memory against the baseline's")
+
+_NAME = Column("run", meaning="what differs from the baseline; the runs in full are below")
 _SHORT_STEP_MS = 2.0
-_DIFFERENCE = Column("loss difference", numeric=True, meaning="measured: largest relative one, step by step")
 
 
 def comparison_page(comparison: Comparison) -> Page:
     """Say what came out in a sentence; then each run beside the baseline: time, step memory, loss."""
     base = comparison.baseline
-    columns = (_NAME, TIMES[0], _RATIO, STEP_MEMORY, _MEMORY_CHANGE, _VERDICT, _DIFFERENCE)
+    columns = (_NAME, TIMES[0], TIME_RATIO, STEP_MEMORY, MEMORY_CHANGE, VERDICT, LOSS_DIFFERENCE)
     rows = [_compared_base(comparison)] + [_compared(contrast) for contrast in comparison.contrasts]
     summary = comparison.summary
     why = ((contrast.name, contrast.time.reason) for contrast in comparison.contrasts)
@@ -89,7 +121,7 @@ def comparison_page(comparison: Comparison) -> Page:
     ]
     blocks += [Note(f"{name}: not run. {reason}", Mark.BAD) for name, reason in comparison.failed]
     blocks += [
-        Note(f"{_name(contrast)}: {'; '.join(contrast.remarks)}.", _remark_mark(contrast))
+        Note(f"{_name(contrast)}: {'; '.join(contrast.remarks)}.", remark_mark(contrast))
         for contrast in comparison.contrasts
         if contrast.remarks
     ]
@@ -167,5 +199,6 @@ def _name(contrast: Contrast) -> str:
     return f"{number} PYTORCH (fallback){changed}".strip()
 
 
-def _remark_mark(contrast: Contrast) -> Mark:
-    return Mark.BAD if contrast.fell_back else Mark.WARN
+def remark_mark(one: Contrast | Outcome) -> Mark:
+    """Return how a remark on what was compared wants to be read: a fallback is no result."""
+    return Mark.BAD if one.fell_back else Mark.WARN

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Final
 
 from ortlab import units
 from ortlab.records.density import EMBED, LABEL, THRESHOLD
-from ortlab.render.page import Block, Cell, Column, Mark, Note, Page, Table, printable, row
-from ortlab.render.plots import COLOURS, INK, drawing, dress, new_figure, say, whole_steps
+from ortlab.render.page import Block, Cell, Column, Mark, Note, Page, Table, row
+from ortlab.render.plots import COLOURS, INK, drawing, dress, key, new_figure, plain, say, whole_steps
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from ortlab.records.density import Density, DensityReport, SwitchEffect
-
 
 STEPS_SHOWN: Final = 10
 """Steps that a page shows, the latest; ORTModule printed as many at a time."""
@@ -230,6 +229,9 @@ def _effect(one: SwitchEffect) -> tuple[Cell, ...]:
     )
 
 
+# ---- the table of a run, and the figure -----------------------------------------------------------------------------
+
+
 _INPUT = (
     Column("input", meaning="name of the model's argument"),
     Column("holds", meaning="tokens that an embedding looks up, or labels of a cross entropy"),
@@ -276,7 +278,7 @@ def density_plot(report: DensityReport) -> Figure:
         axes.plot(
             [one.step for one in rows],
             [100 * one.density for one in rows],
-            label=f"{kind} {printable(name)}".replace("$", r"\$"),
+            label=plain(f"{kind} {units.printable(name)}"),
             color=COLOURS[position % len(COLOURS)],
             marker="o",
             markersize=4,
@@ -286,5 +288,5 @@ def density_plot(report: DensityReport) -> Figure:
     axes.set_ylim(0, 105)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     whole_steps(axes)
-    axes.legend(frameon=False, labelcolor=INK, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    key(axes)
     return figure

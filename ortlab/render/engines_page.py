@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 import math
-import statistics
 import textwrap
 from typing import TYPE_CHECKING
 
 from ortlab import units
 from ortlab.options.engine_names import engine_kind
-from ortlab.render.comparison_page import BASELINE, MEMORY_MEASURED, reasons, verdict_cell
-from ortlab.render.execution_words import ENGINE_NAMES, engine_words
-from ortlab.render.page import Block, Cell, Column, Mark, Note, Page, Table, printable, row
-from ortlab.render.plots import COLOURS, FALLBACK, INK, MIB, drawing, dress, new_figure, say
+from ortlab.render.comparison_page import COMPARED, MEMORY_MEASURED, compared_cells, reasons
+from ortlab.render.execution_words import engine_words
+from ortlab.render.page import Block, Cell, Column, Mark, Note, Page, Table, row
+from ortlab.render.plots import (
+    INK,
+    MIB,
+    drawing,
+    dress,
+    engine_colour,
+    key,
+    new_figure,
+    plain,
+    quartiles,
+    say,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from ortlab.studies.engine_comparison import Candidate, EngineComparison
 
-
 _COLUMNS = (
     Column("candidate", meaning="who executed the model, and how it differs from the lab as it is set"),
-    Column("time", numeric=True, meaning="measured: step time over the baseline's, with 95 % interval"),
-    Column(
-        "verdict", meaning="what may be said; nothing where the machine may have drifted between the runs"
-    ),
-    Column("step", numeric=True, meaning="measured: median wall time of a warm step, all rounds together"),
-    Column("step memory", numeric=True, meaning="measured: how far a step rises above its start"),
-    Column("memory", numeric=True, meaning="measured: step memory against the baseline's"),
-    Column("last loss", numeric=True, meaning="measured: loss of the last step"),
-    Column("loss difference", numeric=True, meaning="measured: largest relative one, step by step"),
+    *COMPARED,
 )
 
 
@@ -92,7 +93,7 @@ def engines_page(candidates: EngineComparison) -> Page:
             _sources(measured),
         ]
     rounds = f"{units.count(candidates.sweep.rounds)} rounds of " if candidates.sweep.rounds > 1 else ""
-    steps = f"{units.count(candidates.sweep.count)} {'steps' if candidates.sweep.count > 1 else 'step'}"
+    steps = units.many(candidates.sweep.count, "step")
     return Page(f"Engines of {candidates.sweep.model}: {rounds}{steps} each", tuple(blocks))
 
 
@@ -105,19 +106,9 @@ def candidate_words(candidate: Candidate) -> str:
 def _row(candidates: EngineComparison, candidate: Candidate) -> tuple[Cell, ...]:
     outcome, point = candidate.outcome, candidate.point
     assert outcome is not None  # noqa: S101 - only measured candidates have a row
-    is_base = point is candidates.sweep.baseline
     name = Cell(candidate_words(candidate), Mark.BAD if point.fell_back else Mark.PLAIN)
-    time = units.ratio_interval(outcome.time_ratio, outcome.time_low, outcome.time_high)
-    return row(
-        name,
-        units.ratio(1.0) if is_base else time,
-        BASELINE if is_base and not point.fell_back else verdict_cell(outcome.verdict, outcome.memory),
-        units.duration(point.step_ms),
-        units.size(candidate.rise_bytes),
-        "-" if is_base else units.change(candidate.rise_ratio),
-        units.loss(point.runs[-1].losses[-1]),
-        "-" if is_base else units.difference(outcome.loss_difference),
-    )
+    is_base = point is candidates.sweep.baseline
+    return (name, *compared_cells(outcome, candidate.rise_ratio, is_base=is_base))
 
 
 def _sources(measured: list[Candidate]) -> Note:
@@ -136,7 +127,9 @@ def _sources(measured: list[Candidate]) -> Note:
     return Note("\n".join(lines), Mark.QUIET)
 
 
-_ENGINE_COLOURS = dict(zip(ENGINE_NAMES, COLOURS, strict=False))
+# ---- the figure -----------------------------------------------------------------------------------------------------
+
+
 _MARKERS = {"ort": "o", "eager": "s", "checkpoint": "^", "compile": "D"}
 _NAME_WIDTH = 44  # characters
 
@@ -145,16 +138,7 @@ def engines_plot(candidates: EngineComparison) -> Figure:
     """Draw the median step time, with quartiles, against step memory.
 
     Where step memory is not known, the candidates stand in a row.
-
-    Parameters
-    ----------
-    candidates
-        EngineComparison; those that were not measured are left out.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-        `ortlab.plot(candidates).savefig("candidates.svg")` saves it.
+    Those that were not measured are left out.
     """
     shown = [candidate for candidate in candidates if candidate.outcome is not None]
     figure = new_figure(max(3.4, 1.4 + 0.34 * len(shown)))
@@ -166,12 +150,10 @@ def engines_plot(candidates: EngineComparison) -> Figure:
     devices = ", ".join(dict.fromkeys(run.device for candidate in shown for run in candidate.point.runs))
     memory, words = _memory(shown)
     for number, (candidate, place) in enumerate(zip(shown, memory, strict=True), start=1):
-        low, high = _quartiles(candidate)
-        colour = (
-            FALLBACK if candidate.point.fell_back else _ENGINE_COLOURS.get(engine_kind(candidate.engine), INK)
-        )
+        low, high = quartiles(candidate.point.warm_steps)
+        colour = engine_colour(candidate.engine, fell_back=candidate.point.fell_back)
         name = textwrap.fill(
-            units.fold(printable(f"{number}  {candidate_words(candidate)}"), 2 * _NAME_WIDTH),
+            units.fold(units.printable(f"{number}  {candidate_words(candidate)}"), 2 * _NAME_WIDTH),
             _NAME_WIDTH,
             subsequent_indent="    ",
         )
@@ -185,7 +167,7 @@ def engines_plot(candidates: EngineComparison) -> Figure:
             capsize=3,
             linewidth=1,
             linestyle="none",
-            label=name.replace("$", r"\$"),
+            label=plain(name),
         )
         axes.annotate(
             str(number),
@@ -200,14 +182,7 @@ def engines_plot(candidates: EngineComparison) -> Figure:
     )
     axes.margins(0.14)
     axes.set_ylim(bottom=0)
-    axes.legend(
-        frameon=False,
-        labelcolor=INK,
-        fontsize=8,
-        loc="upper left",
-        bbox_to_anchor=(1.0, 1.02),
-        handlelength=1.2,
-    )
+    key(axes, 1.02, handlelength=1.2)
     return figure
 
 
@@ -217,11 +192,3 @@ def _memory(shown: list[Candidate]) -> tuple[list[float], str]:
     if not any(map(math.isnan, sizes)):
         return sizes, "step memory [MiB]"
     return [float(number) for number in range(1, len(shown) + 1)], "candidates"
-
-
-def _quartiles(candidate: Candidate) -> tuple[float, float]:
-    times = [step.total_ms for step in candidate.point.warm_steps]
-    if len(times) == 1:
-        return times[0], times[0]
-    low, _, high = statistics.quantiles(times, n=4, method="inclusive")
-    return low, high

@@ -42,6 +42,9 @@ def name_cell(run: Run) -> Cell:
     return Cell(title(run), Mark.BAD if run.fell_back else Mark.PLAIN)
 
 
+# ---- parts of a model -----------------------------------------------------------------------------------------------
+
+
 ROWS_SHOWN = 30
 """Parts that a table shows."""
 

@@ -14,7 +14,20 @@ from ortlab.graphs.diff_words import rows
 from ortlab.graphs.phases import PHASES
 from ortlab.graphs.viewer.document import SANDBOX
 from ortlab.render import graph_picture
-from ortlab.render.page import Block, Cell, Column, Drawing, Folded, Frame, Mark, Note, Page, Table, row
+from ortlab.render.page import (
+    Block,
+    Cell,
+    Column,
+    Drawing,
+    Folded,
+    Frame,
+    Mark,
+    Note,
+    Page,
+    Table,
+    left_out,
+    row,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,7 +39,6 @@ if TYPE_CHECKING:
     from ortlab.graphs.stages import Graph, Value
     from ortlab.graphs.summary import GraphSummary, Kind, OperatorRow, SummaryNode
     from ortlab.graphs.viewer.embedded import EmbeddedGraph
-
 
 VALUES_SHOWN: Final = 12
 """Inputs and outputs of a graph that a page shows, each; the batch and the model's outputs come first."""
@@ -206,8 +218,8 @@ def _times(graph: Graph) -> tuple[Note, ...]:
     trace = graph.trace
     if trace is None:
         return ()
-    left_out = graph.summary.unmeasured
-    missing = f" {units.count(left_out)} nodes have no time: they did not run." if left_out else ""
+    unmeasured = graph.summary.unmeasured
+    missing = f" {units.count(unmeasured)} nodes have no time: they did not run." if unmeasured else ""
     again = f", {units.duration(trace.recomputed_ms)} of it a second time" if trace.recomputed_ms else ""
     return (
         Note(
@@ -241,8 +253,8 @@ def _groups(
         texts += [_sources(nodes)] * sources
         rows.append(row(*texts))
     hidden = len(groups) - len(rows)
-    left_out = f"{units.count(hidden)} more: graph.summary.node_table() has all nodes." if hidden else ""
-    return Table(caption, tuple(columns), tuple(rows), left_out)
+    rest = left_out(hidden, "more: graph.summary.node_table() has all nodes.")
+    return Table(caption, tuple(columns), tuple(rows), rest)
 
 
 def _sources(nodes: Iterable[SummaryNode]) -> str:
@@ -285,12 +297,12 @@ def _edges(graph: Graph) -> tuple[Block, ...]:
         f"{units.size(activations.total_bytes)}, over "
         f"{units.count(count)} edges"
     )
-    left_out = f"{units.count(hidden)} more: graph.summary.edge_table() has all edges." if hidden else ""
-    return (Table(caption, columns, rows, left_out),)
+    rest = left_out(hidden, "more: graph.summary.edge_table() has all edges.")
+    return (Table(caption, columns, rows, rest),)
 
 
 def _readers(names: tuple[str, ...], *, returned: bool) -> str:
-    read = [f"{units.count(len(names))} node{'s' if len(names) > 1 else ''}"] if names else []
+    read = [units.many(names, "node")] if names else []
     return ", ".join([*read, *(["the output"] if returned else [])])
 
 
@@ -307,7 +319,7 @@ def _values(caption: str, values: tuple[tuple[Value, Kind], ...]) -> Table:
             Column("what"),
         ),
         rows,
-        f"{units.count(hidden)} more." if hidden else "",
+        left_out(hidden, "more."),
     )
 
 
@@ -315,6 +327,9 @@ def _shape(value: Value) -> str:
     if not value.dtype:
         return UNKNOWN
     return " x ".join(map(str, value.shape)) or "scalar"
+
+
+# ---- picture, tree and frame ----------------------------------------------------------------------------------------
 
 
 def with_picture(graph: Graph, summary: Page) -> Page:
@@ -352,6 +367,9 @@ def _view(shown: EmbeddedGraph) -> tuple[Block, ...]:
     words = (Note(reduced, Mark.QUIET),) if reduced else ()
     said = "the graph node by node, which can be browsed in the HTML of the notebook"
     return (*words, Frame(said, lambda: frame(shown)))
+
+
+# ---- two graphs -----------------------------------------------------------------------------------------------------
 
 
 DIFFERENCES_SHOWN: Final = 60
@@ -444,6 +462,6 @@ def _differences(diff: GraphDiff) -> Table:
         f"{units.count(len(found))} differences",
         _DIFFERENCE,
         tuple(shown),
-        f"{units.count(hidden)} more: diff.table() has them all." if hidden else "",
+        left_out(hidden, "more: diff.table() has them all."),
         sorts=True,
     )

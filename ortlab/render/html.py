@@ -154,6 +154,9 @@ def _classes(mark: Mark = Mark.PLAIN, *, number: bool = False, short: bool = Fal
     return f' class="{" ".join(names)}"' if names else ""
 
 
+# ---- code, and tables that are sorted -------------------------------------------------------------------------------
+
+
 CODE_STYLE: Final = """\
 .ortlab pre.ortlab-code { font: 12px/1.45 var(--jp-code-font-family, monospace); margin: 0 0 8px; padding: 8px;
   overflow: auto; max-height: 40em; border: 1px solid var(--jp-border-color2, rgba(128, 128, 128, .35));

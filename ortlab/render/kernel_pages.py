@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Final
 from ortlab import units
 from ortlab.errors import BuildError
 from ortlab.render.graph_pages import graph_page, with_picture
-from ortlab.render.page import Block, Cell, Code, Column, Mark, Note, Page, Table, row
+from ortlab.render.page import Block, Cell, Code, Column, Mark, Note, Page, Table, left_out, row
 
 if TYPE_CHECKING:
     from ortlab.graphs.triton_kernels import TritonKernel, TritonKernels
     from ortlab.records.tuning_results import TuningResults
-
 
 _COLUMNS: Final = (
     Column("sub-graph", numeric=True),
@@ -58,8 +57,7 @@ def code_title(kernel: TritonKernel) -> str:
         return ""
     older = len(kernel.sources) - 1
     more = f", the newest of {units.count(older + 1)}" if older else ""
-    count = len(kernel.functions)
-    return f"{kernel.sources[-1].name}: {units.count(count)} Triton kernel{'s' * (count != 1)}{more}"
+    return f"{kernel.sources[-1].name}: {units.many(kernel.functions, 'Triton kernel')}{more}"
 
 
 def _row(kernel: TritonKernel) -> tuple[Cell, ...]:
@@ -96,6 +94,9 @@ def _run_by(kernel: TritonKernel) -> str:
     return f"Run by {', '.join(kernel.nodes)}. Key {kernel.key}."
 
 
+# ---- what ORT has tuned ---------------------------------------------------------------------------------------------
+
+
 ROWS_SHOWN: Final = 200
 _TUNED: Final = (
     Column("operator", whole=True),
@@ -112,8 +113,8 @@ def tuning_page(found: TuningResults) -> Page:
     rows = tuple(row(one.operator, one.shape, str(one.choice), one.provider) for one in shown)
     blocks: list[Block] = []
     if rows:
-        left_out = f"{units.count(hidden)} more: `table()` has them." if hidden else ""
-        blocks.append(Table("", _TUNED, rows, left_out))
+        rest = left_out(hidden, "more: `table()` has them.")
+        blocks.append(Table("", _TUNED, rows, rest))
     else:
         blocks.append(Note("Nothing was tuned.", Mark.QUIET))
     for provider, facts in found.validators.items():

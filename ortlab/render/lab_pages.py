@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from ortlab.lab.lab import Lab
     from ortlab.records.status import Rebuild, Status
 
-
 _STAGES = {
     "export": "the export, the gradient graph and the session",
     "graph": "the gradient graph and the session",
@@ -77,6 +76,9 @@ def lab_page(lab: Lab) -> Page:
             Note(f"Messages: {summary(messages)} %ort_messages, or lab.messages, shows them.", Mark.QUIET)
         )
     return Page(f"{lab.name}: {type(lab.module).__name__}", tuple(blocks))
+
+
+# ---- what a step rebuilds -------------------------------------------------------------------------------------------
 
 
 STAGE_NAMES: Final = {"export": "export", "graph": "gradient graph", "session": "session"}

@@ -10,20 +10,18 @@ from ortlab.memory.device_snapshot import block_words
 from ortlab.memory.measured import RESIDENT
 from ortlab.records.memory_phases import PHASES, MemoryPhases
 from ortlab.render.execution_words import engine_words
-from ortlab.render.page import Block, Cell, Column, Mark, Note, Page, Table, row
-from ortlab.render.plots import COLOURS, INK, MIB, drawing, dress, new_figure, say
+from ortlab.render.page import Block, Cell, Column, Mark, Note, Page, Table, left_out, row
+from ortlab.render.plots import COLOURS, INK, MIB, drawing, dress, key, new_figure, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from ortlab.memory.device_snapshot import MemorySnapshot
     from ortlab.memory.measured import MemoryMeasurement, PhasePeak
     from ortlab.memory.named_blocks import NamedBlock
     from ortlab.records.memory_phases import MemoryPhase
-
 
 STEPS_SHOWN: Final = 8
 """Steps of a run that a page lists: the first ones and the last."""
@@ -146,9 +144,9 @@ def steps_table(phases: MemoryPhases) -> Table:
             )
         )
     hidden = len(steps) - len(shown)
-    left_out = f"{units.count(hidden)} more steps: phases.table() has them." if hidden else ""
+    rest = left_out(hidden, "more steps: phases.table() has them.")
     where = f", {phases.source}" if phases.source else ""
-    return Table(f"{now} memory{where}".capitalize(), columns, tuple(rows), left_out)
+    return Table(f"{now} memory{where}".capitalize(), columns, tuple(rows), rest)
 
 
 def _phase_rows(measured: MemoryMeasurement) -> list[tuple[Cell, ...]]:
@@ -191,7 +189,7 @@ def _sources(measured: MemoryMeasurement) -> str:
         apart = f"the steps lie {units.size(measured.spread_bytes)} apart (median {median})."
     lines = [
         (
-            f"Measured on {measured.device} in {units.count(count)} {'step' if count == 1 else 'steps'} after "
+            f"Measured on {measured.device} in {units.many(measured.steps, 'step')} after "
             f"{units.count(measured.warm_up)} to warm up. Shown is the highest; {apart}"
         ),
         (
@@ -241,6 +239,9 @@ def _median(sizes: list[dict[str, int]], name: str) -> float | None:
     return statistics.median(one[name] for one in sizes) if sizes else None
 
 
+# ---- the figures ----------------------------------------------------------------------------------------------------
+
+
 _LEVEL, _PEAK = COLOURS[4], COLOURS[5]
 _MARKS: Final = ("o", "s", "D", "^")
 
@@ -248,15 +249,7 @@ _MARKS: Final = ("o", "s", "D", "^")
 def measurement_plot(measured: MemoryMeasurement) -> Figure:
     """Draw what each phase of a step takes above the start of the step: its level at the end, and its peak.
 
-    Parameters
-    ----------
-    measured
-        A measurement; the step with the highest rise is drawn.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-        `measurement_plot(measured).savefig("memory.svg")` saves it.
+    Drawn is the step with the highest rise.
     """
     phases = measured.step.phases
     start = measured.start_bytes
@@ -281,23 +274,12 @@ def measurement_plot(measured: MemoryMeasurement) -> Figure:
     dress(axes, f"Above the start of the step, measured ({measured.label})", "MiB", "")
     axes.invert_yaxis()
     axes.margins(x=0.12)
-    _key(axes)
+    key(axes)
     return figure
 
 
 def phases_plot(phases: MemoryPhases) -> Figure:
-    """Draw memory at the points of each step, and the highest so far.
-
-    Parameters
-    ----------
-    phases
-        The readings of a run, or of a log.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-        `phases_plot(phases).savefig("memory.svg")` saves it.
-    """
+    """Draw memory at the points of each step, and the highest so far."""
     figure = new_figure(2.8)
     axes = figure.add_subplot()
     if not phases.readings:
@@ -332,12 +314,11 @@ def phases_plot(phases: MemoryPhases) -> Figure:
         )
     axes.set_xticks(list(places.values()), [str(step) for step in places])
     dress(axes, f"Memory at the points of a step, measured ({now})", "step", "MiB")
-    _key(axes)
+    key(axes)
     return figure
 
 
-def _key(axes: Axes) -> None:
-    axes.legend(frameon=False, labelcolor=INK, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+# ---- the blocks of a GPU --------------------------------------------------------------------------------------------
 
 
 BLOCKS_SHOWN: Final = 40
@@ -382,7 +363,7 @@ def snapshot_page(found: MemorySnapshot) -> Page:
             "The largest blocks",
             _BLOCKS,
             tuple(_block_row(one) for one in shown),
-            f"{units.count(hidden)} more: snapshot.table() has all." if hidden else "",
+            left_out(hidden, "more: snapshot.table() has all."),
         ),
     ]
     if found.unsized:

@@ -11,7 +11,6 @@ from ortlab.render.page import Block, Cell, Column, Mark, Note, Page, Table, row
 if TYPE_CHECKING:
     from ortlab.options.option_list import OptionList
 
-
 EFFECT_WORDS = {
     Effect.WRAP: "re-export",
     Effect.EXPORT: "re-export",
@@ -76,6 +75,9 @@ def _row(one: Switch, options: Options, defaults: Options) -> tuple[Cell, ...]:
     if value != default:
         shown = Cell(f"{value_text(value)} (default {value_text(default)})", Mark.WARN)
     return row(one.name, shown, EFFECT_WORDS[one.effect])
+
+
+# ---- a list of some -------------------------------------------------------------------------------------------------
 
 
 _LISTED = (Column("option"), Column("value"), Column("choices"), Column("what it does"))

@@ -20,8 +20,8 @@ from ortlab.parity.pairs import (
     UPDATED_PARAMETER,
     WITHIN,
 )
-from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, row
-from ortlab.render.plots import COLOURS, FALLBACK, INK, drawing, dress, new_figure, say
+from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, left_out, row
+from ortlab.render.plots import COLOURS, FALLBACK, INK, drawing, dress, key, new_figure, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from ortlab.parity.functions import FunctionReport
     from ortlab.parity.pairs import TensorPair
     from ortlab.parity.record import Divergence, Parity
-
 
 _SHOWN: Final = 40
 """Rows of a folded table; the rest is in `Parity.table`."""
@@ -91,7 +90,7 @@ def parity_page(parity: Parity) -> Page:
 
 
 def _title(parity: Parity) -> str:
-    steps = f"{units.count(parity.steps)} {'steps' if parity.steps > 1 else 'step'}"
+    steps = units.many(parity.steps, "step")
     return f"Parity of {parity.model}: {_name(parity.candidate)} against {_name(parity.reference)}, {steps}"
 
 
@@ -239,9 +238,10 @@ def _tensors(pairs: Sequence[TensorPair]) -> Table:
             )
         )
     hidden = len(pairs) - len(rows)
-    return Table(
-        "", _TENSORS, tuple(rows), left_out=f"{units.count(hidden)} more in .table()" if hidden else ""
-    )
+    return Table("", _TENSORS, tuple(rows), left_out(hidden, "more in .table()"))
+
+
+# ---- the figure -----------------------------------------------------------------------------------------------------
 
 
 _HEIGHT: Final = 7.0  # inches
@@ -260,18 +260,7 @@ _PHASES: Final = (
 
 
 def parity_plot(parity: Parity) -> Figure:
-    """Draw the distance of each tensor of the first step over the depth, and the largest of each step.
-
-    Parameters
-    ----------
-    parity
-        The comparison.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-        `parity_plot(parity).savefig("parity.svg")` saves it.
-    """
+    """Draw the distance of each tensor of the first step over the depth, and the largest of each step."""
     figure = new_figure(_HEIGHT)
     forward, backward, over_steps = figure.subplots(3)
     step = parity.first.pair.site.step if parity.first else 1
@@ -317,7 +306,7 @@ def _over_depth(axes: Axes, pairs: Sequence[TensorPair], first: Divergence | Non
             color=FALLBACK,
         )
     axes.set_yscale("log")
-    _key(axes)
+    key(axes)
 
 
 def _over_steps(axes: Axes, parity: Parity) -> None:
@@ -349,7 +338,7 @@ def _over_steps(axes: Axes, parity: Parity) -> None:
     axes.set_yscale("log")
     axes.set_xlim(steps[0] - 0.5, steps[-1] + 0.5)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    _key(axes)
+    key(axes)
 
 
 def _shares(pairs: Sequence[TensorPair], step: int, kinds: Sequence[str]) -> list[float]:
@@ -364,8 +353,7 @@ def _drawn(value: float) -> float:
     return _MOST if math.isinf(value) or math.isnan(value) else min(_MOST, max(_LEAST, value))
 
 
-def _key(axes: Axes) -> None:
-    axes.legend(frameon=False, labelcolor=INK, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+# ---- autograd Functions ---------------------------------------------------------------------------------------------
 
 
 _FUNCTION_MARKS = {"agrees": Mark.GOOD, "differs": Mark.BAD, "not checked": Mark.WARN}

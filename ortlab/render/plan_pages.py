@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Final
 
 from ortlab import units
 from ortlab.records.coverage import names
-from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, row
+from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, left_out, row
 
 if TYPE_CHECKING:
     from ortlab.memory.plan import MemoryPlan, PlanRow
+    from ortlab.memory.saved_activations import SavedActivations
     from ortlab.memory.saved_plans import SavedPlan, SavedPlans
-
 
 PLANS_SHOWN: Final = 100
 """Plans that a page shows: those with the largest predicted savings."""
@@ -39,7 +39,7 @@ def plan_page(plan: MemoryPlan) -> Page:
     columns = _columns(plan)
     rows = tuple(row(*(write(one) for _, write in columns)) for one in shown)
     hidden = len(plan.rows) - len(rows)
-    left_out = f"{units.count(hidden)} plans that save less: lab.plan().table() has them." if hidden else ""
+    rest = left_out(hidden, "plans that save less: lab.plan().table() has them.")
     level = f"{level_text(plan, plan.memory_level)} Set it to 0 to choose your own."
     how = "Switch one on with lab.set(memory_plan=[...]), then rerun and compare."
     notes = (
@@ -48,7 +48,7 @@ def plan_page(plan: MemoryPlan) -> Page:
         *_order_notes(plan),
         Note(level if plan.memory_level else how),
     )
-    table = Table("", tuple(column for column, _ in columns), rows, left_out)
+    table = Table("", tuple(column for column, _ in columns), rows, rest)
     return Page("Memory plan", (table, *notes, *missing_notes(plan), *_built(plan), *_report(plan)))
 
 
@@ -146,11 +146,11 @@ def _order_notes(plan: MemoryPlan) -> tuple[Note, ...]:
     )
 
 
-def missing_notes(plan: MemoryPlan) -> tuple[Note, ...]:
-    """Say which parts are not in a plan, because no step has called them."""
-    if not plan.missing:
+def missing_notes(record: MemoryPlan | SavedActivations) -> tuple[Note, ...]:
+    """Say which parts are not in a record of the model, because no step has called them."""
+    if not record.missing:
         return ()
-    return (Note(f"Without a graph, since not called yet: {names(plan.missing)}.", Mark.WARN),)
+    return (Note(f"Without a graph, since not called yet: {names(record.missing)}.", Mark.WARN),)
 
 
 def _on_here(one: PlanRow) -> Cell:
@@ -288,6 +288,9 @@ def _report(plan: MemoryPlan) -> tuple[Folded, ...]:
     return (Folded("ORT's own report", plan.report),) if plan.report else ()
 
 
+# ---- plans that were read -------------------------------------------------------------------------------------------
+
+
 SavedShown = tuple[Column, Callable[["SavedPlan"], "str | Cell"]]
 ROWS_SHOWN: Final = 200
 """Plans that a page shows."""
@@ -326,7 +329,7 @@ def _cut(saved: SavedPlans) -> str:
             (len(log.insight.rows), "row of MemoryInsight", "rows of MemoryInsight"),
         ]
     read = ", ".join(
-        f"{units.count(number)} {one if number == 1 else more}" for number, one, more in found if number
+        units.many(number, one, more) for number, one, more in found if number
     )
     return f"This log is cut off: the end of a table is missing. What was there was read: {read}."
 
@@ -336,8 +339,8 @@ def _table(saved: SavedPlans) -> Table:
     shown = saved.rows[:ROWS_SHOWN]
     rows = tuple(row(*(write(one) for _, write in columns)) for one in shown)
     hidden = len(saved.rows) - len(shown)
-    left_out = f"{units.count(hidden)} more: .table() has them." if hidden else ""
-    return Table("", tuple(column for column, _ in columns), rows, left_out)
+    rest = left_out(hidden, "more: .table() has them.")
+    return Table("", tuple(column for column, _ in columns), rows, rest)
 
 
 def _saved_columns(saved: SavedPlans) -> list[SavedShown]:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Final
 
 from ortlab import units
 from ortlab.memory.lifetimes import lifetimes
-from ortlab.render.page import Block, Cell, Column, Mark, Note, Page, Table, printable, row
-from ortlab.render.plots import COLOURS, INK, drawing, dress, new_figure, say
+from ortlab.render.page import Block, Cell, Column, Mark, Note, Page, Table, row
+from ortlab.render.plots import COLOURS, INK, drawing, dress, new_figure, plain, say
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from ortlab.graphs.flop_savings import FlopSavings, NodeChange
     from ortlab.graphs.flops import Flops, Kind
     from ortlab.memory.trace import Trace
-
 
 OPERATORS_SHOWN: Final = 20
 """Rows of operators that a page shows: those that take the most time."""
@@ -65,6 +64,9 @@ def trace_page(trace: Trace) -> Page:
             Note(memory),
         ),
     )
+
+
+# ---- FLOPs ----------------------------------------------------------------------------------------------------------
 
 
 ROWS_SHOWN: Final = 20
@@ -143,7 +145,7 @@ def savings_page(savings: FlopSavings) -> Page:
         without = [one for one in savings.passed if not one.saved]
         blocks.append(
             Note(
-                f"{units.count(len(without))} element-wise node{'s' if len(without) > 1 else ''} of the forward made "
+                f"{units.many(without, 'element-wise node')} of the forward made "
                 f"{units.count(fewer)} numbers fewer: savings.table() has them."
             )
         )
@@ -217,6 +219,9 @@ def _of(flops: Flops) -> str:
     return f": {', '.join(words)}" if words else ""
 
 
+# ---- the figures ----------------------------------------------------------------------------------------------------
+
+
 MODULES_SHOWN: Final = 16
 _MEGA: Final = 1e6
 
@@ -250,7 +255,7 @@ def savings_plot(savings: FlopSavings) -> Figure:
     names = list(savings.by_module())[:MODULES_SHOWN]
     figure = new_figure(1.4 + 0.4 * max(len(names), 1))
     axes = figure.add_subplot()
-    dress(axes, f"FLOPs of a step: {printable(savings.changed)}", "MFLOPs", "")
+    dress(axes, f"FLOPs of a step: {units.printable(savings.changed)}", "MFLOPs", "")
     if not names:
         say(axes, "No module calculates more or less.")
         return figure
@@ -274,4 +279,4 @@ def savings_plot(savings: FlopSavings) -> Figure:
 
 
 def _label(name: str) -> str:
-    return units.fold(printable(name), 44).replace("$", r"\$") or "the model itself"
+    return plain(units.fold(units.printable(name), 44)) or "the model itself"

@@ -10,7 +10,7 @@ from ortlab import units
 from ortlab.records.runs import EXECUTED_BY_FALLBACK
 from ortlab.render.execution_words import engine_words
 from ortlab.render.page import Block, Cell, Column, Mark, Note, Page, Table, row
-from ortlab.render.plots import COLOURS, INK, MIB, drawing, dress, new_figure, say
+from ortlab.render.plots import COLOURS, INK, MIB, drawing, dress, key, new_figure, say
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ortlab.ranks.cluster_status import ClusterStatus
     from ortlab.ranks.rank_run import RankRun
     from ortlab.ranks.ranks import Ranks
-
 
 RANK_COLUMNS = (
     Column("rank", meaning="number of the process, from 0 on"),
@@ -126,7 +125,7 @@ def _about_tokens(rows: Sequence[RankRun]) -> str:
 
 def cluster_page(status: ClusterStatus) -> Page:
     """Say whether a cluster runs, and what each of its processes takes."""
-    many = f"{units.count(status.ranks)} rank{'s' if status.ranks > 1 else ''}"
+    many = units.many(status.ranks, "rank")
     blocks: list[Block] = []
     if status.died:
         blocks.append(Note(status.died, Mark.BAD))
@@ -141,20 +140,23 @@ def cluster_page(status: ClusterStatus) -> Page:
     rows = tuple(
         row(str(one.rank), f"pid {one.process}", units.size(one.resident_bytes)) for one in status.running
     )
-    threads = f"{units.count(status.threads)} thread{'s' if status.threads > 1 else ''} each"
+    threads = f"{units.many(status.threads, 'thread')} each"
     blocks += [
         Table("", columns, rows),
         Note(f"Running: {many} over {status.backend}, {threads}.", Mark.GOOD),
     ]
     if status.ranks > status.cores:
-        cores = f"{units.count(status.cores)} core{'s' if status.cores > 1 else ''}"
+        cores = units.many(status.cores, "core")
         blocks.append(Note(f"They share {cores}, so they take turns.", Mark.WARN))
     return Page("Cluster", tuple(blocks))
 
 
 def _title(ranks: Ranks) -> str:
-    many = f"{units.count(ranks.ranks)} rank{'s' if ranks.ranks > 1 else ''}"
+    many = units.many(ranks.ranks, "rank")
     return f"Run {units.count(ranks.shown)} on {many}" if ranks.shown else f"No run on {many}"
+
+
+# ---- the figure -----------------------------------------------------------------------------------------------------
 
 
 _PARTS = ("forward", "backward", "exchange", "optimizer", "everything else")
@@ -196,6 +198,9 @@ def _parts(one: RankRun) -> tuple[float, ...]:
         statistics.mean(step.optimizer_ms for step in warm),
         statistics.mean(step.other_ms for step in warm),
     )
+
+
+# ---- load balance ---------------------------------------------------------------------------------------------------
 
 
 _DRAWN = (
@@ -252,7 +257,7 @@ def balance_page(record: Balance) -> Page:
                 Mark.WARN,
             )
         )
-    epochs = f"{units.count(len(record.having))} epoch{'s' if len(record.having) > 1 else ''}"
+    epochs = units.many(record.having, "epoch")
     tokens = (
         "a batch counts as its longest sample times its samples"
         if record.padded
@@ -335,7 +340,7 @@ def balance_plot(record: Balance) -> Figure:
         axes.set_ylim(bottom=0)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     both[1].set_xlabel("step of the first epoch", fontsize=8, color=INK)
-    both[0].legend(frameon=False, labelcolor=INK, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    key(both[0])
     return figure
 
 

@@ -7,7 +7,7 @@ import statistics
 
 from ortlab import units
 from ortlab.options.options import Options
-from ortlab.records.runs import EXECUTED_BY_PARTS, Initialization, Ledger, Run
+from ortlab.records.runs import EXECUTED_BY_PARTS, Initialization, Ledger, Run, median_parts
 from ortlab.records.verdicts import cautions, fallen_share
 from ortlab.render.density_page import density_table
 from ortlab.render.execution_words import coverage_blocks, engine_words, extent, name_cell, title
@@ -223,13 +223,7 @@ def _changed(run: Run) -> str:
 
 
 def _medians(run: Run) -> list[str]:
-    warm = run.warm_steps
-    return [
-        units.duration(run.step_ms),
-        units.duration(statistics.median(step.forward_ms for step in warm)),
-        units.duration(statistics.median(step.backward_ms for step in warm)),
-        units.duration(statistics.median(step.optimizer_ms for step in warm)),
-    ]
+    return [units.duration(ms) for ms in (run.step_ms, *median_parts(run.warm_steps).values())]
 
 
 def sources(runs: list[Run]) -> Note:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import textwrap
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -11,10 +10,22 @@ from typing import TYPE_CHECKING
 from ortlab import units
 from ortlab.options.engine_names import engine_kind
 from ortlab.records.verdicts import MINIMUM_ROUNDS
-from ortlab.render.comparison_page import BASELINE, MEMORY_MEASURED, reasons, verdict_cell
+from ortlab.render.comparison_page import COMPARED, MEMORY_MEASURED, compared_cells, reasons, remark_mark
 from ortlab.render.execution_words import ENGINE_NAMES
-from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, printable, row
-from ortlab.render.plots import COLOURS, FALLBACK, INK, MIB, drawing, dress, new_figure, say
+from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, row
+from ortlab.render.plots import (
+    FALLBACK,
+    INK,
+    MIB,
+    drawing,
+    dress,
+    engine_colour,
+    key,
+    new_figure,
+    plain,
+    quartiles,
+    say,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,22 +36,14 @@ if TYPE_CHECKING:
     from ortlab.studies.sweep_outcomes import Outcome
     from ortlab.studies.sweep_points import Point
 
-
 _COLUMNS = (
     Column("point", meaning="its number in the order of the grid, and what differs between the points"),
-    Column("time", numeric=True, meaning="measured: step time over the baseline's, with 95 % interval"),
-    Column(
-        "verdict", meaning="what may be said; nothing where the machine may have drifted between the runs"
-    ),
-    Column("step", numeric=True, meaning="measured: median wall time of a warm step, all rounds together"),
-    Column("step memory", numeric=True, meaning="measured: how far a step rises above its start"),
-    Column("memory", numeric=True, meaning="measured: step memory against the baseline's"),
+    *COMPARED[:5],
     Column(
         "best trade-off",
         meaning="no other point is faster without more memory; memory within 2 % counts as equal",
     ),
-    Column("last loss", numeric=True, meaning="measured: loss of the last step"),
-    Column("loss difference", numeric=True, meaning="measured: largest relative one, step by step"),
+    *COMPARED[5:],
     Column("rebuilt", meaning="what was built for the point, all rounds together; never part of a step time"),
 )
 
@@ -77,7 +80,7 @@ def sweep_page(sweep: Sweep) -> Page:
     blocks += [
         Note(
             f"Point {one.point.number} ({sweep.name(one.point)}): {'; '.join(one.remarks)}.",
-            _remark_mark(one),
+            remark_mark(one),
         )
         for one in outcomes
         if one.remarks
@@ -90,7 +93,7 @@ def sweep_page(sweep: Sweep) -> Page:
 def _title(sweep: Sweep) -> str:
     points = units.count(len(sweep.points))
     rounds = f"{units.count(sweep.rounds)} rounds of " if sweep.rounds > 1 else ""
-    steps = f"{units.count(sweep.count)} {'steps' if sweep.count > 1 else 'step'}"
+    steps = units.many(sweep.count, "step")
     return f"Sweep {sweep.number} of {sweep.model}: {points} points, {rounds}{steps} each"
 
 
@@ -116,18 +119,12 @@ def _table(sweep: Sweep, outcomes: Sequence[Outcome], caption: str) -> Table:
 
 def _row(sweep: Sweep, one: Outcome) -> tuple[Cell, ...]:
     point = one.point
-    is_base = point is sweep.baseline
-    ratio = units.ratio(1.0) if is_base else units.ratio_interval(one.time_ratio, one.time_low, one.time_high)
+    cells = compared_cells(one, one.memory_ratio, is_base=point is sweep.baseline)
     return row(
         Cell(f"{point.number}  {sweep.name(point)}", Mark.BAD if point.fell_back else Mark.PLAIN),
-        ratio,
-        BASELINE if is_base and not point.fell_back else verdict_cell(one.verdict, one.memory),
-        units.duration(point.step_ms),
-        units.size(point.step_memory_bytes),
-        "-" if is_base else units.change(one.memory_ratio),
+        *cells[:5],
         Cell("yes", Mark.GOOD) if one.on_front else "",
-        units.loss(point.runs[-1].losses[-1]),
-        "-" if is_base else units.difference(one.loss_difference),
+        *cells[5:],
         _rebuilt(point),
     )
 
@@ -158,10 +155,6 @@ def _not_measured(sweep: Sweep) -> list[Block]:
     return [Table("Not measured", columns, rows)]
 
 
-def _remark_mark(one: Outcome) -> Mark:
-    return Mark.BAD if one.fell_back else Mark.WARN
-
-
 def _sources(sweep: Sweep, outcomes: Sequence[Outcome]) -> Note:
     """Say once, under the tables, what the numbers are and what they are not."""
     runs: list[Run] = [run for one in outcomes for run in one.point.runs]
@@ -188,7 +181,9 @@ def _sources(sweep: Sweep, outcomes: Sequence[Outcome]) -> Note:
     return Note("\n".join(lines), Mark.QUIET)
 
 
-_ENGINE_COLOURS = dict(zip(ENGINE_NAMES, COLOURS, strict=False))
+# ---- the figure -----------------------------------------------------------------------------------------------------
+
+
 _NAMES_SHOWN = 24
 """Points that the key names; a sweep's page names all."""
 
@@ -201,20 +196,11 @@ def sweep_plot(sweep: Sweep) -> Figure:
 
     Points on the front, which no other point beats in both, are filled and joined. Where step memory is
     not known, the points stand in a row by time.
-
-    Parameters
-    ----------
-    sweep
-        A sweep; points that were not measured are left out.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-        `sweep_plot(sweep).savefig("sweep.svg")` saves it.
+    Points that were not measured are left out.
     """
     outcomes = sweep.outcomes()
-    key = sorted(outcomes, key=lambda one: one.point.number)[:_NAMES_SHOWN]
-    lines = sum(_label(sweep, one).count("\n") + 1 for one in key)
+    named = sorted(outcomes, key=lambda one: one.point.number)[:_NAMES_SHOWN]
+    lines = sum(_label(sweep, one).count("\n") + 1 for one in named)
     figure = new_figure(max(3.6, 1.2 + _INCHES_PER_LINE * lines))
     axes = figure.add_subplot()
     if not outcomes:
@@ -231,14 +217,14 @@ def sweep_plot(sweep: Sweep) -> Figure:
     heading = f"Step time and step memory, measured on {devices} (median; whiskers: quartiles)"
     dress(axes, heading, memory, "step [ms]")
     axes.margins(0.12)
-    _name(axes, sweep, key, len(outcomes))
+    _name(axes, sweep, named, len(outcomes))
     return figure
 
 
 def _mark(axes: Axes, one: Outcome, memory: float) -> None:
     point = one.point
-    low, high = _quartiles(point)
-    colour = _colour(point)
+    low, high = quartiles(point.warm_steps)
+    colour = engine_colour(point.runs[0].engine, fell_back=point.fell_back)
     axes.errorbar(
         [memory],
         [point.step_ms],
@@ -273,60 +259,42 @@ def _join_front(axes: Axes, outcomes: Sequence[Outcome]) -> None:
     )
 
 
-def _name(axes: Axes, sweep: Sweep, key: Sequence[Outcome], total: int) -> None:
+def _name(axes: Axes, sweep: Sweep, named: Sequence[Outcome], total: int) -> None:
     """Write the key beside the axes: number and name of each point, and what the marks mean."""
     from matplotlib.lines import Line2D
 
-    handles = [Line2D([], [], linestyle="none", label=_label(sweep, one)) for one in key]
-    if total > len(key):
-        handles.append(Line2D([], [], linestyle="none", label=f"and {total - len(key)} more"))
-    engines = dict.fromkeys(engine_kind(one.point.runs[0].engine) for one in key if not one.fell_back)
+    handles = [Line2D([], [], linestyle="none", label=_label(sweep, one)) for one in named]
+    if total > len(named):
+        handles.append(Line2D([], [], linestyle="none", label=f"and {total - len(named)} more"))
+    engines = dict.fromkeys(engine_kind(one.point.runs[0].engine) for one in named if not one.fell_back)
     handles += [
         Line2D(
             [],
             [],
             linestyle="none",
             marker="o",
-            color=_ENGINE_COLOURS.get(name, INK),
+            color=engine_colour(name),
             label=ENGINE_NAMES[name],
         )
         for name in engines
     ]
-    if any(one.fell_back for one in key):
+    if any(one.fell_back for one in named):
         handles.append(
             Line2D([], [], linestyle="none", marker="o", color=FALLBACK, label="PYTORCH (fallback)")
         )
     handles.append(
         Line2D([], [], linestyle="--", marker="o", color=INK, linewidth=1, label="filled: best trade-offs")
     )
-    axes.legend(
-        handles=handles,
-        frameon=False,
-        labelcolor=INK,
-        fontsize=8,
-        loc="upper left",
-        bbox_to_anchor=(1.0, 1.02),
-        handlelength=1.2,
-    )
+    key(axes, 1.02, handles=handles, handlelength=1.2)
 
 
 def _label(sweep: Sweep, one: Outcome) -> str:
-    """Name a point, without a dollar sign, which would start a formula."""
+    """Name a point."""
     base = ", baseline" if one.point is sweep.baseline else ""
-    name = units.fold(printable(sweep.name(one.point)), 2 * _NAME_WIDTH)
+    name = units.fold(units.printable(sweep.name(one.point)), 2 * _NAME_WIDTH)
     words = f"{one.point.number}  {name}{base}"
     # A hyphen is the minus of a plan, "Gelu+:1:-1", and no place to break a line at.
     lines = textwrap.fill(words, _NAME_WIDTH, subsequent_indent="    ", break_on_hyphens=False)
-    return lines.replace("$", r"\$")
+    return plain(lines)
 
 
-def _colour(point: Point) -> str:
-    return FALLBACK if point.fell_back else _ENGINE_COLOURS.get(engine_kind(point.runs[0].engine), INK)
-
-
-def _quartiles(point: Point) -> tuple[float, float]:
-    times = [step.total_ms for step in point.warm_steps]
-    if len(times) == 1:
-        return times[0], times[0]
-    low, _, high = statistics.quantiles(times, n=4, method="inclusive")
-    return low, high

@@ -47,7 +47,6 @@ EXCEPTIONS = {
     ("ortlab.shown", "ortlab.notebook.widgets.record_display"),
     ("ortlab.shown", "ortlab.render.headlines"),
     ("ortlab.shown", "ortlab.render.lab_pages"),
-    ("ortlab.shown", "ortlab.render.page"),
     ("ortlab.shown", "ortlab.render.pages"),
     ("ortlab.shown", "ortlab.render.text"),
 }
