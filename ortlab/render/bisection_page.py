@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from ortlab import units
 from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, row
-from ortlab.studies.bisection import NOT_COMPARABLE, NO_CHANGE, RESPONSIBLE, TOO_NOISY, UNFINISHED
+from ortlab.studies.bisection import NO_CHANGE, NOT_COMPARABLE, RESPONSIBLE, TOO_NOISY, UNFINISHED
 from ortlab.studies.bisection_metrics import LOSS, PARITY, PEAK_BYTES, STEP_MS
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from ortlab.records.verdicts import (
     MARGIN,
     MEMORY_MARGIN,
     MORE_MEMORY,
-    NOT_COMPARABLE,
     NO_DIFFERENCE,
+    NOT_COMPARABLE,
     SLOWER,
 )
 from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, row
