@@ -411,7 +411,9 @@ class Ledger(Shown, Sequence[Run]):
 def median_parts(steps: Sequence[Step]) -> dict[str, float]:
     """Return the median time of a step inside forward, backward and optimizer, by the columns of tables."""
     parts = ("forward", "backward", "optimizer")
-    return {f"{part} [ms]": statistics.median(getattr(step, f"{part}_ms") for step in steps) for part in parts}
+    return {
+        f"{part} [ms]": statistics.median(getattr(step, f"{part}_ms") for step in steps) for part in parts
+    }
 
 
 def least_step_memory(runs: Sequence[Run]) -> int | None:

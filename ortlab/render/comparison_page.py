@@ -33,13 +33,16 @@ MEMORY_MEASURED: Final = (
     "Step memory: measured, how far a step rises above its start; of two rounds the lower reading."
 )
 
-
-TIME_RATIO: Final = Column("time", numeric=True, meaning="measured: step time over the baseline's, with 95 % interval")
+TIME_RATIO: Final = Column(
+    "time", numeric=True, meaning="measured: step time over the baseline's, with 95 % interval"
+)
 VERDICT: Final = Column(
     "verdict", meaning="what may be said; nothing where the machine may have drifted between the runs"
 )
 MEMORY_CHANGE: Final = Column("memory", numeric=True, meaning="measured: step memory against the baseline's")
-LOSS_DIFFERENCE: Final = Column("loss difference", numeric=True, meaning="measured: largest relative one, step by step")
+LOSS_DIFFERENCE: Final = Column(
+    "loss difference", numeric=True, meaning="measured: largest relative one, step by step"
+)
 STEP_OF_ROUNDS: Final = Column(
     "step", numeric=True, meaning="measured: median wall time of a warm step, all rounds together"
 )

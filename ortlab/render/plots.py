@@ -253,7 +253,9 @@ def dress(axes: Axes, heading: str, x: str, y: str) -> None:
 
 def key(axes: Axes, top: float = 1.0, **more: Any) -> None:
     """Write the key of a figure beside its axes; `top` is where it begins, as a share of their height."""
-    axes.legend(frameon=False, labelcolor=INK, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, top), **more)
+    axes.legend(
+        frameon=False, labelcolor=INK, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, top), **more
+    )
 
 
 def engine_colour(engine: str, *, fell_back: bool = False) -> str:
