@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from ortlab.checks.doctor import doctor
-    from ortlab.checks.preflight_running import preflight
+    from ortlab.checks.preflight import preflight
     from ortlab.checks.recipes import recipe
     from ortlab.errors import OrtlabError
     from ortlab.graphs.onnx_files import open_graph
@@ -41,7 +41,7 @@ _HOMES = {
     "open_graph": "ortlab.graphs.onnx_files",
     "panel": "ortlab.notebook.widgets.panel",
     "plot": "ortlab.render.figures",
-    "preflight": "ortlab.checks.preflight_running",
+    "preflight": "ortlab.checks.preflight",
     "recipe": "ortlab.checks.recipes",
     "register_graph_optimizer": "ortlab.runs.graph_optimizers",
     "show_graph": "ortlab.notebook.widgets.graph_display",

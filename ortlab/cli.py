@@ -158,11 +158,9 @@ def _parser() -> argparse.ArgumentParser:
 def _demo(args: argparse.Namespace) -> int:
     if args.save is not None:
         _check_writable(args.save)  # now, not after a minute of training
-    from ortlab.checks import demo, masked_language
+    from ortlab.checks import demo
 
-    setting = masked_language.Setting(
-        args.steps, args.layers, args.hidden, args.batch, args.length, args.seed
-    )
+    setting = demo.Setting(args.steps, args.layers, args.hidden, args.batch, args.length, args.seed)
     runs = demo.main(setting)
     if args.save is not None:
         runs.save(args.save)
@@ -203,7 +201,7 @@ def _selftest(args: argparse.Namespace) -> int:
     _check_folder(args.output)  # now, not after ten minutes
     from tqdm import tqdm
 
-    from ortlab.checks import selftest_running as running
+    from ortlab.checks import selftest
     from ortlab.render.selftest_page import verdict
 
     with tqdm(bar_format="{desc}", leave=False, disable=None) as line:  # on a terminal only
@@ -212,16 +210,16 @@ def _selftest(args: argparse.Namespace) -> int:
             tqdm.write(words)
             sys.stdout.flush()
 
-        test = running.run_selftest(
+        test = selftest.run_selftest(
             gpu=args.gpu,
             tiny=args.tiny,
-            only=args.only or running.NAMES,
+            only=args.only or selftest.NAMES,
             show=show,
             tick=lambda trial, seconds: line.set_description_str(f"  trying: {trial} ({seconds:.0f} s)"),
-            keep=lambda found: running.write(found, args.output),
+            keep=lambda found: selftest.write(found, args.output),
             limit_s=60 * args.minutes,
         )
-    data, report = running.write(test, args.output)
+    data, report = selftest.write(test, args.output)
     print(f"\n{verdict(test)}")
     for one in test.findings:
         if one.outcome in {"failed", "did not hold"}:
