@@ -43,8 +43,7 @@ EXCEPTIONS = {
     ("ortlab.ranks.cluster", "ortlab.lab.lab"),
     ("ortlab.ranks.cluster", "ortlab.lab.wrapped"),
     # The base of every record asks for its page when it is shown, and not before.
-    ("ortlab.shown", "ortlab.notebook.widgets.lab_display"),
-    ("ortlab.shown", "ortlab.notebook.widgets.record_display"),
+    ("ortlab.shown", "ortlab.notebook.widgets.display"),
     ("ortlab.shown", "ortlab.render.headlines"),
     ("ortlab.shown", "ortlab.render.lab_pages"),
     ("ortlab.shown", "ortlab.render.page"),

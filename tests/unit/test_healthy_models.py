@@ -18,7 +18,7 @@ from transformers import (
 
 import ortlab
 from ortlab.errors import FallbackWarning
-from ortlab.notebook.widgets.base import Looks, close_tree
+from ortlab.notebook.widgets.controls import Looks, close_tree
 from ortlab.notebook.widgets.message_list import MessageList
 from ortlab.records import known_messages
 from ortlab.records.messages import EXPORTER, RUNTIME, MessageLog

@@ -101,7 +101,7 @@ class SetupMagics(Magics):
         from torch import nn
 
         import ortlab
-        from ortlab.notebook.widgets import lab_display
+        from ortlab.notebook.widgets import display
 
         variables = self.shell.user_ns
         modules = [key for key, held in variables.items() if isinstance(held, nn.Module)]
@@ -118,12 +118,12 @@ class SetupMagics(Magics):
         # A rank's widgets would have no page to stand on: its notebook is that of another process.
         if not args.no_panel and place() is None:
             try:
-                lab_display.show(lab)
+                display.show(lab)
             except BaseException:
                 lab.unwrap()  # the caller has no lab to do it with
                 raise
         else:
-            lab_display.note_shown(lab)  # as the value of the cell, it is shown as one line
+            display.note_shown(lab)  # as the value of the cell, it is shown as one line
         return lab
 
     def _write_recipe(self, module: object, args: argparse.Namespace) -> Recipe:

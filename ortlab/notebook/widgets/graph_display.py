@@ -1,4 +1,4 @@
-"""The open views of graphs: one for each lab and stage that was asked for, and what a table highlights in them."""
+"""The open views of graphs, in cells and in the panel: one for each lab and stage, and what a table marks in them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from ortlab.graphs.triton_kernels import TritonKernel
 from ortlab.lab.following import observe, recompute_places
 from ortlab.memory.recompute import COPY
 from ortlab.memory.recompute_places import EVERYWHERE
-from ortlab.notebook.widgets.graph_source import HOPS, GraphSource
-from ortlab.notebook.widgets.graph_view import HEIGHT, GraphView
+from ortlab.notebook.widgets import controls
+from ortlab.notebook.widgets.controls import Fold
+from ortlab.notebook.widgets.graph_view import HEIGHT, HOPS, GraphSource, GraphView
 from ortlab.render.triton_page import code_title
 
 if TYPE_CHECKING:
     from ortlab.analyses.graphs import Mode
     from ortlab.lab.lab import Lab
     from ortlab.memory.recompute_places import RecomputePlace, RecomputePlaces
+    from ortlab.notebook.widgets.controls import ErrorBox, Looks
+
 
 _of_labs: WeakKeyDictionary[Lab, dict[tuple[str, str | None, str | None], ref[GraphView]]] = (
     WeakKeyDictionary()
@@ -233,3 +236,31 @@ def _follower(lab: ref[Lab], view: ref[GraphView]) -> Callable[[str], None]:
             shown.follow(rebuild_is_due=living.engine == "ort" and living.rebuild().stage in _BUILDS)
 
     return follow
+
+
+class GraphPart(Fold):
+    """The graph that runs, drawn; `ortlab.show_graph(lab)` shows the same view in a cell of its own."""
+
+    def __init__(self, lab: Lab, errors: ErrorBox, looks: Looks) -> None:
+        self._lab = lab
+        self._errors = errors
+        self._made: GraphView | None = None
+        self._place = controls.Column(layout=looks.layout)
+        super().__init__("Graph", self._place, self._build, looks)
+
+    def _build(self) -> None:
+        if self._place.children:
+            return
+        with self._errors.watching():
+            known = open_views(self._lab)
+            view = show_graph(self._lab)
+            self._made = None if view in known else view
+            self._place.children = (view,)
+        if not self._place.children:
+            self.heading.value = False
+
+    def let_go(self) -> None:
+        """Close the view if the panel has made it; one that was there before stays."""
+        self._place.children = ()
+        if self._made is not None:
+            self._made.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import traitlets
@@ -14,12 +14,9 @@ from ortlab.errors import OptionError, OrtlabError
 from ortlab.graphs.scopes import node_names
 from ortlab.graphs.viewer.document import SANDBOX
 from ortlab.graphs.viewer.embedded import EmbeddedGraph, drawn
-from ortlab.notebook.widgets.base import close_tree
-from ortlab.notebook.widgets.graph_source import GROUPS, HOPS, GraphSource, Wanted
-from ortlab.notebook.widgets.part import Part, Script
-from ortlab.notebook.widgets.saved_form import SavedForm
-from ortlab.notebook.widgets.static_files import compact, compacted_style
-from ortlab.notebook.widgets.style import PANEL
+from ortlab.notebook.widgets.browser import Part, Script, compact, compacted_style
+from ortlab.notebook.widgets.controls import close_tree
+from ortlab.notebook.widgets.frame import PANEL, SavedForm
 from ortlab.render import code, graph_picture, html, text
 from ortlab.render.page import Code
 from ortlab.render.pages import compose
@@ -28,6 +25,36 @@ if TYPE_CHECKING:
     from ortlab.graphs.stages import Graph
     from ortlab.graphs.viewer.document import Document
     from ortlab.render.page import Page
+
+
+HOPS: Final = 2
+"""How far the neighbourhood of a node reaches, unless another number is asked for."""
+
+GROUPS: Final = {"auto": "grouped if it is large", "module": "grouped by module", "none": "every node"}
+"""How a whole graph is drawn: what `group` takes, and its words in the browser."""
+
+
+@dataclass(frozen=True)
+class GraphSource:
+    """Graphs to choose from: the stages of a build, the two sides of a difference, or a single one."""
+
+    titles: Mapping[str, str]  # words, by the name that `read` takes
+    read: Callable[[str], Graph]
+    # Returns the first marks of the nodes, as `GraphView.highlight` takes them; None keeps marks between graphs.
+    colours: Callable[[str], Mapping[str, str]] | None = None
+    code: str = ""  # Python code that stands beside each graph
+    about_code: str = ""  # one line
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What shall be shown; the fields are `GraphView`'s parameters."""
+
+    stage: str
+    around: str
+    hops: int
+    group: str
+
 
 SIGNS: Final = {
     "added": "+",

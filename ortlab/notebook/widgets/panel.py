@@ -6,22 +6,17 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.lab.following import observe, shown_ranks
-from ortlab.notebook.widgets import lean
-from ortlab.notebook.widgets.actions import Actions
+from ortlab.notebook.widgets import controls
 from ortlab.notebook.widgets.activations_explorer import ActivationsExplorer
-from ortlab.notebook.widgets.attendant import Attendant
-from ortlab.notebook.widgets.base import Looks, close_tree
-from ortlab.notebook.widgets.graph_display import highlight, highlight_plans
-from ortlab.notebook.widgets.graph_part import GraphPart
-from ortlab.notebook.widgets.header import Header
-from ortlab.notebook.widgets.lab_display import note_shown
-from ortlab.notebook.widgets.memory_part import MemoryPart
+from ortlab.notebook.widgets.controls import Looks, close_tree
+from ortlab.notebook.widgets.display import note_shown
+from ortlab.notebook.widgets.frame import PANEL, Attendant, SavedForm
+from ortlab.notebook.widgets.graph_display import GraphPart, highlight, highlight_plans
+from ortlab.notebook.widgets.header import Actions, Header
 from ortlab.notebook.widgets.message_list import MessageList
 from ortlab.notebook.widgets.plan_table import PlanTable
 from ortlab.notebook.widgets.ranks_part import RanksPart
-from ortlab.notebook.widgets.runs_part import RunsPart
-from ortlab.notebook.widgets.saved_form import SavedForm
-from ortlab.notebook.widgets.style import PANEL
+from ortlab.notebook.widgets.runs_part import MemoryPart, RunsPart
 from ortlab.notebook.widgets.switches import SwitchList
 from ortlab.options.options import Options
 from ortlab.render import html, text
@@ -39,7 +34,7 @@ _RUN_A_STEP: Final = "Run a step first: %%ort_step -n 20, or lab.step(fn, n=20).
 _panels: weakref.WeakKeyDictionary[Lab, weakref.ref[Panel]] = weakref.WeakKeyDictionary()
 
 
-class Panel(lean.Column):
+class Panel(controls.Column):
     """A lab in one column; the widget computes nothing, and every button is a method of the lab.
 
     Several panels of one lab stay in step.
@@ -52,7 +47,7 @@ class Panel(lean.Column):
         self._built_for = ""
         self._looks = looks = Looks()
         self.header = Header(lab, looks)
-        self.engine = lean.ToggleButtons(
+        self.engine = controls.ToggleButtons(
             options=_engines(lab.engine), value=lab.engine, description="Engine", layout=looks.layout
         )
         self.actions = Actions(looks)
@@ -64,7 +59,7 @@ class Panel(lean.Column):
         self._plans: PlanTable | None = None
         self._explorer: ActivationsExplorer | None = None
         self._ranks: RanksPart | None = None
-        self._asked_for = lean.Column(layout=looks.layout)
+        self._asked_for = controls.Column(layout=looks.layout)
         self.switches = SwitchList(lab.have, self._switch_chosen, self._cost_of, lab.from_environment, looks)
         self.graph = GraphPart(lab, self.errors, looks)
         self.messages = MessageList(lambda: self.lab.messages, looks)

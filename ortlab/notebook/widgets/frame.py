@@ -1,19 +1,53 @@
-"""The panel as text and HTML beside the widget: what a saved notebook, GitHub and other front ends show."""
+"""The frame of what stands in a cell: its style sheet, its attendant in the browser, and its saved form."""
 
 from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+import traitlets
 from IPython import get_ipython
 from IPython.display import display, publish_display_data, update_display
 
+from ortlab.notebook.widgets.browser import Part, compact, compacted_style
+from ortlab.notebook.widgets.record_table import RULES
 from ortlab.render import html, text
 from ortlab.render.page import Mark, Note, Page
 
 if TYPE_CHECKING:
     import ipywidgets as widgets
+
+    from ortlab.notebook.widgets.controls import Looks
+
+
+PANEL: Final = "ortlab-panel"
+"""Class of the panel's outermost element; every rule of `static/panel.css` stands under it."""
+
+SHEET: Final = compacted_style(html.STYLE + compact("panel.css") + RULES)
+"""Style sheet of a panel and of all that stands in it."""
+
+
+class Attendant(Part):
+    """Stands in a panel, brings its style, and looks after its elements; see `static/attendant.js`.
+
+    A screen reader calls the panel by `name`.
+    """
+
+    name = traitlets.Unicode().tag(sync=True)
+
+    def __init__(self, name: str, looks: Looks) -> None:
+        super().__init__(looks.script("attendant.js", SHEET), name=name, layout=looks.layout)
+        self.on_msg(self._asked)
+
+    def _asked(self, _widget: object, message: Any, _buffers: object) -> None:
+        """Answer the browser: everything that it sent before is done now."""
+        self.send({"answered": message["asked"]})
+
+    def __repr__(self) -> str:
+        """Say what it is, without an address that would change from run to run."""
+        return f"Attendant({self.name!r})"
+
 
 _STYLE = """\
 <style>

@@ -1,24 +1,91 @@
-"""What all parts of the panel share: the error box, the end of a widget tree, and text that stays text."""
+"""What the parts of a panel are made of: ipywidgets' controls without defaults, shared looks, a fold, an error box."""
 
 from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ipywidgets as widgets
+from ipywidgets.widgets.widget_bool import ToggleButtonStyle
 from ipywidgets.widgets.widget_string import HTMLStyle
 
 from ortlab.errors import OrtlabError
-from ortlab.notebook.widgets import lean
-from ortlab.notebook.widgets.part import Script
+from ortlab.notebook.widgets.browser import Lean, Script, without_defaults
 
 if TYPE_CHECKING:
     from ipywidgets.widgets.widget_style import Style
+
+
+class Layout(Lean, widgets.Layout):
+    """A layout."""
+
+
+def hidden() -> Layout:
+    """Make the layout of a part that `show` shows later."""
+    return Layout(display="none")
+
+
+def show(part: widgets.DOMWidget, *, on: bool = True) -> None:
+    """Show a part that has a layout of its own, or hide it."""
+    part.layout.display = None if on else "none"
+
+
+class Column(Lean, widgets.VBox):
+    """Parts below each other."""
+
+
+class Row(Lean, widgets.HBox):
+    """Parts beside each other."""
+
+
+class Box(Lean, widgets.Box):
+    """Parts as a style sheet puts them."""
+
+
+class Html(Lean, widgets.HTML):
+    """HTML."""
+
+
+class Button(Lean, widgets.Button):
+    """A button."""
+
+
+class ToggleButton(Lean, widgets.ToggleButton):
+    """A button that stays pressed."""
+
+
+class ToggleButtons(Lean, widgets.ToggleButtons):
+    """Buttons of which one is pressed."""
+
+
+class Checkbox(Lean, widgets.Checkbox):
+    """A box to tick."""
+
+
+class Dropdown(Lean, widgets.Dropdown):
+    """A choice."""
+
+
+class SelectMultiple(Lean, widgets.SelectMultiple):
+    """A choice of several."""
+
+
+class IntText(Lean, widgets.IntText):
+    """A whole number."""
+
+
+class Text(Lean, widgets.Text):
+    """A line of text."""
+
+
+class FloatProgress(Lean, widgets.FloatProgress):
+    """A bar of progress."""
+
 
 _CODE = re.compile(r"`([^`]+)`")
 
@@ -32,7 +99,7 @@ class Looks:
     @cached_property
     def layout(self) -> widgets.Layout:
         """The layout without any setting; many parts share it, so nobody sets anything in it."""
-        return lean.Layout()
+        return Layout()
 
     def script(self, name: str, css: str = "") -> Script:
         """Return a file of `static/` that parts of the panel run."""
@@ -57,37 +124,37 @@ class Looks:
     def style(self, kind: type[Style]) -> Style:
         """Return the style of a kind of control."""
         if kind not in self._styles:
-            self._styles[kind] = lean.without_defaults(kind)()
+            self._styles[kind] = without_defaults(kind)()
         return self._styles[kind]
 
     @cached_property
     def _styles(self) -> dict[type[Style], Style]:
         return {}
 
-    def html(self, value: str = "") -> lean.Html:
+    def html(self, value: str = "") -> Html:
         """Make a part that shows HTML."""
-        return lean.Html(value, layout=self.layout, style=self.style(HTMLStyle))
+        return Html(value, layout=self.layout, style=self.style(HTMLStyle))
 
-    def button(self, label: str, tooltip: str) -> lean.Button:
+    def button(self, label: str, tooltip: str) -> Button:
         """Make a button."""
         style = self.style(widgets.ButtonStyle)
-        return lean.Button(description=label, tooltip=tooltip, layout=self.layout, style=style)
+        return Button(description=label, tooltip=tooltip, layout=self.layout, style=style)
 
-    def row(self, *parts: widgets.Widget) -> lean.Box:
+    def row(self, *parts: widgets.Widget) -> Box:
         """Put parts beside each other; they wrap in a narrow cell."""
-        box = lean.Box(parts, layout=self.layout)
+        box = Box(parts, layout=self.layout)
         box.add_class("ortlab-row")
         return box
 
 
-class ErrorBox(lean.Row):
+class ErrorBox(Row):
     """A message under the panel that stays until it is dismissed or the next attempt succeeds."""
 
     def __init__(self, looks: Looks) -> None:
         self._message = looks.html()
         self._dismiss = looks.button("Dismiss", "Remove this message")
         self._dismiss.on_click(lambda _: self.clear())
-        super().__init__([self._message, self._dismiss], layout=lean.hidden())
+        super().__init__([self._message, self._dismiss], layout=hidden())
         self.add_class("ortlab-error")
         self.clear()
 
@@ -105,13 +172,13 @@ class ErrorBox(lean.Row):
         """Remove the message."""
         self._reason = ""
         self._message.value = ""
-        lean.show(self, on=False)
+        show(self, on=False)
 
     def show(self, error: BaseException) -> None:
         """Show an error: what, why and next of ours; type, message and folded traceback of any other."""
         self._reason = error.what if isinstance(error, OrtlabError) else type(error).__name__
         self._message.value = f'<div class="ortlab" role="alert">{_lines(error)}</div>'
-        lean.show(self)
+        show(self)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -167,3 +234,45 @@ def _lines(error: BaseException) -> str:
 
 def _broken(text: str) -> str:
     return prose(text).replace("\n", "<br>")
+
+
+class Fold(Column):
+    """A part of the panel under a heading; the style sheet shows it while the heading is pressed.
+
+    `on_open` is called each time it is opened, and draws what is expensive. A fold that is not always shown needs a
+    layout of its own.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        body: widgets.Widget,
+        on_open: Callable[[], None],
+        looks: Looks,
+        *,
+        is_open: bool = False,
+        layout: Layout | None = None,
+    ) -> None:
+        self._on_open = on_open
+        self.heading = ToggleButton(
+            value=is_open, description=title, layout=looks.layout, style=looks.style(ToggleButtonStyle)
+        )
+        super().__init__([self.heading, body], layout=layout or looks.layout)
+        self.add_class("ortlab-fold")
+        self.heading.observe(self._turned, "value")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the body is shown."""
+        return bool(self.heading.value)
+
+    def unfold(self) -> None:
+        """Open it; its body is drawn anew if it is open already."""
+        if self.is_open:
+            self._on_open()
+        else:
+            self.heading.value = True
+
+    def _turned(self, change: Any) -> None:
+        if change["new"]:
+            self._on_open()

@@ -1,15 +1,20 @@
-"""The forms in which a record shows itself: its page as text and HTML, and a widget where one can live."""
+"""How records and labs show themselves in a cell: a page as text and HTML, and a widget where one can live."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
+
+from IPython import get_ipython
+from IPython.display import display
 
 from ortlab.memory.saved_activations import SavedActivations
 from ortlab.ranks.ranks import Ranks
 from ortlab.render import html, text
 
 if TYPE_CHECKING:
+    from ortlab.lab.lab import Lab
     from ortlab.render.page import Page
 
 
@@ -30,14 +35,10 @@ def view_of(record: object) -> dict[str, Any]:
 
 def in_kernel() -> bool:
     """Tell whether a kernel runs this process: a widget of any other has no browser to live in."""
-    from IPython import get_ipython
-
     return hasattr(get_ipython(), "kernel")
 
 
 def _shows_html() -> bool:
-    from IPython import get_ipython
-
     shell = get_ipython()
     if shell is None or shell.display_formatter is None:
         return True  # somebody asks by hand
@@ -45,7 +46,7 @@ def _shows_html() -> bool:
 
 
 def _activations(activations: SavedActivations) -> dict[str, Any]:
-    from ortlab.notebook.widgets.activations_display import bundle_of
+    from ortlab.notebook.widgets.activations_explorer import bundle_of
 
     return bundle_of(activations)
 
@@ -57,3 +58,42 @@ def _ranks(ranks: Ranks) -> dict[str, Any]:
 
 
 _VIEWS: Final[dict[type, Callable[[Any], dict[str, Any]]]] = {SavedActivations: _activations, Ranks: _ranks}
+
+
+_shown: WeakKeyDictionary[Lab, int] = WeakKeyDictionary()
+"""By lab: the execution count of the cell in which it was shown last, or said what it was set to."""
+
+
+def show_panel(lab: Lab) -> None:
+    """Show the panel of a lab, or raise NotImplementedError so that IPython shows the other forms.
+
+    It raises where no widget can live, or this cell has shown the lab already.
+    """
+    if was_shown(lab) or not in_kernel():
+        raise NotImplementedError
+    show(lab)
+
+
+def show(lab: Lab) -> None:
+    """Show a lab now: its panel, or its page where no widget can live. Its cell does not show it a second time."""
+    if in_kernel():
+        from ortlab.notebook.widgets.panel import panel
+
+        # Not by `display`, which would print an error and go on.
+        panel(lab)._ipython_display_()
+    else:
+        display(lab)
+    note_shown(lab)
+
+
+def note_shown(lab: Lab) -> None:
+    """Have the lab show itself as one line for the rest of the cell that runs."""
+    shell = get_ipython()
+    if shell is not None:
+        _shown[lab] = shell.execution_count
+
+
+def was_shown(lab: Lab) -> bool:
+    """Tell whether the cell that runs has shown the lab already."""
+    shell = get_ipython()
+    return shell is not None and _shown.get(lab) == shell.execution_count
