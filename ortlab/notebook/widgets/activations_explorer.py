@@ -12,18 +12,18 @@ from ortlab.memory.free_sizes import arguments, free_sizes
 from ortlab.memory.saved_activations import KINDS
 from ortlab.notebook.widgets import controls
 from ortlab.notebook.widgets.activations_rows import (
-    Row,
     activation_rows,
     effect_rows,
     group_rows,
     key_of,
     name_of,
 )
+from ortlab.notebook.widgets.browser import living
 from ortlab.notebook.widgets.controls import ErrorBox, Looks, close_tree
-from ortlab.notebook.widgets.frame import PANEL, Attendant
+from ortlab.notebook.widgets.frame import PANEL, Attendant, forms
 from ortlab.notebook.widgets.graph_display import highlight
 from ortlab.notebook.widgets.record_table import Intents, Picker, RecordTable, Slider
-from ortlab.render import html, text
+from ortlab.render import html
 from ortlab.render.activations_page import activations_notes, activations_page, total_sentence
 from ortlab.render.page import Folded, Mark, Note, Page
 
@@ -60,7 +60,7 @@ class ActivationsExplorer(controls.Column):
         self._row = ""
         self._plan = ""
         self.errors = ErrorBox(looks)
-        self.table: RecordTable[Row] = RecordTable(
+        self.table: RecordTable[Any] = RecordTable(
             "Activations kept for backward",
             Intents(choose=self.choose, slide=self.set_size, pick=self.view),
             looks,
@@ -136,15 +136,14 @@ class ActivationsExplorer(controls.Column):
 
     def _point(self) -> None:
         """Tell which nodes of the graph the chosen rows are about."""
-        rows = self.activations.rows if self.activations is not None else ()
         chosen = self._chosen
         if self._plan:
-            nodes = [row.node for row in rows if self._plan in (row.plans or ())]
+            nodes = [row.node for row in self._rows if self._plan in (row.plans or ())]
         elif chosen is not None and self._kind is None:
             nodes = [chosen.node, *chosen.kept_by]
         elif self._view == _WITHIN and self._within is not None and self.activations is not None:
             kind, name = self._within
-            nodes = [row.node for row in rows if self.activations.group_of(row, kind) == name]
+            nodes = [row.node for row in self._rows if self.activations.group_of(row, kind) == name]
         else:
             nodes = []
         self.pointed(nodes)
@@ -204,10 +203,13 @@ class ActivationsExplorer(controls.Column):
         )
 
     @property
+    def _rows(self) -> Sequence[SavedActivation]:
+        return self.activations.rows if self.activations is not None else ()
+
+    @property
     def _chosen(self) -> SavedActivation | None:
         """The activation whose details are shown."""
-        rows = self.activations.rows if self.activations is not None else ()
-        return next((row for row in rows if key_of(row) == self._row), None)
+        return next((row for row in self._rows if key_of(row) == self._row), None)
 
     def _sliders(self) -> list[Slider]:
         activations = self.as_read
@@ -259,11 +261,9 @@ class ActivationsExplorer(controls.Column):
 
     def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
         bundle: dict[str, Any] = super()._repr_mimebundle_(**kwargs) or {}
-        page = self.page()
-        return {**bundle, "text/plain": text.render(page), "text/html": html.render(page)}
+        return {**bundle, **forms(self.page())}
 
     def __repr__(self) -> str:
-        """Say how much is shown, without an address that would change from run to run."""
         return f"ActivationsExplorer({'empty' if self.activations is None else total_sentence(self.activations)})"
 
     def close(self) -> None:
@@ -317,5 +317,4 @@ def bundle_of(activations: SavedActivations) -> dict[str, Any]:
     lab = activations.source.lab
     if lab is None or not activations.rows:
         return {}
-    bundle = activations_explorer(lab, activations)._repr_mimebundle_()
-    return {name: form for name, form in bundle.items() if name.endswith("+json")}
+    return living(activations_explorer(lab, activations)._repr_mimebundle_())

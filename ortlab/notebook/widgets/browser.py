@@ -103,5 +103,11 @@ class Part(anywidget.AnyWidget):  # type: ignore[misc]
     _esm = compact("part.js")
     script = traitlets.Instance(Script).tag(sync=True, **widgets.widget_serialization)
 
+    # Each part has a repr of its own, without an address that would change from run to run.
     def __init__(self, script: Script, **traits: Any) -> None:
         super().__init__(script=script, **traits)
+
+
+def living(bundle: dict[str, Any]) -> dict[str, Any]:
+    """Keep of a widget's MIME bundle what shows the widget itself."""
+    return {name: form for name, form in bundle.items() if name.endswith("+json")}

@@ -6,7 +6,6 @@ import re
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -96,10 +95,10 @@ class Looks:
     Each additional one is a message to the browser, and hundreds of bytes in a notebook that is saved with its widgets.
     """
 
-    @cached_property
-    def layout(self) -> widgets.Layout:
-        """The layout without any setting; many parts share it, so nobody sets anything in it."""
-        return Layout()
+    def __init__(self) -> None:
+        self.layout = Layout()  # many parts share it, so nobody sets anything in it
+        self._styles: dict[type[Style], Style] = {}
+        self._scripts: dict[str, Script] = {}
 
     def script(self, name: str, css: str = "") -> Script:
         """Return a file of `static/` that parts of the panel run."""
@@ -117,19 +116,11 @@ class Looks:
         for one in self.shared:
             one.close()
 
-    @cached_property
-    def _scripts(self) -> dict[str, Script]:
-        return {}
-
     def style(self, kind: type[Style]) -> Style:
         """Return the style of a kind of control."""
         if kind not in self._styles:
             self._styles[kind] = without_defaults(kind)()
         return self._styles[kind]
-
-    @cached_property
-    def _styles(self) -> dict[type[Style], Style]:
-        return {}
 
     def html(self, value: str = "") -> Html:
         """Make a part that shows HTML."""

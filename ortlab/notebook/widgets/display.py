@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from IPython import get_ipython
@@ -24,13 +23,20 @@ def bundle(record: object, page: Page) -> dict[str, Any]:
     # A terminal shows text only, and drawing the figures of a page takes longer than all its words.
     if _shows_html():
         forms["text/html"] = html.render(page)
-    return {**forms, **view_of(record)}
+    return {**forms, **_view_of(record)} if in_kernel() else forms
 
 
-def view_of(record: object) -> dict[str, Any]:
-    """Return a widget that shows the record in a kernel, as its MIME bundle; nothing where it has none."""
-    make = _VIEWS.get(type(record))
-    return make(record) if make is not None and in_kernel() else {}
+def _view_of(record: object) -> dict[str, Any]:
+    """Return a widget that shows the record, as its MIME bundle; nothing where it has none."""
+    if isinstance(record, SavedActivations):
+        from ortlab.notebook.widgets import activations_explorer
+
+        return activations_explorer.bundle_of(record)
+    if isinstance(record, Ranks):
+        from ortlab.notebook.widgets import ranks_part
+
+        return ranks_part.bundle_of(record)
+    return {}
 
 
 def in_kernel() -> bool:
@@ -43,21 +49,6 @@ def _shows_html() -> bool:
     if shell is None or shell.display_formatter is None:
         return True  # somebody asks by hand
     return "text/html" in shell.display_formatter.active_types
-
-
-def _activations(activations: SavedActivations) -> dict[str, Any]:
-    from ortlab.notebook.widgets.activations_explorer import bundle_of
-
-    return bundle_of(activations)
-
-
-def _ranks(ranks: Ranks) -> dict[str, Any]:
-    from ortlab.notebook.widgets.ranks_part import bundle_of
-
-    return bundle_of(ranks)
-
-
-_VIEWS: Final[dict[type, Callable[[Any], dict[str, Any]]]] = {SavedActivations: _activations, Ranks: _ranks}
 
 
 _shown: WeakKeyDictionary[Lab, int] = WeakKeyDictionary()

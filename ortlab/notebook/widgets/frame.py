@@ -45,7 +45,6 @@ class Attendant(Part):
         self.send({"answered": message["asked"]})
 
     def __repr__(self) -> str:
-        """Say what it is, without an address that would change from run to run."""
         return f"Attendant({self.name!r})"
 
 
@@ -62,6 +61,11 @@ _STYLE = """\
 JupyterLab does not turn to another form of an output when the widget in it cannot be shown, so the saved form has to be
 an output of its own.
 """
+
+
+def forms(page: Page) -> dict[str, str]:
+    """Return a page in the forms that need no widget, by MIME type."""
+    return {"text/plain": text.render(page), "text/html": html.render(page)}
 
 
 class SavedForm:
@@ -98,8 +102,7 @@ class SavedForm:
         now = dt.datetime.now(dt.timezone.utc).strftime("%Y-%m-%d at %H:%M:%S")
         dated = Note(f"The panel as it was on {now} UTC.", Mark.QUIET)
         whole = Page(page.title, (dated, *page.blocks)) if self._dated else page
+        found = forms(whole)
         style = _STYLE.replace("ortlab-KEY", self._key)
-        return {
-            "text/plain": text.render(whole),
-            "text/html": f'{style}<div class="ortlab-saved {self._key}">{html.render(whole)}</div>',
-        }
+        saved = f'{style}<div class="ortlab-saved {self._key}">{found["text/html"]}</div>'
+        return {**found, "text/html": saved}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 from ortlab.errors import BuildError, OptionError, OrtlabError
@@ -94,12 +94,13 @@ def show_graph(
     >>> ortlab.show_graph(lab.graph_diff(memory_level=1))
     >>> ortlab.show_graph(lab.triton_kernels().kernel(1))
     """
+    how: dict[str, Any] = {"around": around, "hops": hops, "group": group}
     if isinstance(source, Graph):
-        return _of_graph(source, around=around, hops=hops, group=group, height=height)
+        return _of_graph(source, how, height)
     if isinstance(source, GraphDiff):
-        return _of_diff(source, stage, around=around, hops=hops, group=group, height=height)
+        return _of_diff(source, stage, how, height)
     if isinstance(source, TritonKernel):
-        return _of_kernel(source, stage, around=around, hops=hops, group=group, height=height)
+        return _of_kernel(source, stage, how, height)
     stage = stage or "execution"
     lab_ref = ref(source)
 
@@ -113,9 +114,9 @@ def show_graph(
     views = _of_labs.setdefault(source, {})
     known = views[key]() if key in views else None
     if known is not None and not known.closed:
-        known.show(stage, around=around, hops=hops, group=group)
+        known.show(stage, **how)
         return known
-    view = GraphView(GraphSource(STAGES, read), stage, around=around, hops=hops, group=group, height=height)
+    view = GraphView(GraphSource(STAGES, read), stage, **how, height=height)
     view.ends_with(observe(source, _follower(lab_ref, ref(view))))
     views[key] = ref(view)
     return view
@@ -171,19 +172,12 @@ def open_views(lab: Lab) -> list[GraphView]:
     return [view for view in found if view is not None and not view.closed]
 
 
-def _of_graph(graph: Graph, *, around: str, hops: int, group: str, height: int) -> GraphView:
-    key = graph.stage, graph.digest
-    known = _of_graphs.get(key)
-    if known is not None and not known.closed:
-        known.show(graph.stage, around=around, hops=hops, group=group)
-        return known
+def _of_graph(graph: Graph, how: dict[str, Any], height: int) -> GraphView:
     alone = GraphSource({graph.stage: STAGES.get(graph.stage, "")}, lambda _: graph)
-    view = GraphView(alone, graph.stage, around=around, hops=hops, group=group, height=height)
-    _of_graphs[key] = view
-    return view
+    return _kept((graph.stage, graph.digest), alone, graph.stage, how, height)
 
 
-def _of_diff(diff: GraphDiff, side: str, *, around: str, hops: int, group: str, height: int) -> GraphView:
+def _of_diff(diff: GraphDiff, side: str, how: dict[str, Any], height: int) -> GraphView:
     if not diff.graphs:
         raise BuildError(
             "This difference has no graphs to show.",
@@ -196,35 +190,29 @@ def _of_diff(diff: GraphDiff, side: str, *, around: str, hops: int, group: str, 
     if side not in titles:
         raise OptionError(f"A difference has no side {side!r}.", fix='Choose "before" or "after".')
     key = "difference", *(part for one in (diff.before, diff.after) for part in (one.name, one.digest))
-    known = _of_graphs.get(key)
-    if known is not None and not known.closed:
-        known.show(side, around=around, hops=hops, group=group)
-        return known
     graphs = dict(zip(titles, diff.graphs, strict=True))
     colours = {"before": before, "after": after}
-    source = GraphSource(titles, graphs.__getitem__, colours.__getitem__)
-    view = GraphView(source, side, around=around, hops=hops, group=group, height=height)
-    _of_graphs[key] = view
-    return view
+    return _kept(key, GraphSource(titles, graphs.__getitem__, colours.__getitem__), side, how, height)
 
 
-def _of_kernel(
-    kernel: TritonKernel, form: str, *, around: str, hops: int, group: str, height: int
-) -> GraphView:
+def _of_kernel(kernel: TritonKernel, form: str, how: dict[str, Any], height: int) -> GraphView:
     form = form or next(iter(kernel.forms), "original")
     kernel.graph(form)  # says what is wrong before anything is shown
-    key = (
-        "triton",
-        form,
-        *(f"{one}{one.stat().st_mtime_ns}" for one in (*kernel.graphs.values(), *kernel.sources)),
-    )
+    files = (*kernel.graphs.values(), *kernel.sources)
+    key = "triton", form, *(f"{one}{one.stat().st_mtime_ns}" for one in files)
+    source = GraphSource(kernel.forms, kernel.graph, code=kernel.source, about_code=code_title(kernel))
+    return _kept(key, source, form, how, height)
+
+
+def _kept(
+    key: tuple[str, ...], source: GraphSource, stage: str, how: dict[str, Any], height: int
+) -> GraphView:
+    """Return the open view of a key, refreshed; make it where there is none."""
     known = _of_graphs.get(key)
     if known is not None and not known.closed:
-        known.show(form, around=around, hops=hops, group=group)
+        known.show(stage, **how)
         return known
-    source = GraphSource(kernel.forms, kernel.graph, code=kernel.source, about_code=code_title(kernel))
-    view = GraphView(source, form, around=around, hops=hops, group=group, height=height)
-    _of_graphs[key] = view
+    view = _of_graphs[key] = GraphView(source, stage, **how, height=height)
     return view
 
 

@@ -14,10 +14,10 @@ from ortlab.errors import OptionError, OrtlabError
 from ortlab.graphs.scopes import node_names
 from ortlab.graphs.viewer.document import SANDBOX
 from ortlab.graphs.viewer.embedded import EmbeddedGraph, drawn
-from ortlab.notebook.widgets.browser import Part, Script, compact, compacted_style
+from ortlab.notebook.widgets.browser import Part, Script, compact, compacted_style, living
 from ortlab.notebook.widgets.controls import close_tree
-from ortlab.notebook.widgets.frame import PANEL, SavedForm
-from ortlab.render import code, graph_picture, html, text
+from ortlab.notebook.widgets.frame import PANEL, SavedForm, forms
+from ortlab.render import code, graph_picture, html
 from ortlab.render.page import Code
 from ortlab.render.pages import compose
 
@@ -107,7 +107,8 @@ class GraphView(Part):
         self._problem = self._stale = self._failure = ""
         self._wanted = Wanted(stage, around, hops, group)
         self.graph, self._document = self._made(self._wanted)
-        super().__init__(Script("graph_view.js", compacted_style(_style(with_code=bool(source.code)))))
+        style = html.STYLE + compact("graph_view.css") + (code.STYLE if source.code else "")
+        super().__init__(Script("graph_view.js", compacted_style(style)))
         self.add_class(PANEL)
         self.marks = dict(source.colours(stage)) if source.colours else {}
         self._saved = SavedForm(self, self.page, dated=False)
@@ -308,16 +309,14 @@ class GraphView(Part):
         return replace(page, blocks=(*page.blocks, beside))
 
     def _repr_mimebundle_(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        forms, metadata = super()._repr_mimebundle_(**kwargs) or ({}, {})
-        page = self.page()
-        return {**forms, "text/plain": text.render(page), "text/html": html.render(page)}, metadata
+        bundle, metadata = super()._repr_mimebundle_(**kwargs) or ({}, {})
+        return {**bundle, **forms(self.page())}, metadata
 
     def _ipython_display_(self) -> None:
-        forms, _ = super()._repr_mimebundle_() or ({}, {})
-        self._saved.display({name: form for name, form in forms.items() if name.endswith("+json")})
+        bundle, _ = super()._repr_mimebundle_() or ({}, {})
+        self._saved.display(living(bundle))
 
     def __repr__(self) -> str:
-        """Say what is shown, without an address that would change from run to run."""
         return f"GraphView({self.graph.stage!r}, {self.graph.mode!r}, nodes={self.graph.node_count})"
 
     def embedded(self) -> EmbeddedGraph:
@@ -333,10 +332,6 @@ class GraphView(Part):
         self.closed = True
         self._end()
         close_tree(self)
-
-
-def _style(*, with_code: bool) -> str:
-    return html.STYLE + compact("graph_view.css") + (code.STYLE if with_code else "")
 
 
 _DUE: Final = "The switches have changed: the next step builds another graph than this."

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from html import escape
 from typing import TYPE_CHECKING, Final
 
@@ -75,7 +74,6 @@ class Actions(controls.Column):
 
     def __init__(self, looks: Looks) -> None:
         self._looks = looks
-        self._buttons: list[widgets.Button] = []
         self._needs: dict[widgets.Button, tuple[str, Callable[[], str]]] = {}
         self._drawn_at = 0.0
         self.errors = ErrorBox(looks)
@@ -99,9 +97,8 @@ class Actions(controls.Column):
         """
         button = self._looks.button(label, tooltip)
         button.on_click(lambda _: self._do(act))
-        self._buttons.append(button)
         self._needs[button] = tooltip, missing
-        self._row.children = tuple(self._buttons)
+        self._row.children = tuple(self._needs)
         return button
 
     def show(self) -> None:
@@ -122,15 +119,10 @@ class Actions(controls.Column):
         return True
 
     def _do(self, act: Callable[[], object]) -> None:
-        with self._busy(), self.errors.watching():
-            act()
-
-    @contextmanager
-    def _busy(self) -> Iterator[None]:
-        """Disable the buttons: clicks made while the kernel works would queue and be done afterwards."""
-        for button in self._buttons:
+        for button in self._needs:  # clicks made while the kernel works would queue and be done afterwards
             button.disabled = True
         try:
-            yield
+            with self.errors.watching():
+                act()
         finally:
             self.show()

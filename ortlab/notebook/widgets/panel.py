@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, Final
 from ortlab.lab.following import observe, shown_ranks
 from ortlab.notebook.widgets import controls
 from ortlab.notebook.widgets.activations_explorer import ActivationsExplorer
+from ortlab.notebook.widgets.browser import living
 from ortlab.notebook.widgets.controls import Looks, close_tree
 from ortlab.notebook.widgets.display import note_shown
-from ortlab.notebook.widgets.frame import PANEL, Attendant, SavedForm
+from ortlab.notebook.widgets.frame import PANEL, Attendant, SavedForm, forms
 from ortlab.notebook.widgets.graph_display import GraphPart, highlight, highlight_plans
 from ortlab.notebook.widgets.header import Actions, Header
 from ortlab.notebook.widgets.message_list import MessageList
@@ -19,7 +20,7 @@ from ortlab.notebook.widgets.ranks_part import RanksPart
 from ortlab.notebook.widgets.runs_part import MemoryPart, RunsPart
 from ortlab.notebook.widgets.switches import SwitchList
 from ortlab.options.options import Options
-from ortlab.render import html, text
+from ortlab.render import html
 from ortlab.render.lab_pages import lab_page
 from ortlab.render.rebuild_words import switch_words
 from ortlab.render.run_pages import ENGINE_NAMES, engine_words
@@ -166,9 +167,8 @@ class Panel(controls.Column):
             if kind != "status":  # something has succeeded since
                 self.errors.clear()
             {"options": self._show_options, "status": self._show_status, "runs": self._show_runs}[kind]()
-            if (
-                kind == "options"
-            ):  # what `lab.set(...)` returns at the end of a cell is no reason for another panel
+            if kind == "options":
+                # What `lab.set(...)` returns at the end of a cell is no reason for another panel.
                 note_shown(self.lab)
             if kind != "status":
                 self._saved.renew()
@@ -246,9 +246,8 @@ class Panel(controls.Column):
         self._set(**{name: getattr(defaults, name) for name in self.lab.options.changed(defaults)})
 
     def _plans_chosen(self, plans: tuple[str, ...]) -> None:
-        highlight_plans(
-            self.lab, plans
-        )  # first, since the places of the plans are those of the present build
+        # First, since the places of the plans are those of the present build.
+        highlight_plans(self.lab, plans)
         self._set(memory_plan=plans)
 
     def _set(self, **changes: Any) -> bool:
@@ -285,15 +284,12 @@ class Panel(controls.Column):
 
     def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
         bundle: dict[str, Any] = super()._repr_mimebundle_(**kwargs) or {}
-        page = self.page()
-        return {**bundle, "text/plain": text.render(page), "text/html": html.render(page)}
+        return {**bundle, **forms(self.page())}
 
     def _ipython_display_(self) -> None:
-        view = super()._repr_mimebundle_() or {}
-        self._saved.display({name: form for name, form in view.items() if name.endswith("+json")})
+        self._saved.display(living(super()._repr_mimebundle_() or {}))
 
     def __repr__(self) -> str:
-        """Name the lab, without an address that would change from run to run."""
         return f"Panel({self.lab!r})"
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.notebook.widgets import controls
+from ortlab.notebook.widgets.browser import living
 from ortlab.notebook.widgets.controls import Looks
 from ortlab.notebook.widgets.frame import PANEL, Attendant
 from ortlab.notebook.widgets.record_table import Column, Content, Intents, Look, Picker, RecordTable
@@ -85,8 +86,7 @@ def bundle_of(ranks: Ranks) -> dict[str, Any]:
         return {}
     part = RanksPart(framed=True)
     part.show(ranks)
-    bundle: dict[str, Any] = part._repr_mimebundle_()
-    return {name: form for name, form in bundle.items() if name.endswith("+json")}
+    return living(part._repr_mimebundle_())
 
 
 def _picker(ranks: Ranks) -> Picker | None:

@@ -238,7 +238,6 @@ class RecordTable(Part, Generic[Record]):
         return next((column for column in columns if column.name == name), None)
 
     def __repr__(self) -> str:
-        """Say what it is, without an address that would change from run to run."""
         return f"RecordTable({self._caption!r})"
 
 

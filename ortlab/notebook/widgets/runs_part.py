@@ -148,7 +148,6 @@ class Picture(Part):
         self.svg = plots.inline(figure, description)
 
     def __repr__(self) -> str:
-        """Say what it is, without an address that would change from run to run."""
         return f"Picture({self.file!r})"
 
 
