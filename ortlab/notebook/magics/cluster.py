@@ -11,7 +11,7 @@ from IPython.display import display
 from ortlab.errors import ArgumentError
 from ortlab.lab.following import show_ranks
 from ortlab.notebook.magics import arguments
-from ortlab.notebook.magics.command import LAB, Line, cell, flag, line, takes, whole
+from ortlab.notebook.magics.command import Line, cell, flag, line, takes, whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -140,7 +140,9 @@ class ClusterMagics(Magics):
             printer.finish()
 
     @line(
-        whole("number", "RUN", nargs="?"), takes("--from", "FOLDER", dest="source", read=arguments.path), LAB
+        whole("number", "RUN", nargs="?"),
+        takes("--from", "FOLDER", dest="source", read=arguments.path),
+        takes("--lab", "NAME", dest="lab_name"),
     )
     def ort_ranks(self, args: Line) -> Ranks:
         """Bring together what each rank has measured: time, exchange of gradients, memory, tokens.

@@ -133,7 +133,6 @@ class Line:
         self.variables = variables
 
     def __getattr__(self, name: str) -> Any:
-        """Read an argument."""
         word, read = getattr(self._found, name), self._readers[name]
         return read(word, self.variables) if read and isinstance(word, (str, list)) else word
 
@@ -141,12 +140,6 @@ class Line:
     def lab(self) -> Lab:
         """The lab in the variable that `--lab` names; without, the lab wrapped last, by magic or in Python."""
         return chosen_lab(self._found.lab, self.variables)
-
-    @property
-    def lab_name(self) -> str | None:
-        """What stands behind `--lab`."""
-        name: str | None = self._found.lab
-        return name
 
     def has(self, *names: str) -> bool:
         """Tell whether the line gives one of these arguments."""

@@ -264,7 +264,8 @@ class GraphMagics(Magics):
             lab.flops()
             lab.flops(against={"label_sparse_optimizer": False})
         """
-        return args.lab.flops(**args.given("against"), part=args.part)
+        found: Flops | FlopSavings = args.lab.flops(**args.given("against"), part=args.part)
+        return found
 
 
 def _changes_shown(difference: GraphDiff, *, in_view: bool) -> GraphDiff | GraphView:
