@@ -29,22 +29,10 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run one command: `argv` are its arguments without the program's name, those of the process if None.
 
-    Parameters
-    ----------
-    argv
-        Arguments without the program's name; those of the process if None.
-
-    Returns
-    -------
-    int
-        Exit code: 0 done, 1 not possible (the reason is on standard error), 130 interrupted.
-
-    Raises
-    ------
-    SystemExit
-        With code 2 if the arguments are wrong, with 0 for ``--help`` and ``--version``.
+    Returns the exit code: 0 done, 1 not possible (the reason is on standard error), 130 interrupted. Raises SystemExit
+    with code 2 if the arguments are wrong, with 0 for ``--help`` and ``--version``.
     """
     parser = _parser()
     args, others = parser.parse_known_args(argv)
@@ -81,25 +69,15 @@ def _parser() -> argparse.ArgumentParser:
         description="Train a small BERT on the English text that ships with Python on ONNX Runtime, take 30 %% off the"
         " memory that a step needs, and compare its time and memory with PyTorch's, from the same start.",
     )
-    demo.add_argument(
-        "--steps", type=_positive, default=15, help="training steps of the first run (default: %(default)s)"
-    )
-    demo.add_argument("--layers", type=_positive, default=4, help="transformer layers (default: %(default)s)")
-    demo.add_argument(
-        "--hidden", type=_hidden, default=256, help="hidden size, a multiple of 64 (default: %(default)s)"
-    )
-    demo.add_argument(
-        "--batch", type=_positive, default=8, help="sequences in a batch (default: %(default)s)"
-    )
-    demo.add_argument(
-        "--length", type=_length, default=128, help="tokens in a sequence, 8 to 512 (default: %(default)s)"
-    )
-    demo.add_argument(
-        "--seed",
-        type=_seed,
-        default=2024,
-        help="seed of weights and batches, 2 or more (default: %(default)s)",
-    )
+    for name, kind, default, what in (
+        ("steps", _positive, 15, "training steps of the first run"),
+        ("layers", _positive, 4, "transformer layers"),
+        ("hidden", _hidden, 256, "hidden size, a multiple of 64"),
+        ("batch", _positive, 8, "sequences in a batch"),
+        ("length", _length, 128, "tokens in a sequence, 8 to 512"),
+        ("seed", _seed, 2024, "seed of weights and batches, 2 or more"),
+    ):
+        demo.add_argument(f"--{name}", type=kind, default=default, help=f"{what} (default: %(default)s)")
     demo.add_argument("--save", type=Path, metavar="FILE", help="write the runs to this JSON file")
     demo.set_defaults(action=_demo)
 
@@ -260,20 +238,8 @@ def _build(_: argparse.Namespace) -> int:
 def place_quickstart(folder: Path) -> Path:
     """Copy the quickstart notebook into a folder, unless one of that name is there; never overwrite it.
 
-    Parameters
-    ----------
-    folder
-        Made if it does not exist.
-
-    Returns
-    -------
-    Path
-        The notebook in that folder.
-
-    Raises
-    ------
-    OrtlabError
-        If the folder cannot be written, or the installation lacks the notebook.
+    The folder is made if it does not exist. Raises OrtlabError if it cannot be written, or the installation lacks the
+    notebook.
     """
     target = folder / QUICKSTART
     try:

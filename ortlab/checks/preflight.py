@@ -169,9 +169,8 @@ class _Flight:
 
         takeover = Takeover(module, dispatch)
         try:
-            module(
-                *call.args, **call.kwargs
-            )  # so that hooks on it change its inputs as they will in training
+            # The module, and not its forward: hooks on it change its inputs as they will in training.
+            module(*call.args, **call.kwargs)
         except _Built:
             return outcome[0]
         except Exception as error:  # noqa: BLE001 - a hook of the user, or arguments that forward does not take
@@ -242,22 +241,10 @@ def _trainable(modules: list[torch.nn.Module]) -> int:
 def calls_of_parts(
     model: torch.nn.Module, run: Callable[[], object]
 ) -> tuple[dict[str, Call], BaseException | None]:
-    """Run a forward and keep the first call of each module in it.
+    """Run a forward with `run`; return the first call of each module by path, in order, and what it raised, or None.
 
     Tensors are kept as they are, cut off from what they were computed of; the memory that they need is that of the
     activations of a step.
-
-    Parameters
-    ----------
-    model
-        The model.
-    run
-        Calls it.
-
-    Returns
-    -------
-    dict and exception
-        Calls by path, in the order of calling, and what the forward raised, None if nothing.
     """
     calls: dict[str, Call] = {}
 
@@ -292,23 +279,11 @@ def _cut(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Part:
-    """A module in the tree of a model.
+    """A module in the tree of a model."""
 
-    Attributes
-    ----------
-    path
-        As `named_modules` gives it; "" for the model.
-    weight
-        How much it matters: the numbers in its trainable parameters.
-    callable
-        Whether it is called in a forward, so that it could be wrapped.
-    children
-        The modules directly in it.
-    """
-
-    path: str
-    weight: int
-    callable: bool
+    path: str  # as `named_modules` gives it; "" for the model
+    weight: int  # how much it matters: the numbers in its trainable parameters
+    callable: bool  # whether it is called in a forward, so that it could be wrapped
     children: tuple[Part, ...] = ()
 
     def inside(self) -> Iterator[Part]:
@@ -321,23 +296,10 @@ class Part:
 def largest(
     root: Part, passes: Callable[[Part], bool], *, guilty: Callable[[str], bool], least: int
 ) -> list[Part]:
-    """Find the largest parts that pass.
+    """Find the largest parts that pass a test, which may be long; none of them lies in another.
 
-    Parameters
-    ----------
-    root
-        The model, which does not pass.
-    passes
-        The test; it may be long.
-    guilty
-        Tells whether a module is known to be a reason why nothing that holds it passes.
-    least
-        Weight below which a part is not worth a test.
-
-    Returns
-    -------
-    list of Part
-        None lies in another.
+    The model, `root`, does not pass. `guilty` tells whether a module is known to be a reason why nothing that holds it
+    passes. A part of less weight than `least` is not worth a test.
     """
     found = []
     for child in root.children:

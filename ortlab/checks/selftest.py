@@ -121,7 +121,11 @@ def run_selftest(
             show(f"[{number}/{len(NAMES)}] {name}")
             began = time.monotonic()
             share = left if name == NAMES[-1] else _SHARE * left
-            for one in _doctor(device) if name == INSTALLATION else _part(name, device, size, share, tick):
+            for one in (
+                _doctor(device)
+                if name == INSTALLATION
+                else findings_of(name, command(name, device, size), share, tick)
+            ):
                 note(one)
             test = replace(test, seconds={**test.seconds, name: round(time.monotonic() - began, 1)})
             keep(replace(test, interrupted=True))
@@ -147,12 +151,6 @@ def _check(chosen: tuple[str, ...], limit_s: float) -> None:
         raise OptionError(f"There is no part {unknown[0]!r}.", fix=f"Parts: {', '.join(NAMES)}.")
     if not limit_s > 0:
         raise OptionError(f"{limit_s:g} s are no time for a self-test.", fix=f"The default is {LIMIT_S:g} s.")
-
-
-def _part(
-    name: str, device: Device, size: Size, limit_s: float, tick: Callable[[str, float], object]
-) -> Iterator[Finding]:
-    return findings_of(name, command(name, device, size), limit_s, tick)
 
 
 def _doctor(device: Device) -> Iterator[Finding]:

@@ -331,11 +331,7 @@ def _searched(device: Device, size: Size) -> list[Finding]:
 
 
 PARTS: Final[dict[str, Callable[[Any, Any], Iterator[Trial]]]] = {
-    "models": models,
-    "switches": switches,
-    "optimizers": optimizers,
-    "memory": memory,
-    "headline": headline,
+    part.__name__: part for part in (models, switches, optimizers, memory, headline)
 }
 """The parts that train, in the order in which they run; "installation", the doctor, comes before."""
 
