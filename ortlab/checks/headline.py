@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import torch
 
     from ortlab.lab.lab import Lab
-    from ortlab.studies.batch_size_search import BatchSizeSearch
 
 FREE_SHARE: Final = 0.9
 """Of a GPU's free memory, what the batches may take; the rest is for what no allocator counts."""
@@ -142,7 +141,18 @@ def run_headline(engine: str, size: Size, device: str, *, room_bytes: int = 0) -
         )
     finally:
         lab.unwrap()
-    return Headline(device, room_bytes, _rows(search, engine, start))
+    rows = tuple(
+        Row(
+            engine + GELU if one.plans else engine,
+            one.size,
+            one.outcome,
+            one.peak_bytes - start if one.peak_bytes else None,
+            one.samples_per_s if one.timed else None,
+            one.plans,
+        )
+        for one in search.points
+    )
+    return Headline(device, room_bytes, rows)
 
 
 def deberta(size: Size) -> Any:
@@ -203,17 +213,3 @@ def _room(
             fix="Give the room in bytes.",
         )
     return int(without - saving / 4) - start
-
-
-def _rows(search: BatchSizeSearch, engine: str, start: int) -> tuple[Row, ...]:
-    return tuple(
-        Row(
-            engine + GELU if one.plans else engine,
-            one.size,
-            one.outcome,
-            one.peak_bytes - start if one.peak_bytes else None,
-            one.samples_per_s if one.timed else None,
-            one.plans,
-        )
-        for one in search.points
-    )
