@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 HOMES: Final = {
     "bisection": ("ortlab.studies.bisection", "Bisection"),
     "budget": ("ortlab.studies.budget", "Budget"),
-    "comparison of tensors": ("ortlab.parity.record", "Parity"),
+    "comparison of tensors": ("ortlab.parity.parity", "Parity"),
     "difference of graphs": ("ortlab.graphs.diff", "GraphDiff"),
     "search": ("ortlab.studies.batch_size_search", "BatchSizeSearch"),
     "record of FLOPs": ("ortlab.graphs.flops", "Flops"),

@@ -10,7 +10,7 @@ from ortlab.analyses import activations, graph_changes, memory, memory_snapshot,
 from ortlab.analyses import graphs as stages
 from ortlab.analyses.flops import count_flops, flops_saved
 from ortlab.errors import OptionError
-from ortlab.parity import subscribing, two_engines
+from ortlab.parity import parity_run, subscribers
 from ortlab.records.coverage import names
 from ortlab.records.rebuilds import rebuild, rebuild_of_switch
 from ortlab.runs import stepping
@@ -227,8 +227,8 @@ class Lab(ShownAsPanel):
     sweep = OnBench(sweeping.sweep)
     find_batch_size = OnBench(batch_sizing.find_batch_size)
     bisect = OnBench(bisecting.bisect)
-    parity = OnBench(two_engines.parity)
-    subscribe = OnBench(subscribing.subscribe)
+    parity = OnBench(parity_run.parity)
+    subscribe = OnBench(subscribers.subscribe)
 
     # ---- look at memory, graph and data -------------------------------------------------------------------------
 

@@ -7,10 +7,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ortlab.errors import LedgerError, OptionError
-from ortlab.parity.pairs import DIFFERS, INSPECTED, OUTPUT, OUTPUT_GRADIENT, Distance, Site, TensorPair
-from ortlab.parity.record import Divergence, Parity
-from ortlab.parity.upstream_files import FORWARD, Activation, output_of
-from ortlab.parity.upstream_folders import ActivationFolder, ActivationStep, read_folder
+from ortlab.parity.parity import (
+    DIFFERS,
+    INSPECTED,
+    OUTPUT,
+    OUTPUT_GRADIENT,
+    Distance,
+    Divergence,
+    Parity,
+    Site,
+    TensorPair,
+)
+from ortlab.parity.upstream_folders import (
+    FORWARD,
+    Activation,
+    ActivationFolder,
+    ActivationStep,
+    output_of,
+    read_folder,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

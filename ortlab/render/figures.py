@@ -9,7 +9,7 @@ from ortlab.graphs.flop_savings import FlopSavings
 from ortlab.graphs.flops import Flops
 from ortlab.memory.measured import MemoryMeasurement
 from ortlab.memory.saved_activations import SavedActivations
-from ortlab.parity.record import Parity
+from ortlab.parity.parity import Parity
 from ortlab.ranks.balance import Balance
 from ortlab.ranks.ranks import Ranks
 from ortlab.records.density_report import DensityReport

@@ -8,7 +8,7 @@ from ortlab import units
 from ortlab.render.page import Cell, Column, Mark, Note, Page, Table, row
 
 if TYPE_CHECKING:
-    from ortlab.parity.functions import FunctionReport
+    from ortlab.parity.function_check import FunctionReport
 
 _MARKS = {"agrees": Mark.GOOD, "differs": Mark.BAD, "not checked": Mark.WARN}
 

@@ -22,8 +22,8 @@ from ortlab.memory.saved_plans import SavedPlans
 from ortlab.memory.trace import Trace
 from ortlab.options.option_list import OptionList
 from ortlab.options.options import Options
-from ortlab.parity.functions import FunctionReport
-from ortlab.parity.record import Parity
+from ortlab.parity.function_check import FunctionReport
+from ortlab.parity.parity import Parity
 from ortlab.ranks import Cluster
 from ortlab.ranks.balance import Balance
 from ortlab.ranks.cluster_status import ClusterStatus

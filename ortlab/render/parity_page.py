@@ -8,14 +8,13 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Final
 
 from ortlab import units
-from ortlab.parity.pairs import DIFFERS, EQUAL, KINDS, NOT_COMPARED, WITHIN
+from ortlab.parity.parity import DIFFERS, EQUAL, KINDS, NOT_COMPARED, WITHIN
 from ortlab.render.page import Block, Cell, Column, Drawing, Folded, Mark, Note, Page, Table, row
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ortlab.parity.pairs import TensorPair
-    from ortlab.parity.record import Divergence, Parity
+    from ortlab.parity.parity import Divergence, Parity, TensorPair
 
 _SHOWN: Final = 40
 """Rows of a folded table; the rest is in `Parity.table`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
-from ortlab.parity.pairs import (
+from ortlab.parity.parity import (
     INPUT_GRADIENT,
     OUTPUT,
     OUTPUT_GRADIENT,
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from ortlab.parity.pairs import TensorPair
-    from ortlab.parity.record import Divergence, Parity
+    from ortlab.parity.parity import Divergence, Parity, TensorPair
 
 _HEIGHT: Final = 7.0  # inches
 _LEAST: Final = 1e-9

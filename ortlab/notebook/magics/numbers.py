@@ -15,7 +15,7 @@ from ortlab.notebook.magics.command import command
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from ortlab.parity.record import Parity
+    from ortlab.parity.parity import Parity
 
 _PARITY = Parser("%ort_parity")
 _PARITY.add_argument("-n", metavar="STEPS")

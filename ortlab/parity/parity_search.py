@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from ortlab.parity.pairs import (
+from ortlab.parity.parity import (
     BACKWARD,
     DIFFERS,
     FORWARD,
@@ -17,15 +17,15 @@ from ortlab.parity.pairs import (
     OUTPUT_GRADIENT,
     PARAMETER_GRADIENT,
     UPDATED_PARAMETER,
+    Divergence,
     Site,
     TensorPair,
 )
-from ortlab.parity.record import Divergence
 
 if TYPE_CHECKING:
     from ortlab.errors import OrtlabError
-    from ortlab.parity.comparing import Compared
-    from ortlab.parity.structure import Structure
+    from ortlab.parity.observation import Structure
+    from ortlab.parity.tensor_comparison import Compared
 
 _ENDS: Final = {"forward": (OUTPUT,), "backward": (OUTPUT_GRADIENT, INPUT_GRADIENT)}
 

@@ -1,4 +1,4 @@
-"""The runs of a comparison: PyTorch three times, ONNX Runtime three times, all from one start.
+"""PyTorch and ONNX Runtime run the last step of a lab from one start: PyTorch three times, ONNX Runtime three times.
 
 Where ONNX Runtime's compute optimizer hides where the runs part, it runs a fourth time, to look for that without.
 """
@@ -8,28 +8,154 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, Protocol
 
-from ortlab.engine.capture import Capture
-from ortlab.engine.inspection.places import forward_line
+import torch
+
 from ortlab.errors import BuildError, ExecutionError, StepError
-from ortlab.parity.checklist import checklist
-from ortlab.parity.comparing import Compared, Reference, pairs
-from ortlab.parity.limits import limits
-from ortlab.parity.locating import Locating
+from ortlab.parity.checklist import Runs, checklist
+from ortlab.parity.floor import Jitter, WithoutDropout, deterministic, limits
 from ortlab.parity.observation import Observation
-from ortlab.parity.pairs import OUTPUT, Site, TensorPair
-from ortlab.parity.parity_runs import Runs
-from ortlab.parity.record import Parity
-from ortlab.parity.steady import Jitter, WithoutDropout, deterministic
-from ortlab.parity.tensor_store import stored
+from ortlab.parity.parity import OUTPUT, Parity, Site, TensorPair
+from ortlab.parity.parity_search import Locating
+from ortlab.parity.tensor_comparison import Compared, Reference, pairs, stored
+from ortlab.runs.experiment import check_count
+from ortlab.runs.interrupts import interrupts_kept, say
 
 if TYPE_CHECKING:
-    import torch
-
-    from ortlab.engine.capture import Edit
+    from ortlab.engine.capture import Capture, Edit
     from ortlab.engine.tracing.taps import Mark
     from ortlab.records.runs import Run
+    from ortlab.runs.bench import Bench
+    from ortlab.runs.experiment import Experiment
+
+_STEPS: Final = 2
+"""The first step shows what the engines compute, the second what they make of what was updated."""
+
+
+@interrupts_kept()
+def parity(
+    bench: Bench,
+    n: int = _STEPS,
+    *,
+    dropout: bool = False,
+    seeds: bool = True,
+    progress: bool = True,
+) -> Parity:
+    """Run the last step on PyTorch and on ONNX Runtime from the same start, and compare every tensor.
+
+    What modules take and return, the gradients of it, the parameters' gradients and the updated parameters are held
+    against each other. PyTorch runs three times: once more as it is, and once with everything that a module returns
+    moved by some units of rounding; ONNX Runtime runs twice, and once without anything taken out of it. So it is
+    known at each place what repetition and rounding explain. If the runs part behind tensors that the compute
+    optimizer has cut, ONNX Runtime runs once more with it off, to look for the module among them.
+
+    Parameters
+    ----------
+    n
+        How many steps.
+    dropout
+        Whether dropout stays as it is; otherwise it lets everything pass, wherever it is called. The two engines
+        draw different masks.
+    seeds
+        Whether PyTorch runs twice more with dropout as it is, once with another seed.
+    progress
+        Whether to show a progress bar on a terminal.
+
+    Returns
+    -------
+    Parity
+        Every tensor with its facts on both sides, the first divergences, and the checklist. The ledger, the
+        options, the weights and the optimizer are as they were before, also after a failure or an interrupt.
+
+    Raises
+    ------
+    StepError
+        If no step has run yet, one is running, or the runs got different batches.
+    BuildError, ExecutionError
+        If ONNX Runtime cannot build or run the step; PyTorch does not step in.
+    Exception
+        Whatever the step raises.
+
+    Examples
+    --------
+    >>> found = lab.parity(n=2)
+    >>> found.first
+    """
+    try:
+        return compared(bench, n, dropout=dropout, seeds=seeds, progress=progress)
+    except KeyboardInterrupt as interrupt:
+        say(
+            interrupt,
+            "Stopped the comparison; nothing is kept, and the lab is as it was before. Ask again.",
+        )
+        raise
+
+
+def compared(
+    bench: Bench, steps: int, *, dropout: bool, seeds: bool, progress: bool, edit: Edit | None = None
+) -> Parity:
+    """Compare as `parity` does; `edit` changes ONNX Runtime's gradient graph, for experiments with faults."""
+    bench.check_usable("compare engines")
+    check_count(steps)
+    experiment = bench.last_experiment().times(steps)
+    from ortlab.engine.apart import built_apart
+
+    @contextmanager
+    def apart(**changes: object) -> Iterator[Callable[[], None]]:
+        with ExitStack() as stack:
+            engines = bench.engines(None).values()
+            freeing = [stack.enter_context(built_apart(engine, **changes)) for engine in engines]
+
+            def free_sessions() -> None:
+                for free in freeing:
+                    free()
+
+            yield free_sessions
+
+    def trial(engine: str, observation: Observation | None = None, *, seed: int | None = None) -> Run:
+        return _observed(bench, experiment, engine, observation, seed)
+
+    with (
+        bench.as_before(experiment),
+        interrupts_kept() as raise_lost,
+        bench.progress.task(show=progress) as bar,
+    ):
+
+        def tell(text: str, fraction: float) -> None:
+            raise_lost()
+            bar.report(text, fraction)
+
+        return compare_engines(
+            bench.module,
+            trial,
+            apart,
+            name=bench.name,
+            steps=steps,
+            dropout=dropout,
+            ask_seeds=seeds,
+            cuts=bench.options.compute_optimizer,
+            progress=tell,
+            edit=edit,
+        )
+
+
+def _observed(
+    bench: Bench, experiment: Experiment, engine: str, observation: Observation | None, seed: int | None
+) -> Run:
+    """Go back to the start and run the steps; what is built apart keeps the options that it was given."""
+    if bench.engine.name != engine:
+        bench.engine = bench.choose(engine)
+    experiment.start.put_back()
+    if seed is not None:
+        torch.manual_seed(seed)
+    step = experiment.step if observation is None else observation.stepping(experiment.step)
+    bench.recording = recording = bench.recorder(replace(experiment, step=step))
+    try:
+        return recording.run(0, bench.options.replace(print_memory_stats=False), show=False)
+    finally:
+        bench.recording = None
 
 
 class Trial(Protocol):
@@ -159,7 +285,7 @@ def _watched_run(trial: Trial, engine: str, observation: Observation) -> Run:
 def _captured_run(
     trial: Trial, module: torch.nn.Module, compared: Compared, edit: Edit | None
 ) -> tuple[Run, Capture]:
-    capture = Capture(lambda _mark, _tensor: None, edit)
+    capture = _capture(edit)
     with _receiving(capture, module, compared) as observation:
         return trial("ort", observation), capture
 
@@ -175,8 +301,14 @@ def _receiving(capture: Capture, module: torch.nn.Module, compared: Compared) ->
 @contextmanager
 def _editing(edit: Edit) -> Iterator[None]:
     """Let sessions be made of graphs that are changed, and hand nothing over."""
-    with Capture(lambda _mark, _tensor: None, edit, hands_over=False).active():
+    with _capture(edit, hands_over=False).active():
         yield
+
+
+def _capture(edit: Edit | None, *, hands_over: bool = True) -> Capture:
+    from ortlab.engine.capture import Capture  # brings onnxruntime along, which a lab imports apart
+
+    return Capture(lambda _mark, _tensor: None, edit, hands_over=hands_over)
 
 
 def _by_site(missing: Mapping[Mark, str], steps: int) -> dict[Site, str]:
@@ -217,6 +349,8 @@ def _check_lengths(eager: Run, ort: Run) -> None:
 
 
 def _describe(module: torch.nn.Module) -> Callable[[str], tuple[str, str]]:
+    from ortlab.engine.inspection.places import forward_line  # as in `_capture`
+
     parts = dict(module.named_modules())
 
     def describe(path: str) -> tuple[str, str]:
