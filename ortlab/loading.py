@@ -17,7 +17,7 @@ HOMES: Final = {
     "budget": ("ortlab.studies.budget", "Budget"),
     "comparison of tensors": ("ortlab.parity.parity", "Parity"),
     "difference of graphs": ("ortlab.graphs.diff", "GraphDiff"),
-    "search": ("ortlab.studies.batch_size_search", "BatchSizeSearch"),
+    "search": ("ortlab.studies.batch_size", "BatchSizeSearch"),
     "record of FLOPs": ("ortlab.graphs.flops", "Flops"),
     "record of a load balance": ("ortlab.ranks.balance", "Balance"),
     "record of densities": ("ortlab.records.density_report", "DensityReport"),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from ortlab.lab.lab import Lab
-    from ortlab.studies.batch_size_search import BatchSizeSearch
+    from ortlab.studies.batch_size import BatchSizeSearch
 
 FREE_SHARE: Final = 0.9
 """Of a GPU's free memory, what the batches may take; the rest is for what no allocator counts."""

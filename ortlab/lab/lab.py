@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import TYPE_CHECKING, Concatenate, Generic, ParamSpec, TypeVar, overload
 
-from ortlab.analyses import activations, graph_changes, memory, memory_snapshot, profiling
 from ortlab.analyses import graphs as stages
-from ortlab.analyses.flops import count_flops, flops_saved
+from ortlab.analyses import memory as measuring
+from ortlab.analyses import profiling
 from ortlab.errors import OptionError
 from ortlab.parity import parity_run, subscribers
 from ortlab.records.coverage import names
@@ -17,7 +17,16 @@ from ortlab.runs import stepping
 from ortlab.runs.bench import Bench
 from ortlab.runs.partial import PartsEngine
 from ortlab.shown import ShownAsPanel
-from ortlab.studies import batch_sizing, bisecting, budgeting, comparing, density, plans, sweeping
+from ortlab.studies import (
+    batch_size_run,
+    bisection_run,
+    budget_run,
+    comparison_run,
+    density,
+    engine_comparison_run,
+    plans,
+    sweep_run,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -221,24 +230,24 @@ class Lab(ShownAsPanel):
 
     # ---- ask what to switch on, and why -------------------------------------------------------------------------
 
-    budget = OnBench(budgeting.budget)
-    compare = OnBench(comparing.compare)
-    compare_engines = OnBench(comparing.compare_engines)
-    sweep = OnBench(sweeping.sweep)
-    find_batch_size = OnBench(batch_sizing.find_batch_size)
-    bisect = OnBench(bisecting.bisect)
+    budget = OnBench(budget_run.budget)
+    compare = OnBench(comparison_run.compare)
+    compare_engines = OnBench(engine_comparison_run.compare_engines)
+    sweep = OnBench(sweep_run.sweep)
+    find_batch_size = OnBench(batch_size_run.find_batch_size)
+    bisect = OnBench(bisection_run.bisect)
     parity = OnBench(parity_run.parity)
     subscribe = OnBench(subscribers.subscribe)
 
     # ---- look at memory, graph and data -------------------------------------------------------------------------
 
-    activations = OnBench(activations.activations)
-    memory = OnBench(memory.memory)
-    memory_snapshot = OnBench(memory_snapshot.memory_snapshot)
+    activations = OnBench(measuring.activations)
+    memory = OnBench(measuring.memory)
+    memory_snapshot = OnBench(measuring.memory_snapshot)
     plan = OnBench(plans.plan)
     graph = OnBench(stages.graph)
     graphs = OnBench(stages.graphs)
-    graph_diff = OnBench(graph_changes.graph_diff)
+    graph_diff = OnBench(stages.graph_diff)
     triton_kernels = OnBench(stages.triton_kernels)
     profile = OnBench(profiling.profile)
     density = OnBench(density.density)
@@ -293,8 +302,8 @@ class Lab(ShownAsPanel):
             If no step has run yet, or one is running.
         """
         if against is not None:
-            return flops_saved(self._bench, against, part, n, progress=progress)
-        return count_flops(self._bench, part, n, progress=progress)
+            return stages.flops_saved(self._bench, against, part, n, progress=progress)
+        return stages.count_flops(self._bench, part, n, progress=progress)
 
     # ---- look at the lab ----------------------------------------------------------------------------------------
 

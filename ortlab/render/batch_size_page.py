@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Final
 from ortlab import units
 from ortlab.memory.measured import RESIDENT
 from ortlab.render.page import Block, Cell, Column, Drawing, Mark, Note, Page, Table, row
-from ortlab.studies.batch_size_following import first_misfit, following
-from ortlab.studies.batch_size_points import (
+from ortlab.studies.batch_size import (
     FAILED,
     FELL_BACK,
     FITS,
@@ -17,12 +16,13 @@ from ortlab.studies.batch_size_points import (
     PREDICTED,
     RAN_OUT,
     TOO_LARGE,
+    first_misfit,
+    following,
     plans_name,
 )
 
 if TYPE_CHECKING:
-    from ortlab.studies.batch_size_points import BatchSizePoint
-    from ortlab.studies.batch_size_search import BatchSizeSearch
+    from ortlab.studies.batch_size import BatchSizePoint, BatchSizeSearch
 
 _COLUMNS: Final = (
     Column("batch", numeric=True, meaning="samples in a batch"),

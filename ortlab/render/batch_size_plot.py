@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Final
 from ortlab import units
 from ortlab.render.page import printable
 from ortlab.render.plots import COLOURS, FALLBACK, INK, MIB, dress, new_figure, say
-from ortlab.studies.batch_size_points import plans_name
+from ortlab.studies.batch_size import plans_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from ortlab.studies.batch_size_points import BatchSizePoint, Plans
-    from ortlab.studies.batch_size_search import BatchSizeSearch
+    from ortlab.studies.batch_size import BatchSizePoint, BatchSizeSearch, Plans
 
 _MARKERS: Final = ("o", "s", "^", "D", "v", "P")
 _HEIGHT: Final = 5.2  # inches

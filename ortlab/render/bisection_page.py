@@ -6,13 +6,20 @@ from typing import TYPE_CHECKING, Final
 
 from ortlab import units
 from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, row
-from ortlab.studies.bisection import NO_CHANGE, NOT_COMPARABLE, RESPONSIBLE, TOO_NOISY, UNFINISHED
-from ortlab.studies.bisection_metrics import LOSS, PARITY, PEAK_BYTES, STEP_MS
+from ortlab.studies.bisection import (
+    LOSS,
+    NO_CHANGE,
+    NOT_COMPARABLE,
+    PARITY,
+    PEAK_BYTES,
+    RESPONSIBLE,
+    STEP_MS,
+    TOO_NOISY,
+    UNFINISHED,
+)
 
 if TYPE_CHECKING:
-    from ortlab.studies.bisection import Bisection
-    from ortlab.studies.bisection_search import Culprits
-    from ortlab.studies.bisection_trials import Trial
+    from ortlab.studies.bisection import Bisection, Culprits, Trial
 
 _NOUNS: Final = {
     LOSS: "the losses",

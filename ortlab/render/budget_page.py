@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ortlab import units
 from ortlab.render.page import Block, Cell, Column, Drawing, Folded, Mark, Note, Page, Table, row
 from ortlab.studies import budget as outcomes
-from ortlab.studies.batch_size_points import plans_name
+from ortlab.studies.batch_size import plans_name
 
 if TYPE_CHECKING:
     from ortlab.studies.budget import Budget, Obstacle, Prediction

@@ -23,7 +23,7 @@ from ortlab.render.flops_plot import flops_plot, savings_plot
 from ortlab.render.memory_plot import measurement_plot, phases_plot
 from ortlab.render.parity_plot import parity_plot
 from ortlab.render.ranks_plot import ranks_plot
-from ortlab.studies.batch_size_search import BatchSizeSearch
+from ortlab.studies.batch_size import BatchSizeSearch
 from ortlab.studies.budget import Budget
 from ortlab.studies.engine_comparison import EngineComparison
 from ortlab.studies.sweep import Sweep

@@ -40,8 +40,7 @@ from ortlab.records.runs import Ledger, Run
 from ortlab.records.selftest import SelfTest
 from ortlab.records.status import Status
 from ortlab.records.tuning_results import TuningResults
-from ortlab.studies.batch_size_points import plans_name
-from ortlab.studies.batch_size_search import BatchSizeSearch
+from ortlab.studies.batch_size import BatchSizeSearch, plans_name
 from ortlab.studies.bisection import Bisection
 from ortlab.studies.budget import Budget
 from ortlab.studies.engine_comparison import EngineComparison

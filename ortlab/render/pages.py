@@ -68,7 +68,7 @@ from ortlab.render.sweep_page import sweep_page
 from ortlab.render.trace_page import trace_page
 from ortlab.render.triton_page import kernel_page, kernels_page
 from ortlab.render.tuning_page import tuning_page
-from ortlab.studies.batch_size_search import BatchSizeSearch
+from ortlab.studies.batch_size import BatchSizeSearch
 from ortlab.studies.bisection import Bisection
 from ortlab.studies.budget import Budget
 from ortlab.studies.engine_comparison import EngineComparison

@@ -14,9 +14,7 @@ from ortlab.render.verdict_cells import BASELINE, MEMORY_MEASURED, reasons, verd
 
 if TYPE_CHECKING:
     from ortlab.records.runs import Run
-    from ortlab.studies.sweep import Sweep
-    from ortlab.studies.sweep_outcomes import Outcome
-    from ortlab.studies.sweep_points import Point
+    from ortlab.studies.sweep import Outcome, Point, Sweep
 
 _COLUMNS = (
     Column("point", meaning="its number in the order of the grid, and what differs between the points"),

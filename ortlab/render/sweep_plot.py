@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from ortlab.studies.sweep import Sweep
-    from ortlab.studies.sweep_outcomes import Outcome
-    from ortlab.studies.sweep_points import Point
+    from ortlab.studies.sweep import Outcome, Point, Sweep
 
 _ENGINE_COLOURS = dict(zip(ENGINE_NAMES, COLOURS, strict=False))
 _NAMES_SHOWN = 24

@@ -45,10 +45,10 @@ if TYPE_CHECKING:
     from ortlab.runs.loop_recording import LoopRecording
     from ortlab.runs.parts import Wishes
     from ortlab.runs.snapshotting import Snapshotting
-    from ortlab.studies.batch_size_search import BatchSizeSearch
+    from ortlab.studies.batch_size import BatchSizeSearch
     from ortlab.studies.bisection import Bisection
     from ortlab.studies.budget import Budget
-    from ortlab.studies.budget_simulation import SimulatedStep
+    from ortlab.studies.budget_problem import SimulatedStep
     from ortlab.studies.sweep import Sweep
 
 NOT_BEGUN: Final = "Stopped before the first step was done; nothing is kept, and the lab is as it was before."

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from ortlab.analyses.flops import count_flops
+from ortlab.analyses.graphs import count_flops
 from ortlab.errors import StepError
 from ortlab.options.options import Need
 from ortlab.records.density import EMBED, LABEL, Density
 from ortlab.records.density_report import THRESHOLD, DensityReport, Reach, SwitchEffect
 from ortlab.runs.padded_inputs import DensityProbe
 from ortlab.runs.recording import Recording
-from ortlab.studies.sweeping import sweep
+from ortlab.studies.sweep_run import sweep
 
 if TYPE_CHECKING:
     from ortlab.runs.bench import Bench

@@ -14,7 +14,7 @@ from ortlab.errors import OptionError
 from ortlab.memory.lifetimes import lifetimes
 from ortlab.memory.plan_costs import KnownCosts, PlanCost, best_costs, costs_key, predicted_costs
 from ortlab.memory.reading import merged, with_measured_density
-from ortlab.studies.sweeping import sweep
+from ortlab.studies.sweep_run import sweep
 
 if TYPE_CHECKING:
     from ortlab.engine.execution import Execution

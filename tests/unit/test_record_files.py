@@ -14,7 +14,7 @@ from ortlab.parity.parity import Parity
 from ortlab.ranks.balance import Balance
 from ortlab.records.density_report import DensityReport
 from ortlab.records.selftest import SelfTest
-from ortlab.studies.batch_size_search import BatchSizeSearch
+from ortlab.studies.batch_size import BatchSizeSearch
 from ortlab.studies.bisection import Bisection
 from ortlab.studies.budget import Budget
 from ortlab.studies.engine_comparison import EngineComparison

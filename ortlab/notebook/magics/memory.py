@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ortlab.memory.measured import MemoryMeasurement
     from ortlab.memory.saved_activations import SavedActivations
     from ortlab.records.memory_phases import MemoryPhases
-    from ortlab.studies.batch_size_search import BatchSizeSearch
+    from ortlab.studies.batch_size import BatchSizeSearch
     from ortlab.studies.budget import Budget
     from ortlab.studies.engine_comparison import EngineComparison
 

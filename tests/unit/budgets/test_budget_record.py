@@ -13,7 +13,8 @@ from ortlab.render import html, text
 from ortlab.render.budget_plot import plot
 from ortlab.render.plots import svg
 from ortlab.studies.budget import Budget, Compared, Device, Obstacle, PlanTrial, Prediction, Solver, Timing
-from ortlab.studies.budget_request import counted, read_request
+from ortlab.studies.budget_run import read_request
+from ortlab.studies.budget_search import counted
 
 MIB = 1 << 20
 FIRST = Prediction(("Gelu+:1:3",), 690 * MIB, 12.5)

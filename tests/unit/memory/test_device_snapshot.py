@@ -15,7 +15,7 @@ from torch.cuda import _memory_viz
 from transformers import BertConfig, BertForMaskedLM
 
 import ortlab
-from ortlab.analyses import memory_snapshot
+from ortlab.analyses import memory as measuring
 from ortlab.engine.allocation_order import earliest_places
 from ortlab.engine.gpu_allocator import bridge
 from ortlab.errors import StepError
@@ -98,7 +98,7 @@ def bert():
 @pytest.fixture(scope="module")
 def kept(bert):
     """Return what the BERT keeps, with the places where its memory can come from."""
-    return memory_snapshot._kept_buffers(bert._bench, bert.activations())
+    return measuring._kept_buffers(bert._bench, bert.activations())
 
 
 def forward(trace, stack, seed):
@@ -288,8 +288,8 @@ def on_gpu(bert, stacks, monkeypatch):
 
     def prepare(**how):
         written = Written(bert.module, bert._bench.experiment.start.stateful[0], stacks["forward"], **how)
-        monkeypatch.setattr(memory_snapshot, "_gpu_of", lambda _: torch.device("cuda:0"))
-        monkeypatch.setattr(memory_snapshot, "CudaHistory", lambda: written)
+        monkeypatch.setattr(measuring, "_gpu_of", lambda _: torch.device("cuda:0"))
+        monkeypatch.setattr(measuring, "CudaHistory", lambda: written)
         return written
 
     return prepare

@@ -12,8 +12,7 @@ from ortlab.options.configuration import Configuration
 from ortlab.options.options import Options
 from ortlab.render import html, plots, text
 from ortlab.render.sweep_plot import plot
-from ortlab.studies.sweep import Sweep
-from ortlab.studies.sweep_points import Point
+from ortlab.studies.sweep import Point, Sweep
 
 MIB = 1 << 20
 

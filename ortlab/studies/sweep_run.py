@@ -1,26 +1,165 @@
-"""A sweep: its points laid out, then run from one start through all, and back to where the lab was."""
+"""A sweep: its grid read and laid out, then run from one start through all points, and back to where the lab was."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from ortlab.engine.exhaustion import reason
 from ortlab.engine.versions import versions
-from ortlab.errors import LedgerError, OptionError, StepError
-from ortlab.options.options import check_needs
+from ortlab.errors import LedgerError, OptionError, StepError, did_you_mean
+from ortlab.options.engine_names import check_engine
+from ortlab.options.options import check_needs, declaration, switches
 from ortlab.runs.interrupts import interrupts_kept
 from ortlab.studies.study import check_same_ground, kept
-from ortlab.studies.sweep import Sweep
-from ortlab.studies.sweep_grid import Changes, read_grid, read_point
-from ortlab.studies.sweep_points import Point, same_work
-from ortlab.studies.sweep_runs import make_runs
+from ortlab.studies.sweep import Changes, Point, Sweep, same_work
 
 if TYPE_CHECKING:
     from ortlab.options.configuration import Configuration
     from ortlab.options.options import Need
+    from ortlab.options.switches import Value
     from ortlab.records.runs import Run
     from ortlab.runs.bench import Bench
     from ortlab.runs.experiment import Experiment
+    from ortlab.runs.progress import Progress
+
+POINTS_MAX: Final = 1000
+"""Points of one sweep. Each takes at least a session and some steps; more is a slip of the pen."""
+
+_EXAMPLE: Final = 'lab.sweep({"memory_level": [0, 1, 2], "engine": ["ort", "eager"]})'
+
+
+def read_grid(grid: object) -> list[Changes]:
+    """Read a grid, or a list of points, and check every name and value.
+
+    Parameters
+    ----------
+    grid
+        Lists of values by option, "engine" among them, whose combinations are the points: the last option varies
+        fastest. Or a list of points, each with its values by option. A value may be text that spells one, as
+        everywhere. An option that holds several texts (`memory_plan`) takes a list of such lists.
+
+    Returns
+    -------
+    list of dict
+        What each point changes, in order. Contradictions between options are not looked for here.
+
+    Raises
+    ------
+    OptionError
+        If there is no point, an option is unknown (the near name is suggested), a value has the wrong type, or there
+        are more than `POINTS_MAX` points.
+    """
+    if isinstance(grid, Mapping):
+        axes = {_name(name): _values(name, values) for name, values in grid.items()}
+        _check_count(math.prod(map(len, axes.values())) if axes else 0)
+        return [dict(zip(axes, point, strict=True)) for point in itertools.product(*axes.values())]
+    if isinstance(grid, Sequence) and not isinstance(grid, (str, bytes)):
+        _check_count(len(grid))
+        return [read_point(point) for point in grid]
+    raise OptionError(
+        f"A sweep needs lists of values by option, or a list of points, not a {type(grid).__name__}.",
+        fix=f"For example {_EXAMPLE}.",
+    )
+
+
+def read_point(point: object) -> Changes:
+    """Read one point: values by option.
+
+    Raises
+    ------
+    OptionError
+        If it is no dict, an option is unknown, or a value has the wrong type.
+    """
+    if not isinstance(point, Mapping):
+        raise OptionError(
+            f"A point of a sweep is a dict of values by option, not {point!r}.",
+            fix='For example lab.sweep([{"memory_level": 1}, {"engine": "eager"}]).',
+        )
+    return {_name(name): _value(name, value) for name, value in point.items()}
+
+
+def _name(name: Any) -> str:
+    known = ["engine", *(one.name for one in switches())]
+    if str(name) not in known:
+        fix = did_you_mean(name, known, cutoff=0.5) or "`ortlab.options.options.table()` lists all options."
+        raise OptionError(f"There is no option {str(name)!r}.", fix=fix)
+    return str(name)
+
+
+def _value(name: str, value: object) -> Value:
+    return check_engine(value) if name == "engine" else declaration(name).read(value)
+
+
+def each_value(name: str, values: object) -> list[Value]:
+    """Read one value of an option, or a list of them.
+
+    An option that holds several texts takes a list of lists for several values; a list of texts is one value.
+
+    Raises
+    ------
+    OptionError
+        If there is no such option, or a value has the wrong type.
+    """
+    known = _name(name)
+    several = isinstance(values, (list, range)) and not (
+        known != "engine"
+        and isinstance(declaration(known).default, tuple)
+        and all(isinstance(value, str) for value in values)
+    )
+    return _values(known, values if several else [values])
+
+
+def _values(name: str, values: object) -> list[Value]:
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        values = [values]
+    if not isinstance(values, Collection):
+        raise OptionError(
+            f"{name} needs a list of values, not a {type(values).__name__}.",
+            why="Its values have to be counted before anything runs.",
+            fix=f"Make a list of it: list({name}_values).",
+        )
+    if not values:
+        raise OptionError(f"{name} has no values to try.", fix=f"For example {_EXAMPLE}.")
+    return [_value(name, value) for value in values]
+
+
+def _check_count(count: int) -> None:
+    if not count:
+        raise OptionError("The sweep has no points.", fix=f"For example {_EXAMPLE}.")
+    if count > POINTS_MAX:
+        raise OptionError(
+            f"The sweep has {count:,} points.",
+            why=f"Each needs a session and some steps; {POINTS_MAX:,} are the most that a sweep takes.",
+            fix="Leave values out, or try one group of options after the other.",
+        )
+
+
+def make_runs(sweep: Sweep, trial: Callable[[Point], Run], progress: Progress, *, show: bool) -> None:
+    """Make the runs of a sweep that are missing; what fails is written down, and the sweep goes on.
+
+    `trial` goes back to the start and runs the steps with a point's configuration.
+    """
+    with progress.task(sweep.runs_planned, done=sweep.runs_done, evenly=True, show=show) as bar:
+        while (following := next(sweep.missing(), None)) is not None:
+            number, position = following
+            bar.total = sweep.runs_planned  # a point that failed has dropped its other runs
+            bar.begin(_run_words(sweep, position, number), sweep.runs_done)
+            try:
+                run = trial(sweep.points[position])
+            except Exception as error:  # noqa: BLE001 - whatever a step raises is a result of the point
+                sweep.fail(position, reason(error))
+            else:
+                sweep.add(position, run)
+
+
+def _run_words(sweep: Sweep, position: int, number: int) -> str:
+    """Name the run of a point in a round: "Run 3 of 8 (memory_level=1, round 2 of 2)"."""
+    rounds = f", round {number} of {sweep.rounds}" if sweep.rounds > 1 else ""
+    return f"Run {sweep.runs_done + 1} of {sweep.runs_planned} ({sweep.name(sweep.points[position])}{rounds})"
+
 
 _MEMORY_ROUNDS: Final = 2  # that measure step memory
 
@@ -193,7 +332,7 @@ def _point(
     try:
         configuration = present.tried(changes, have)
     except OptionError as error:
-        return Point(number, changes, None, skipped=" ".join(filter(None, (error.what, error.why))))
+        return Point(number, changes, None, skipped=reason(error))
     twin = next((point for point in before if _runs_as(point, configuration)), None)
     if twin is None:
         return Point(number, changes, configuration)

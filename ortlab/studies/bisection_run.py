@@ -19,9 +19,8 @@ from ortlab.options.options import Need, Options, check_needs, declaration
 from ortlab.records.comparison import loss_difference
 from ortlab.runs.interrupts import interrupts_kept
 from ortlab.runs.snapshot import Snapshot
-from ortlab.studies.bisection import UNFINISHED, Bisection
-from ortlab.studies.bisection_investigation import Access, Investigation
-from ortlab.studies.bisection_metrics import METRICS, STEP_MS, Metric, Own
+from ortlab.studies.bisection import METRICS, STEP_MS, UNFINISHED, Bisection, Metric, Own
+from ortlab.studies.bisection_search import Access, Investigation
 from ortlab.studies.study import check_same_ground, kept
 
 if TYPE_CHECKING:

@@ -16,12 +16,9 @@ from ortlab.runs.experiment import check_count, mentioned
 from ortlab.runs.interrupts import interrupts_kept
 from ortlab.runs.snapshot import Snapshot, is_stateful
 from ortlab.runs.weights import check_weights
-from ortlab.studies.batch_size_following import following, remaining
-from ortlab.studies.batch_size_plan_sets import read_plan_sets
-from ortlab.studies.batch_size_points import plans_name
+from ortlab.studies.batch_size import BatchSizeSearch, following, plans_name, remaining
 from ortlab.studies.batch_size_room import Room
-from ortlab.studies.batch_size_search import BatchSizeSearch
-from ortlab.studies.batch_size_trials import Trials
+from ortlab.studies.batch_size_trials import Trials, read_plan_sets
 from ortlab.studies.study import check_same_ground, kept
 
 if TYPE_CHECKING:
@@ -29,7 +26,7 @@ if TYPE_CHECKING:
     Train = Callable[[Any], object]
 
     from ortlab.runs.bench import Bench
-    from ortlab.studies.batch_size_following import Task
+    from ortlab.studies.batch_size import Task
 
 _EXAMPLE = (
     'lab.find_batch_size(lambda size: {name: tensor[:size] for name, tensor in data.items()}, limit="6 GiB")'
