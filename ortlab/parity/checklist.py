@@ -27,7 +27,6 @@ class Runs:
     ort_again: Compared
     plain: Compared  # the run without capture, held against the captured one
     plain_losses: tuple[float | None, ...]
-    limits: dict[Site, float]
     # Losses of PyTorch with dropout as it is, with the start's seed and with another one; empty if not asked for.
     seeds: tuple[tuple[float | None, ...], ...] = ()
 
@@ -47,7 +46,7 @@ def checklist(
         _repeats("PyTorch", runs.again),
         _repeats("ONNX Runtime", runs.ort_again),
         _rounding(bounds, steps),
-        _capture(runs),
+        _capture(runs, bounds),
     )
 
 
@@ -112,7 +111,7 @@ def _rounding(bounds: Mapping[Site, tuple[float, float]], steps: int) -> Checkli
     )
 
 
-def _capture(runs: Runs) -> ChecklistItem:
+def _capture(runs: Runs, bounds: Mapping[Site, tuple[float, float]]) -> ChecklistItem:
     question = "Does looking change the numbers?"
     worst = max((one.relative for one in runs.plain.distances.values()), default=0.0)
     if worst == 0 and list(runs.plain_losses) == list(runs.ort.losses):
@@ -123,9 +122,8 @@ def _capture(runs: Runs) -> ChecklistItem:
         f"A little: without capture ONNX Runtime fuses more, and its losses differ by "
         f"{apart(runs.ort.losses, runs.plain_losses):.1e}, its parameters by up to {worst:.1e}."
     )
-    over = [
-        site for site, one in runs.plain.distances.items() if one.relative > runs.limits.get(site, math.inf)
-    ]
+    limits = {site: limit for site, (_, limit) in bounds.items()}
+    over = [site for site, one in runs.plain.distances.items() if one.relative > limits.get(site, math.inf)]
     if over:
         words = (
             f"Yes: without capture {over[0].module or 'the model'}.{over[0].name} differs by "

@@ -78,13 +78,9 @@ class Distance:
 
     @classmethod
     def between(cls, reference: torch.Tensor, other: torch.Tensor) -> Distance:
-        """Compare two tensors entry by entry, in float64.
+        """Compare two tensors of one shape entry by entry, in float64; any type and device.
 
-        Parameters
-        ----------
-        reference, other
-            Of the same shape; any type and device. Entries that are nan, or the same infinity, on both sides count as
-            equal.
+        Entries that are nan, or the same infinity, on both sides count as equal.
         """
         import torch
 

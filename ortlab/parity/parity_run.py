@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from ortlab.records.runs import Run
     from ortlab.runs.bench import Bench
     from ortlab.runs.experiment import Experiment
+
+_OTHER_SEED: Final = 20011
 
 _STEPS: Final = 2
 """The first step shows what the engines compute, the second what they make of what was updated."""
@@ -100,23 +103,6 @@ def compared(
     bench.check_usable("compare engines")
     check_count(steps)
     experiment = bench.last_experiment().times(steps)
-    from ortlab.engine.apart import built_apart
-
-    @contextmanager
-    def apart(**changes: object) -> Iterator[Callable[[], None]]:
-        with ExitStack() as stack:
-            engines = bench.engines(None).values()
-            freeing = [stack.enter_context(built_apart(engine, **changes)) for engine in engines]
-
-            def free_sessions() -> None:
-                for free in freeing:
-                    free()
-
-            yield free_sessions
-
-    def trial(engine: str, observation: Observation | None = None, *, seed: int | None = None) -> Run:
-        return _observed(bench, experiment, engine, observation, seed)
-
     with (
         bench.as_before(experiment),
         interrupts_kept() as raise_lost,
@@ -127,22 +113,35 @@ def compared(
             raise_lost()
             bar.report(text, fraction)
 
-        return compare_engines(
-            bench.module,
-            trial,
-            apart,
-            name=bench.name,
-            steps=steps,
-            dropout=dropout,
-            ask_seeds=seeds,
-            cuts=bench.options.compute_optimizer,
-            progress=tell,
-            edit=edit,
-        )
+        return _compared(bench, experiment, dropout=dropout, ask_seeds=seeds, edit=edit, progress=tell)
+
+
+@contextmanager
+def _apart(bench: Bench, **changes: object) -> Iterator[Callable[[], None]]:
+    """Let ONNX Runtime build anew in the block, with other options if there are some, and forget that at its end.
+
+    Yields what frees the sessions only.
+    """
+    from ortlab.engine.apart import built_apart
+
+    with ExitStack() as stack:
+        engines = bench.engines(None).values()
+        freeing = [stack.enter_context(built_apart(engine, **changes)) for engine in engines]
+
+        def free_sessions() -> None:
+            for free in freeing:
+                free()
+
+        yield free_sessions
 
 
 def _observed(
-    bench: Bench, experiment: Experiment, engine: str, observation: Observation | None, seed: int | None
+    bench: Bench,
+    experiment: Experiment,
+    engine: str,
+    observation: Observation | None = None,
+    *,
+    seed: int | None = None,
 ) -> Run:
     """Go back to the start and run the steps; what is built apart keeps the options that it was given."""
     if bench.engine.name != engine:
@@ -158,36 +157,17 @@ def _observed(
         bench.recording = None
 
 
-class Trial(Protocol):
-    """Goes back to the start and runs the steps."""
-
-    def __call__(
-        self, engine: str, observation: Observation | None = None, *, seed: int | None = None
-    ) -> Run:
-        """Run them on "eager" or "ort", watched or not, with another seed or that of the start."""
-
-
-def compare_engines(  # noqa: PLR0913 - what a lab knows of itself, name by name
-    module: torch.nn.Module,
-    trial: Trial,
-    apart: Callable[..., AbstractContextManager[Callable[[], None]]],
+def _compared(
+    bench: Bench,
+    experiment: Experiment,
     *,
-    name: str,
-    steps: int,
-    dropout: bool = False,
-    ask_seeds: bool = True,
-    cuts: bool = False,
-    edit: Edit | None = None,
-    progress: Callable[[str, float], None] = lambda _text, _fraction: None,
+    dropout: bool,
+    ask_seeds: bool,
+    edit: Edit | None,
+    progress: Callable[[str, float], None],
 ) -> Parity:
-    """Run a step on PyTorch and on ONNX Runtime, and hold every tensor of both against each other.
-
-    `apart` makes a block in which ONNX Runtime builds anew, with other options if it is given some, and forgets at its
-    end; what it yields frees the sessions only. With `dropout`, dropout stays on, and the engines draw different masks.
-    With `ask_seeds`, PyTorch runs twice more, once with another seed. `cuts` says that the compute optimizer is on: if
-    it hides where a divergence is, ONNX Runtime runs once more without it. `edit` changes ONNX Runtime's gradient
-    graph; see `Capture`.
-    """
+    module, steps, cuts = bench.module, experiment.count, bench.options.compute_optimizer
+    trial = partial(_observed, bench, experiment)
     count = 8 if ask_seeds else 6
 
     def tell(number: int, text: str) -> None:
@@ -198,8 +178,7 @@ def compare_engines(  # noqa: PLR0913 - what a lab knows of itself, name by name
         without = WithoutDropout()
         eager_store = stack.enter_context(stored())
         ort_store = stack.enter_context(stored())
-        quiet = nullcontext() if dropout else without
-        with quiet:
+        with nullcontext() if dropout else without:
             reference = Reference(eager_store)
             watched = Observation(module, reference.take)
             tell(1, "PyTorch")
@@ -213,11 +192,11 @@ def compare_engines(  # noqa: PLR0913 - what a lab knows of itself, name by name
             )
             ort, ort_again = Compared(eager_store, ort_store, facts=True), Compared(ort_store)
             plain = Compared(ort_store)
-            with apart():
+            with _apart(bench):
                 tell(4, "ONNX Runtime")
                 found, capture = _captured_run(trial, module, ort, edit)
                 _same_data(eager, found)
-            with apart() as free_sessions:  # exported again: what a trace has drawn at random is another then
+            with _apart(bench) as free_sessions:  # exported again, as a trace may draw other random numbers
                 tell(5, "ONNX Runtime again")
                 with _receiving(capture, module, ort_again) as observation:
                     trial("ort", observation)
@@ -233,12 +212,11 @@ def compare_engines(  # noqa: PLR0913 - what a lab knows of itself, name by name
                 progress("ONNX Runtime with the compute optimizer off (one run more)", (count - 1) / count)
                 whole = Compared(eager_store)
                 try:
-                    with apart(compute_optimizer=False):
+                    with _apart(bench, compute_optimizer=False):
                         _same_data(eager, _captured_run(trial, module, whole, edit)[0])
                     locating.look_at(whole)
                 except (BuildError, ExecutionError) as error:
                     locating.give_up(error)
-        seeds = _seeds(trial, tell) if ask_seeds else ()
         runs = Runs(
             eager=eager,
             ort=found,
@@ -248,12 +226,11 @@ def compare_engines(  # noqa: PLR0913 - what a lab knows of itself, name by name
             ort_again=ort_again,
             plain=plain,
             plain_losses=tuple(unseen.losses),
-            limits={site: limit for site, (_, limit) in bounds.items()},
-            seeds=seeds,
+            seeds=_seeds(trial, tell) if ask_seeds else (),
         )
         forward, backward, update = locating.divergences
         return Parity(
-            model=name,
+            model=bench.name,
             reference="eager",
             candidate="ort",
             steps=steps,
@@ -277,13 +254,13 @@ class _Ends(Observation):
         yield
 
 
-def _watched_run(trial: Trial, engine: str, observation: Observation) -> Run:
+def _watched_run(trial: Callable[..., Run], engine: str, observation: Observation) -> Run:
     with observation.watching():
         return trial(engine, observation)
 
 
 def _captured_run(
-    trial: Trial, module: torch.nn.Module, compared: Compared, edit: Edit | None
+    trial: Callable[..., Run], module: torch.nn.Module, compared: Compared, edit: Edit | None
 ) -> tuple[Run, Capture]:
     capture = _capture(edit)
     with _receiving(capture, module, compared) as observation:
@@ -321,14 +298,13 @@ def _by_site(missing: Mapping[Mark, str], steps: int) -> dict[Site, str]:
     }
 
 
-def _seeds(trial: Trial, tell: Callable[[int, str], None]) -> tuple[tuple[float | None, ...], ...]:
+def _seeds(
+    trial: Callable[..., Run], tell: Callable[[int, str], None]
+) -> tuple[tuple[float | None, ...], ...]:
     tell(7, "PyTorch with its dropout")
     first = trial("eager")
     tell(8, "PyTorch with another seed")
     return tuple(first.losses), tuple(trial("eager", seed=_OTHER_SEED).losses)
-
-
-_OTHER_SEED = 20011
 
 
 def _same_data(first: Run, other: Run) -> None:

@@ -20,7 +20,7 @@ from ortlab.errors import LedgerError
 from ortlab.records.activation_statistics import SAMPLES, TensorStatistics
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 FORWARD: Final = "forward"
 BACKWARD: Final = "backward"
@@ -177,21 +177,11 @@ _SHOWN: Final = 3
 
 @dataclass(frozen=True)
 class ActivationStep:
-    """What a folder holds of one step.
+    """What a folder holds of one step."""
 
-    Attributes
-    ----------
-    number
-        Number of the step, from 0 on, as upstream counts forwards.
-    activations
-        Activations and gradients, in the order in which they were first written.
-    problems
-        What is missing or cannot be read, a clause each; empty for a whole step.
-    """
-
-    number: int
-    activations: tuple[Activation, ...]
-    problems: tuple[str, ...] = ()
+    number: int  # from 0 on, as upstream counts forwards
+    activations: tuple[Activation, ...]  # and gradients, in the order in which they were first written
+    problems: tuple[str, ...] = ()  # what is missing or cannot be read, a clause each
 
     def find(self, name: str, direction: str) -> Activation | None:
         """Return an activation, or None if the step has none of that name."""
@@ -200,17 +190,7 @@ class ActivationStep:
 
 @dataclass(frozen=True)
 class ActivationFolder:
-    """What a `StatisticsSubscriber` wrote of one run.
-
-    Attributes
-    ----------
-    path
-        The folder.
-    steps
-        Its steps, by number.
-    problems
-        What is wrong with the folder as a whole.
-    """
+    """What a `StatisticsSubscriber` wrote of one run; `problems` are those of the folder as a whole."""
 
     path: str
     steps: tuple[ActivationStep, ...]
@@ -232,17 +212,9 @@ class ActivationFolder:
 def read_folder(path: str | Path) -> ActivationFolder:
     """Read the folder of a `StatisticsSubscriber`, or a folder that `merge_activation_summary` made of one.
 
-    What is half written is read as far as it goes, and what is missing stands in `problems`.
-
-    Parameters
-    ----------
-    path
-        The `output_dir` of the subscriber, with its `step_0`, `step_1`, ...; or `merge_pt`, `merge_ort`.
-
-    Raises
-    ------
-    LedgerError
-        If there is no such folder, or it holds no step.
+    `path` is the `output_dir` of the subscriber, with its `step_0`, `step_1`, ...; or `merge_pt`, `merge_ort`. What is
+    half written is read as far as it goes, and what is missing stands in `problems`. Raises LedgerError if there is no
+    such folder, or it holds no step.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -270,7 +242,7 @@ def read_folder(path: str | Path) -> ActivationFolder:
         )
     steps = tuple(found[number] for number in sorted(found))
     gaps = sorted(set(range(steps[0].number, steps[-1].number)) - found.keys())
-    problems = (f"Steps are missing between the first and the last: {_listed(gaps)}.",) if gaps else ()
+    problems = (f"Steps are missing between the first and the last: {listed(gaps)}.",) if gaps else ()
     return ActivationFolder(str(folder), steps, problems)
 
 
@@ -360,10 +332,10 @@ def _read_step(number: int, folder: Path) -> ActivationStep:
         written.pop(lines[-1])
     absent = [name for name in written if name not in files]
     if absent:
-        problems.append(f"{len(absent)} files that {ORDER} names are missing ({_listed(absent)})")
+        problems.append(f"{len(absent)} files that {ORDER} names are missing ({listed(absent)})")
     unlisted = sorted(files - written.keys())
     if unlisted and order.is_file():
-        problems.append(f"{len(unlisted)} files are not in {ORDER} ({_listed(unlisted)})")
+        problems.append(f"{len(unlisted)} files are not in {ORDER} ({listed(unlisted)})")
     activations, broken = [], []
     for name in [*(one for one in written if one in files), *unlisted]:
         found = _read_activation(folder / name)
@@ -372,7 +344,7 @@ def _read_step(number: int, folder: Path) -> ActivationStep:
         else:
             activations.append(found.called(max(1, written[name])))
     if broken:
-        problems.append(f"{len(broken)} files cannot be read ({_listed(broken)})")
+        problems.append(f"{len(broken)} files cannot be read ({listed(broken)})")
     return ActivationStep(number, tuple(activations), tuple(problems))
 
 
@@ -397,7 +369,8 @@ def _read_merged(number: int, file: Path) -> ActivationStep:
     return ActivationStep(number, tuple(found.values()))
 
 
-def _listed(names: list[str] | list[int]) -> str:
+def listed(names: Sequence[str] | Sequence[int]) -> str:
+    """Name the first few, and count the others."""
     shown = ", ".join(str(name) for name in names[:_SHOWN])
     more = len(names) - _SHOWN
     return f"{shown} and {more} more" if more > 0 else shown

@@ -282,7 +282,7 @@ class BatchSizeSearch(Shown, JsonRecord, noun="search", layout=2):
 
     def largest(self, plans: Plans) -> BatchSizePoint | None:
         """Return the largest batch that fits under some plans; None if none does."""
-        return max((one for one in self.points if one.plans == plans and one.fits), key=_size, default=None)
+        return max((one for one in self.points if one.plans == plans and one.fits), key=lambda one: one.size, default=None)
 
     @property
     def best(self) -> BatchSizePoint | None:
@@ -357,10 +357,6 @@ class BatchSizeSearch(Shown, JsonRecord, noun="search", layout=2):
             "plan_sets": None if sets is None else tuple(tuple(plans) for plans in sets),
         }
         return cls(**{**fields, **read})
-
-
-def _size(point: BatchSizePoint) -> int:
-    return point.size
 
 
 LARGEST: Final = 1 << 20

@@ -149,11 +149,6 @@ def find_batch_size(  # noqa: PLR0913 - a limit is of one thing or the other
     return _searched(bench, search, trials, show=progress)
 
 
-def _has_session(bench: Bench) -> bool:
-    """Say whether ONNX Runtime is the engine and has a session for the next training call."""
-    return bench.configuration.engine == "ort" and not bench.engine.pending_stage()
-
-
 def _read(
     bench: Bench, limit: object, device: object, sizes: object, plans: object, steps: int
 ) -> dict[str, Any]:
@@ -178,12 +173,11 @@ def _read(
 
 
 def _searched(bench: Bench, search: BatchSizeSearch, trials: Trials, *, show: bool) -> BatchSizeSearch:
-    def stopped(name: str) -> str:
+    has_session = bench.configuration.engine == "ort" and not bench.engine.pending_stage()
+
+    def stopped() -> str:
         search.stopped = True
-        return (
-            f"Stopped the search after {len(search.points)} points; kept as {name}. The lab is as it was before; "
-            f"go on: %ort_find_batch_size MAKE_BATCH --resume, or lab.find_batch_size(make_batch, resume={name})."
-        )
+        return f"the search after {len(search.points)} points"
 
     with (
         # Where the first batch failed there is nothing to keep.
@@ -192,9 +186,10 @@ def _searched(bench: Bench, search: BatchSizeSearch, trials: Trials, *, show: bo
             search,
             "lab.batch_size_searches",
             stopped,
+            "go on: %ort_find_batch_size MAKE_BATCH --resume, or lab.find_batch_size(make_batch, resume={})",
             is_empty=lambda: not search.points,
         ),
-        trials.lab_as_before(had_session=_has_session(bench)),
+        trials.lab_as_before(had_session=has_session),
         bench.progress.task(show=show) as bar,
     ):
         done = 0
@@ -294,7 +289,8 @@ def checked_batch(make_batch: MakeBatch, size: int) -> Any:
             f"make_batch({size}) failed: {reason(error)}.",
             fix="Try it by itself; it must return a batch of any size.",
         ) from error
-    tensors = [leaf for leaf in _leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)  # a BatchEncoding is no dict
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
     if not tensors:
         raise OptionError(
             f"make_batch({size}) returned a {type(batch).__name__} without tensors.",
@@ -348,8 +344,3 @@ def _loss(output: Any) -> torch.Tensor:
         why="The search trains by output.loss, or by the output itself if it is a scalar.",
         fix="Put the labels into the batch, or give a step: lab.find_batch_size(make_batch, limit=..., train=step).",
     )
-
-
-def _leaves(batch: Any) -> Sequence[Any]:
-    plain = dict(batch) if isinstance(batch, Mapping) else batch  # a tokenizer's BatchEncoding is no dict
-    return tree_leaves(plain)

@@ -274,7 +274,7 @@ class Trials:
             with room.ceiling_down_after(), following_live_buffers() if follow else nullcontext() as gaps:
                 room.hold(most)
                 batch = self._make_batch(size)
-                room.let_go()
+                room.ceiling.take_down()
                 self._start.put_back()  # it may have drawn random numbers
                 experiment = Experiment(lambda: self._step(batch), count, self._start)
                 levels = [room.used_bytes()]  # at the start of each step, and at the end
@@ -289,7 +289,7 @@ class Trials:
                     run = self._record(experiment, lambda: room.hold(most), settle)
                 self._level = levels[-2]
                 if plans:
-                    room.let_go()  # reading plans builds
+                    room.ceiling.take_down()  # reading plans builds
                     self._check_known(plans)
             return run
         finally:

@@ -55,23 +55,13 @@ class Trial:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types, readable by `from_dict`."""
-        return {
-            "names": list(self.names),
-            "value": self.value,
-            "low": self.low,
-            "high": self.high,
-            "amount": self.amount,
-            "failure": self.failure,
-            "runs": [run.to_dict() for run in self.runs],
-        }
+        return {**vars(self), "names": list(self.names), "runs": [run.to_dict() for run in self.runs]}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Trial:
         """Rebuild a trial from `to_dict`; a missing field raises KeyError."""
-        fields = dict(data)
-        fields["names"] = tuple(fields["names"])
-        fields["runs"] = tuple(Run.from_dict(run) for run in fields["runs"])
-        return cls(**fields)
+        runs = tuple(Run.from_dict(run) for run in data["runs"])
+        return cls(**{**data, "names": tuple(data["names"]), "runs": runs})
 
 
 LOSS: Final = "loss"
@@ -111,31 +101,15 @@ class Culprits:
 
 @dataclass(frozen=True)
 class Metric:
-    """How a change is measured.
+    """How a change is measured."""
 
-    Attributes
-    ----------
-    name
-        "loss", "parity", "step_ms", "peak_bytes", or the name of the user's function.
-    tolerance
-        Changes up to this are none: relative, but for a function of the user's, whose unit it has.
-    own
-        The user's function.
-    """
-
-    name: str
-    tolerance: float
-    own: Own | None = None
+    name: str  # "loss", "parity", "step_ms", "peak_bytes", or the name of the user's function
+    tolerance: float  # changes up to this are none: relative, but for a function of the user's, whose unit it has
+    own: Own | None = None  # the user's function
 
     @classmethod
     def read(cls, metric: str | Own, tolerance: float | None) -> Metric:
-        """Read what the user gave.
-
-        Raises
-        ------
-        OptionError
-            If there is no such metric, or the tolerance is no number from 0 on.
-        """
+        """Read what the user gave; raise OptionError for no metric, or a tolerance that is no number from 0 on."""
         if tolerance is not None and (
             isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance >= 0
         ):
@@ -159,13 +133,7 @@ class Metric:
         return self.own is None and self.name in (STEP_MS, PEAK_BYTES)
 
     def floor(self, equal: Sequence[float]) -> float:
-        """Return what equal runs differ by.
-
-        Parameters
-        ----------
-        equal
-            Values of trials of the baseline.
-        """
+        """Return what equal runs differ by, from the values of trials of the baseline."""
         return max((self.size(value, equal[0]) for value in equal), default=0.0)
 
     def size(self, value: float, base: float) -> float:
@@ -215,17 +183,9 @@ def _beyond(trial: Trial, value: float) -> bool:
 
 
 def ratio_of_pairs(values: Sequence[float], base: Sequence[float]) -> tuple[float, float, float]:
-    """Return the geometric mean of the ratios of pairs, with the ends of its 95 % t interval.
+    """Return the geometric mean of the ratios of pairs, with the ends of its 95 % t interval; nan for a single pair.
 
-    Parameters
-    ----------
-    values, base
-        Times of runs that were made as neighbours, so that a drift of the machine is in both of a pair.
-
-    Returns
-    -------
-    ratio, low, high : float
-        The ends are nan for a single pair.
+    The times are of runs that were made as neighbours, so that a drift of the machine is in both of a pair.
     """
     from scipy.stats import t
 
@@ -332,12 +292,7 @@ class Bisection(Shown, JsonRecord, noun="bisection", layout=1):
     def shows(self, trial: Trial, metric: Metric | None = None) -> bool | None:
         """Tell whether a trial shows the change of all of them together; None if it cannot be told.
 
-        Parameters
-        ----------
-        trial
-            The trial.
-        metric
-            How to judge; by default by the record's own name and tolerance.
+        `metric` is how to judge; by default by the record's own name and tolerance.
         """
         base, whole = self.baseline, self.whole
         if base is None or whole is None:

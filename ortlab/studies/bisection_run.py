@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Final
 
-import torch
-
-from ortlab.analyses.memory import memory
 from ortlab.engine.versions import versions
-from ortlab.errors import LedgerError, OptionError, StepError
+from ortlab.errors import LedgerError, OptionError
 from ortlab.options.configuration import Configuration
 from ortlab.options.options import Need, Options, check_needs, declaration
-from ortlab.records.comparison import loss_difference
 from ortlab.runs.interrupts import interrupts_kept
-from ortlab.runs.snapshot import Snapshot
 from ortlab.studies.bisection import METRICS, STEP_MS, UNFINISHED, Bisection, Metric, Own
-from ortlab.studies.bisection_search import Access, Investigation
-from ortlab.studies.study import check_same_ground, kept
+from ortlab.studies.bisection_search import Investigation
+from ortlab.studies.study import check_rounds, check_same_ground, kept
 
 if TYPE_CHECKING:
     from ortlab.options.switches import Value
-    from ortlab.records.runs import Run
     from ortlab.runs.bench import Bench
     from ortlab.runs.experiment import Experiment
 
@@ -125,8 +116,7 @@ def bisect(
         own = measured.own if resume.metric not in METRICS else None
         measured, bisection = Metric(resume.metric, resume.tolerance, own), resume
     else:
-        if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 2:  # noqa: PLR2004 - an interval
-            raise StepError(f"The number of rounds must be a whole number from 2 on, not {rounds!r}.")
+        check_rounds(rounds, 2)  # for an interval
         least = _TIMED_STEPS if measured.own is None and measured.name == STEP_MS else 1
         count = experiment.times(max(experiment.count, least) if n is None else n).count
         base, differing = read_changes(Configuration("ort", bench.options), changes, against, bench.have)
@@ -148,113 +138,20 @@ def bisect(
 def _bisected(
     bench: Bench, bisection: Bisection, metric: Metric, experiment: Experiment, *, show: bool
 ) -> Bisection:
-    reference = Reference(bench.module)
-
-    def run(tried: Configuration) -> Run:
-        bench.configure(tried)
-        experiment.start.put_back()
-        return bench.run_apart(experiment)
-
-    def redrawn(tried: Configuration, number: int) -> Run:
-        bench.configure(tried)
-        experiment.start.put_back()
-        torch.manual_seed(torch.initial_seed() + number)
-        return bench.run_apart(replace(experiment, start=Snapshot(bench.module, experiment.start.stateful)))
-
-    def distance(tried: Configuration) -> tuple[Run, float]:
-        if not reference.known:
-            reference.take(run(type(tried)("eager", tried.options)))
-        made = run(tried)
-        return made, reference.distance(made)
-
-    def peak(tried: Configuration) -> float:
-        bench.configure(tried)
-        return float(memory(bench).peak_bytes)
-
-    def stopped(name: str) -> str:
-        return (
-            f"Stopped the search after {len(bisection.trials)} trials; kept as {name}. "
-            f"The lab is as it was before; go on with %ort_bisect --resume, or lab.bisect(resume={name})."
-        )
-
-    def is_empty() -> bool:
-        return bisection.outcome == UNFINISHED and not bisection.culprits
-
     with (
-        kept(bench.bisections, bisection, "lab.bisections", stopped, is_empty=is_empty),
+        kept(
+            bench.bisections,
+            bisection,
+            "lab.bisections",
+            lambda: f"the search after {len(bisection.trials)} trials",
+            "go on with %ort_bisect --resume, or lab.bisect(resume={})",
+            is_empty=lambda: bisection.outcome == UNFINISHED and not bisection.culprits,
+        ),
         bench.as_before(experiment),
-        _bisection_progress(bench, bisection, show=show) as tell,
+        bench.progress.task(show=show) as bar,
     ):
-        Investigation(bisection, metric, Access(run, distance, peak, redrawn, bench.have), tell).find()
+        Investigation(bench, experiment, bisection, metric, bar).find()
     return bisection
-
-
-@contextmanager
-def _bisection_progress(
-    bench: Bench, bisection: Bisection, *, show: bool
-) -> Iterator[Callable[[tuple[str, ...]], None]]:
-    with bench.progress.task(show=show) as bar:
-        # How many trials there will be is known only for a single culprit.
-        expected = math.ceil(math.log2(len(bisection.changes) + 1)) + 4
-
-        def tell(names: tuple[str, ...]) -> None:
-            done = len(bisection.trials)
-            bar.report(f"Trial {done + 1}: {_words(bisection, names)}", done / max(expected, done + 2))
-
-        yield tell
-
-
-def _words(bisection: Bisection, names: tuple[str, ...]) -> str:
-    if not names:
-        return "the baseline"
-    if len(names) == len(bisection.changes):
-        return "all changes"
-    return (
-        bisection.words(names[0]) if len(names) == 1 else f"{len(names)} of {len(bisection.changes)} changes"
-    )
-
-
-class Reference:
-    """What PyTorch made of the steps: its run, and the parameters that the run left in the module."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
-        self._run: Run | None = None
-        self._parameters: list[torch.Tensor] = []
-
-    @property
-    def known(self) -> bool:
-        """Whether PyTorch has run the steps."""
-        return self._run is not None
-
-    def take(self, run: Run) -> None:
-        """Keep what PyTorch's run has just left behind."""
-        self._run = run
-        self._parameters = [one.detach().clone() for one in self._module.parameters()]
-
-    def distance(self, run: Run) -> float:
-        """Return how far a run's losses, and the parameters that it has just left behind, are from PyTorch's.
-
-        It is the largest relative difference: of a loss against itself, of a parameter against its largest entry.
-        Infinite where one of the two is no number.
-        """
-        assert self._run is not None  # noqa: S101 - the caller takes it first
-        largest = loss_difference(self._run, run) or 0.0
-        for ours, theirs in zip(self._module.parameters(), self._parameters, strict=True):
-            largest = max(largest, _apart(ours.detach(), theirs))
-        return largest
-
-
-def _apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Return the largest difference over the largest finite number of `theirs`; nan beside nan is no difference."""
-    if not theirs.numel() or torch.equal(ours, theirs):
-        return 0.0
-    difference = (ours.double() - theirs.double()).abs()
-    alike = (ours == theirs) | (ours.isnan() & theirs.isnan())
-    largest = float(torch.where(alike, 0.0, difference).max())
-    finite = torch.where(theirs.isfinite(), theirs.double().abs(), 0.0)
-    found = largest / max(float(finite.max()), 1e-12)
-    return math.inf if math.isnan(found) else found
 
 
 def read_changes(
@@ -315,5 +212,4 @@ def check_resumable(bisection: Bisection, start_digest: str, present: Mapping[st
 
 def _defaults(present: Options) -> Options:
     """Return the defaults, except for where files go: that is no switch to be tried."""
-    kept = {name: getattr(present, name) for name in ("export_cache_dir",)}
-    return dataclasses.replace(Options(), **kept)
+    return dataclasses.replace(Options(), export_cache_dir=present.export_cache_dir)

@@ -11,17 +11,22 @@ the effect, and one that does.
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+import torch
+
+from ortlab.analyses.memory import memory
 from ortlab.engine.exhaustion import reason
 from ortlab.errors import OptionError, StepError
 from ortlab.options.configuration import Configuration
 from ortlab.options.options import Options, check_needs
 from ortlab.records.cautions import FELL_BACK
 from ortlab.records.comparison import loss_difference
+from ortlab.runs.snapshot import Snapshot
 from ortlab.studies.bisection import (
     FLOORS,
     LOSS,
@@ -42,25 +47,21 @@ from ortlab.studies.sweep import same_work
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from ortlab.options.options import Need
     from ortlab.records.runs import Run
-    from ortlab.studies.bisection import Bisection
+    from ortlab.runs.bench import Bench
+    from ortlab.runs.experiment import Experiment
+    from ortlab.runs.progress import Task
+    from ortlab.studies.bisection import Bisection, Own
 
 Test = Callable[[frozenset[str]], bool | None]
 """Whether a set of changes shows the effect; None if it cannot be told, as of changes that contradict each other."""
 
 
 def smallest_sets(changes: Sequence[str], test: Test, *, most: int = 3) -> tuple[Culprits, ...]:
-    """Return smallest sets of changes, each of which shows the effect by itself, as far as the rest still shows it.
+    """Return at most `most` smallest sets of changes; each shows the effect, as far as the rest still shows it.
 
-    Parameters
-    ----------
-    changes
-        All of them, in the order of bisection; together they show the effect, and none of them does not.
-    test
-        Asked at most once for each set.
-    most
-        How many sets are looked for at most.
+    The changes are in the order of bisection; together they show the effect, and none of them does not. The test is
+    asked at most once for each set.
     """
     found: list[Culprits] = []
     rest = list(changes)
@@ -72,15 +73,7 @@ def smallest_sets(changes: Sequence[str], test: Test, *, most: int = 3) -> tuple
 
 
 def smallest_set(changes: Sequence[str], test: Test) -> Culprits:
-    """Return a set of changes that shows the effect, and does not without any one member (or group).
-
-    Parameters
-    ----------
-    changes
-        Changes that show the effect together.
-    test
-        Tells of each set whether it shows the effect.
-    """
+    """Return a set of changes that shows the effect, and does not without any one member (or group)."""
     held: list[tuple[str, ...]] = []
     before = list(changes)
     while not _shows(test, held):
@@ -140,35 +133,18 @@ _MORE: Final = 3
 """Times the rounds that a time may take until it can be told."""
 
 
-@dataclass(frozen=True)
-class Access:
-    """What a bisection does with the lab; each call goes back to the start and runs the steps with a configuration."""
-
-    run: Callable[[Configuration], Run]
-    distance: Callable[[Configuration], tuple[Run, float]]  # of losses and updated weights from PyTorch's
-    peak: Callable[[Configuration], float]  # of a step, in bytes
-    redrawn: Callable[[Configuration, int], Run]  # with another seed: the number is added to it
-    have: Collection[Need]  # see `ortlab.engine.installation.have`
-
-
-class _OwnError(Exception):
-    """Carries an error in the user's function past what catches errors of a step."""
-
-    def __init__(self, error: OptionError) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
 class Investigation:
-    """Fills in a bisection; trials that it has are not run again. `tell` is told which changes run next."""
+    """Fills in a bisection, each trial from one start; trials that it has are not run again."""
 
     def __init__(
-        self, bisection: Bisection, metric: Metric, access: Access, tell: Callable[[tuple[str, ...]], None]
+        self, bench: Bench, experiment: Experiment, bisection: Bisection, metric: Metric, bar: Task
     ) -> None:
+        self._bench = bench
+        self._experiment = experiment
         self._bisection = bisection
         self._metric = metric
-        self._access = access
-        self._tell = tell
+        self._bar = bar
+        self._reference = Reference(bench.module)
         self._untried: set[frozenset[str]] = set()
 
     def find(self) -> None:
@@ -205,7 +181,7 @@ class Investigation:
             for seed in range(1, _SEEDS + 1):
                 self._tell(())
                 bisection.runs += 1
-                run = self._access.redrawn(self._configuration(()), seed)
+                run = self._run(self._configuration(()), seed)
                 if run.data_digest != base.runs[0].data_digest:
                     break  # the batches are drawn, too: losses of others tell nothing about masks
                 bisection.drawn = max(bisection.drawn, loss_difference(base.runs[0], run) or 0.0)
@@ -228,7 +204,7 @@ class Investigation:
     def _refused(self, names: frozenset[str]) -> bool:
         """Say whether a set of changes contradicts itself, or cannot act here."""
         try:
-            check_needs(self._options(names), self._access.have)
+            check_needs(self._options(names), self._bench.have)
         except OptionError:
             return True
         return False
@@ -259,56 +235,79 @@ class Investigation:
     def _taken(self, names: tuple[str, ...]) -> Trial:
         self._tell(names)
         try:
-            return self._measured(names)
-        except _OwnError as fault:
-            raise fault.error from fault.error.__cause__
+            made = self._measured(names)
         except Exception as error:  # noqa: BLE001 - whatever a step raises is a result of the switches
             words = reason(error)
             kind = type(error).__name__
             return Trial(names, failure=words if words.startswith(kind) else f"{kind}: {words}")
+        # An error in the user's function is no result of the switches.
+        own = self._metric.own
+        return (
+            made if own is None or made.failure else replace(made, value=self._own_value(own, made.runs[0]))
+        )
+
+    def _tell(self, names: tuple[str, ...]) -> None:
+        """Show which changes run next."""
+        # How many trials there will be is known only for a single culprit.
+        bisection, done = self._bisection, len(self._bisection.trials)
+        expected = math.ceil(math.log2(len(bisection.changes) + 1)) + 4
+        if not names:
+            what = "the baseline"
+        elif len(names) == len(bisection.changes):
+            what = "all changes"
+        else:
+            of_all = f"{len(names)} of {len(bisection.changes)} changes"
+            what = bisection.words(names[0]) if len(names) == 1 else of_all
+        self._bar.report(f"Trial {done + 1}: {what}", done / max(expected, done + 2))
+
+    def _run(self, tried: Configuration, seed: int = 0) -> Run:
+        """Go back to the start and run the steps; with a seed from 1 on, the model draws other random numbers."""
+        bench, experiment = self._bench, self._experiment
+        bench.configure(tried)
+        experiment.start.put_back()
+        if seed:
+            torch.manual_seed(torch.initial_seed() + seed)
+            experiment = replace(experiment, start=Snapshot(bench.module, experiment.start.stateful))
+        return bench.run_apart(experiment)
 
     def _measured(self, names: tuple[str, ...]) -> Trial:
-        metric, wished = self._metric, self._configuration(names)
-        if metric.own is None and metric.name == STEP_MS:
+        metric, wished, base = self._metric, self._configuration(names), self._bisection.baseline
+        kind = "" if metric.own is not None else metric.name
+        if kind == STEP_MS:
             return self._timed(names)
-        if metric.own is None and metric.name == PEAK_BYTES:
-            self._bisection.runs += 1
-            peak = self._access.peak(wished)
-            base = self._bisection.baseline
+        self._bisection.runs += 1
+        if kind == PEAK_BYTES:
+            self._bench.configure(wished)
+            peak = float(memory(self._bench).peak_bytes)
             first = peak if base is None or base.amount is None else base.amount
             return Trial(names, peak / first, amount=peak)
-        self._bisection.runs += 1
-        if metric.own is None and metric.name == PARITY:
-            run, value = self._access.distance(wished)
-        else:
-            run, value = self._access.run(wished), 0.0
-        fallen = _fallen(names, run)
-        if fallen is not None:
+        if kind == PARITY and not self._reference.known:
+            self._reference.take(self._run(replace(wished, engine="eager")))
+        run, value = self._run(wished), 0.0
+        if fallen := _fallen(names, run):
             return fallen
-        base = self._bisection.baseline
-        if metric.own is not None:
-            value = self._own_value(run)
-        elif metric.name == LOSS and base is not None and base.runs:
+        if kind == PARITY:
+            value = self._reference.distance(run)
+        elif kind == LOSS and base is not None and base.runs:
             apart = loss_difference(base.runs[0], run)
             if apart is None:
                 raise StepError("The step reports no loss.", fix="Let it return the loss.")
             value = apart
         return Trial(names, value, runs=(run,))
 
-    def _own_value(self, run: Run) -> float:
-        """Ask the user's function; raises _OwnError where that fails, which is no result of the switches."""
-        own, name = self._metric.own, self._metric.name
-        assert own is not None  # noqa: S101 - the caller has looked
+    def _own_value(self, own: Own, run: Run) -> float:
+        """Ask the user's function."""
+        name = self._metric.name
         fix = "It takes a run and returns a number: lambda run: run.losses[-1]."
         try:
             found = own(run)
         except Exception as error:
             what = f"The metric {name} failed: {type(error).__name__}: {error}"
-            raise _OwnError(OptionError(what, fix=fix)) from error
+            raise OptionError(what, fix=fix) from error
         try:
             return float(found)
         except (TypeError, ValueError):
-            raise _OwnError(OptionError(f"The metric {name} returned {found!r}.", fix=fix)) from None
+            raise OptionError(f"The metric {name} returned {found!r}.", fix=fix) from None
 
     def _timed(self, names: tuple[str, ...]) -> Trial:
         """Run pairs of the baseline and a set of changes, more of them while the noise hides the answer."""
@@ -323,9 +322,8 @@ class Investigation:
             pair = {}
             for is_base in (True, False) if number % 2 == 0 else (False, True):
                 bisection.runs += 1
-                pair[is_base] = run = self._access.run(base if is_base else wished)
-                fallen = _fallen(names, run)
-                if fallen is not None:
+                pair[is_base] = run = self._run(base if is_base else wished)
+                if fallen := _fallen(names, run):
                     return fallen
             runs.append(pair[False])
             befores.append(pair[True].step_ms)
@@ -341,7 +339,7 @@ class Investigation:
 
     def _first_timed(self, base: Configuration) -> Trial:
         self._bisection.runs += 1
-        run = self._access.run(base)
+        run = self._run(base)
         return _fallen((), run) or Trial((), 1.0, 1.0, 1.0, run.step_ms, runs=(run,))
 
     def _can_be_told(self, trial: Trial) -> bool:
@@ -356,3 +354,46 @@ def _fallen(names: tuple[str, ...], run: Run) -> Trial | None:
         return None
     words = run.fallback_reason or "no reason was recorded"
     return Trial(names, failure=f"{FELL_BACK}: {words}", runs=(run,))
+
+
+class Reference:
+    """What PyTorch made of the steps: its run, and the parameters that the run left in the module."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._run: Run | None = None
+        self._parameters: list[torch.Tensor] = []
+
+    @property
+    def known(self) -> bool:
+        """Whether PyTorch has run the steps."""
+        return self._run is not None
+
+    def take(self, run: Run) -> None:
+        """Keep what PyTorch's run has just left behind."""
+        self._run = run
+        self._parameters = [one.detach().clone() for one in self._module.parameters()]
+
+    def distance(self, run: Run) -> float:
+        """Return how far a run's losses, and the parameters that it has just left behind, are from PyTorch's.
+
+        It is the largest relative difference: of a loss against itself, of a parameter against its largest entry.
+        Infinite where one of the two is no number.
+        """
+        assert self._run is not None  # noqa: S101 - the caller takes it first
+        largest = loss_difference(self._run, run) or 0.0
+        for ours, theirs in zip(self._module.parameters(), self._parameters, strict=True):
+            largest = max(largest, _apart(ours.detach(), theirs))
+        return largest
+
+
+def _apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Return the largest difference over the largest finite number of `theirs`; nan beside nan is no difference."""
+    if not theirs.numel() or torch.equal(ours, theirs):
+        return 0.0
+    difference = (ours.double() - theirs.double()).abs()
+    alike = (ours == theirs) | (ours.isnan() & theirs.isnan())
+    largest = float(torch.where(alike, 0.0, difference).max())
+    finite = torch.where(theirs.isfinite(), theirs.double().abs(), 0.0)
+    found = largest / max(float(finite.max()), 1e-12)
+    return math.inf if math.isnan(found) else found

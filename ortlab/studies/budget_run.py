@@ -215,6 +215,8 @@ def budget(
     >>> lab.budget("400 MiB", apply=False).switches
     {'memory_plan': ['Gelu+:1:-1']}
     """
+    from ortlab.studies.budget_search import answer
+
     request = read_request(limit, device)
     bench.check_usable("choose plans for a budget")
     experiment = bench.last_experiment()
@@ -230,7 +232,14 @@ def budget(
                 bar.begin(what, next(done))
 
             bench.configure(plain)
-            found = _answered(bench, request, plain, experiment, engine, tell, verify=verify, curve=curve)
+            ground = _ground(bench, plain, experiment, engine, tell)
+            if request.device_bytes is not None:
+                _check_room(request.device_bytes, ground.held_bytes, ground.device)
+
+            def run(prediction: Prediction) -> int:
+                return memory(bench, n=_STEPS, **prediction.switches).rise_bytes
+
+            found = answer(ground, request, run if verify else None, tell, curve=curve)
             found = _with_times(bench, found, plain, experiment, tell, timed=timed)
     except KeyboardInterrupt as interrupt:
         say(
@@ -245,29 +254,6 @@ def budget(
         found = replace(found, applied=True)
     bench.budgets.append(found)
     return found
-
-
-def _answered(
-    bench: Bench,
-    request: Request,
-    plain: Configuration,
-    experiment: Experiment,
-    engine: OrtEngine,
-    tell: Callable[[str], None],
-    *,
-    verify: bool,
-    curve: bool,
-) -> Budget:
-    from ortlab.studies.budget_search import answer
-
-    ground = _ground(bench, plain, experiment, engine, tell)
-    if request.device_bytes is not None:
-        _check_room(request.device_bytes, ground.held_bytes, ground.device)
-
-    def run(prediction: Prediction) -> int:
-        return memory(bench, n=_STEPS, **prediction.switches).rise_bytes
-
-    return answer(ground, request, run if verify else None, tell, curve=curve)
 
 
 def _with_times(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from ortlab.studies.budget_problem import TOLERANCE, Choice, Problem
 from ortlab.studies.budget_solvers import TIME_LIMIT_S, solve_exactly, solve_quickly
 
 if TYPE_CHECKING:
-    from ortlab.studies.budget_problem import Solution
+    from ortlab.studies.budget_problem import SimulatedStep, Solution
     from ortlab.studies.budget_run import Request
 
 ROUNDS: Final = 6
@@ -31,16 +31,6 @@ _DIFFERS: Final = 0.02
 """Share of a peak by which the simulation may differ from what savings add up to; beyond, plans spoil one another."""
 
 Counts = tuple[int, ...]
-
-
-class Simulated(Protocol):
-    """A step that can be simulated with plans."""
-
-    problem: Problem  # what each place of each plan takes off, as far as that adds up
-    levels: Mapping[int, tuple[float, float]]  # by memory level: simulated peak in bytes and added ms
-
-    def peak(self, counts: Sequence[int]) -> float:
-        """Return the highest bytes of the step, simulated with all the places together; known ones at once."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +52,7 @@ class Chosen:
         return self.peak_bytes <= self.limit_bytes + TOLERANCE
 
 
-def choose(step: Simulated, limit: float, *, time_limit_s: float = TIME_LIMIT_S) -> Chosen:
+def choose(step: SimulatedStep, limit: float, *, time_limit_s: float = TIME_LIMIT_S) -> Chosen:
     """Find the plans that cost least and fit within a limit in bytes when simulated together.
 
     Plans influence one another: what one recomputes, another may keep alive, and a chain that is recomputed from the
@@ -100,7 +90,7 @@ def choose(step: Simulated, limit: float, *, time_limit_s: float = TIME_LIMIT_S)
     return Chosen(counts, cost, peak, limit, best, quick, time.perf_counter() - started, level)
 
 
-def by_hand(step: Simulated) -> Iterator[Counts]:
+def by_hand(step: SimulatedStep) -> Iterator[Counts]:
     """Yield what a person would tick: one plan after the other, in all places, the largest saving first."""
     problem = step.problem
     nothing, top = problem.nothing, step.peak(problem.nothing)
@@ -113,7 +103,7 @@ def by_hand(step: Simulated) -> Iterator[Counts]:
             yield counts
 
 
-def lowest_counts(step: Simulated) -> Counts:
+def lowest_counts(step: SimulatedStep) -> Counts:
     """Find the plans with the lowest simulated peak, going down from several starts, one plan at a time."""
     problem, started = step.problem, time.perf_counter()
     everything = tuple(choice.places for choice in problem.choices)
@@ -127,7 +117,7 @@ def lowest_counts(step: Simulated) -> Counts:
     return best
 
 
-def _down(step: Simulated, counts: Counts, until: float) -> Counts:
+def _down(step: SimulatedStep, counts: Counts, until: float) -> Counts:
     """Change one plan at a time, the one that lowers the simulated peak most, or the cost at the same peak."""
     problem = step.problem
     while time.perf_counter() < until:
@@ -146,7 +136,7 @@ def _down(step: Simulated, counts: Counts, until: float) -> Counts:
     return counts
 
 
-def _rank(step: Simulated, counts: Counts) -> tuple[float, float]:
+def _rank(step: SimulatedStep, counts: Counts) -> tuple[float, float]:
     return step.peak(counts), step.problem.cost_ms(counts)
 
 
@@ -163,7 +153,7 @@ def _within(problem: Problem, counts: Counts) -> Problem:
     return Problem(problem.live, choices, problem.exclusive)
 
 
-def _rounds(step: Simulated, problem: Problem, limit: float, time_limit_s: float) -> list[Solution]:
+def _rounds(step: SimulatedStep, problem: Problem, limit: float, time_limit_s: float) -> list[Solution]:
     """Solve, simulate, move the limit, and solve again."""
     solved: list[Solution] = []
     target: float | None = limit
@@ -178,7 +168,7 @@ def _rounds(step: Simulated, problem: Problem, limit: float, time_limit_s: float
     return solved
 
 
-def _next_target(solved: list[Solution], limit: float, step: Simulated) -> float | None:
+def _next_target(solved: list[Solution], limit: float, step: SimulatedStep) -> float | None:
     """Return the limit to solve for next: what the last simulation says, or half-way between; None to stop.
 
     The solver's peaks at which the simulation fits are held to lie below those at which it does not.
@@ -198,7 +188,7 @@ def _next_target(solved: list[Solution], limit: float, step: Simulated) -> float
     return None if same else target
 
 
-def _without_spare(step: Simulated, counts: Counts, limit: float) -> Counts:
+def _without_spare(step: SimulatedStep, counts: Counts, limit: float) -> Counts:
     """Switch off places that the simulation does not need, those that spare most first, until none is spare."""
     problem = step.problem
     while True:
@@ -233,19 +223,12 @@ _CURVE_TIME_S: Final = 0.25
 """Seconds for the solver at each point of the curve."""
 
 
-class Explained(Simulated, Protocol):
-    """A simulated step that can say what its peak is made of."""
-
-    def obstacle(self, counts: Sequence[int], level: int = 0) -> Obstacle:
-        """Return the highest instant with these plans, and what lives there; bytes as simulated."""
-
-
 @dataclass(frozen=True)
 class Ground:
     """What is known of a step before plans are chosen; bytes are above the start of the step."""
 
     model: str
-    step: Explained
+    step: SimulatedStep
     without: Compared  # as measured
     within_bytes: float  # measured peak of forward and backward, which plans can lower
     beyond_bytes: float  # measured peak of the other phases, such as the optimizer's step: no plan gets below

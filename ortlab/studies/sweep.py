@@ -118,11 +118,9 @@ class Point:
             "options": self.configuration.options.to_dict(),
         }
         return {
-            "number": self.number,
+            **vars(self),
             "changes": {name: list(v) if isinstance(v, tuple) else v for name, v in self.changes.items()},
             "configuration": configuration,
-            "skipped": self.skipped,
-            "failure": self.failure,
             "runs": [run.to_dict() for run in self.runs],
         }
 
@@ -272,29 +270,20 @@ def _dominates(one: Point, other: Point) -> bool:
 class Sweep(Shown, JsonRecord, noun="sweep", layout=1):
     """Points tried from one start; `Lab.sweep` makes it and fills it in, run by run.
 
-    Parameters
+    Attributes
     ----------
     number
         1, 2, ... in the order of the lab's sweeps; the sweep's runs carry it.
     model
         What the lab calls the model.
     points
-        The points; number 0, if there is one, is the baseline.
-    baseline
-        Position in `points` of the one that the others are held against.
+        All points as they stand, in the order of the grid; number 0, if there is one, is the baseline.
     count
         Steps of each run.
     rounds
         Runs of each point.
     start_digest
-        Digest of weights, buffers, optimizer state and random state that every run starts from.
-
-    Attributes
-    ----------
-    number, model, count, rounds, start_digest
-        As above.
-    points
-        All points as they stand, in the order of the grid.
+        Digest of weights, buffers, optimizer and random state that every run starts from.
     """
 
     def __init__(
@@ -367,11 +356,11 @@ class Sweep(Shown, JsonRecord, noun="sweep", layout=1):
     def axes(self) -> tuple[str, ...]:
         """Names of what differs between the points, in the order of the grid."""
         named = dict.fromkeys(name for point in self.points for name in point.changes)
-        absent = object()
+        last, absent = self.points[-1].changes, object()
         return tuple(
             name
             for name in named
-            if any(_differs(name, point, self.points[-1], absent) for point in self.points)
+            if any(point.changes.get(name, absent) != last.get(name, absent) for point in self.points)
         )
 
     @property
@@ -452,10 +441,6 @@ class Sweep(Shown, JsonRecord, noun="sweep", layout=1):
             "why not comparable": outcome.time.reason if outcome else "",
             "remarks": "; ".join(outcome.remarks) if outcome else "",
         }
-
-
-def _differs(name: str, one: Point, other: Point, absent: object) -> bool:
-    return one.changes.get(name, absent) != other.changes.get(name, absent)
 
 
 def _words(value: object) -> str:

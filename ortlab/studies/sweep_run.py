@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.engine.exhaustion import reason
 from ortlab.engine.versions import versions
-from ortlab.errors import LedgerError, OptionError, StepError, did_you_mean
+from ortlab.errors import LedgerError, OptionError, did_you_mean
 from ortlab.options.engine_names import check_engine
 from ortlab.options.options import check_needs, declaration, switches
 from ortlab.runs.interrupts import interrupts_kept
-from ortlab.studies.study import check_same_ground, kept
+from ortlab.studies.study import check_rounds, check_same_ground, kept
 from ortlab.studies.sweep import Changes, Point, Sweep, same_work
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from ortlab.records.runs import Run
     from ortlab.runs.bench import Bench
     from ortlab.runs.experiment import Experiment
-    from ortlab.runs.progress import Progress
 
 POINTS_MAX: Final = 1000
 """Points of one sweep. Each takes at least a session and some steps; more is a slip of the pen."""
@@ -32,25 +31,14 @@ _EXAMPLE: Final = 'lab.sweep({"memory_level": [0, 1, 2], "engine": ["ort", "eage
 
 
 def read_grid(grid: object) -> list[Changes]:
-    """Read a grid, or a list of points, and check every name and value.
+    """Read a grid, or a list of points, into what each point changes; every name and value is checked.
 
-    Parameters
-    ----------
-    grid
-        Lists of values by option, "engine" among them, whose combinations are the points: the last option varies
-        fastest. Or a list of points, each with its values by option. A value may be text that spells one, as
-        everywhere. An option that holds several texts (`memory_plan`) takes a list of such lists.
+    A grid has lists of values by option, "engine" among them; their combinations are the points, and the last option
+    varies fastest. A value may be text that spells one, as everywhere. An option that holds several texts
+    (`memory_plan`) takes a list of such lists. Contradictions between options are not looked for here.
 
-    Returns
-    -------
-    list of dict
-        What each point changes, in order. Contradictions between options are not looked for here.
-
-    Raises
-    ------
-    OptionError
-        If there is no point, an option is unknown (the near name is suggested), a value has the wrong type, or there
-        are more than `POINTS_MAX` points.
+    Raises OptionError if there is no point, an option is unknown (the near name is suggested), a value has the wrong
+    type, or there are more than `POINTS_MAX` points.
     """
     if isinstance(grid, Mapping):
         axes = {_name(name): _values(name, values) for name, values in grid.items()}
@@ -66,13 +54,7 @@ def read_grid(grid: object) -> list[Changes]:
 
 
 def read_point(point: object) -> Changes:
-    """Read one point: values by option.
-
-    Raises
-    ------
-    OptionError
-        If it is no dict, an option is unknown, or a value has the wrong type.
-    """
+    """Read one point, values by option; raise OptionError for what is none."""
     if not isinstance(point, Mapping):
         raise OptionError(
             f"A point of a sweep is a dict of values by option, not {point!r}.",
@@ -96,12 +78,8 @@ def _value(name: str, value: object) -> Value:
 def each_value(name: str, values: object) -> list[Value]:
     """Read one value of an option, or a list of them.
 
-    An option that holds several texts takes a list of lists for several values; a list of texts is one value.
-
-    Raises
-    ------
-    OptionError
-        If there is no such option, or a value has the wrong type.
+    An option that holds several texts takes a list of lists for several values; a list of texts is one value. Raises
+    OptionError if there is no such option, or a value has the wrong type.
     """
     known = _name(name)
     several = isinstance(values, (list, range)) and not (
@@ -135,24 +113,6 @@ def _check_count(count: int) -> None:
             why=f"Each needs a session and some steps; {POINTS_MAX:,} are the most that a sweep takes.",
             fix="Leave values out, or try one group of options after the other.",
         )
-
-
-def make_runs(sweep: Sweep, trial: Callable[[Point], Run], progress: Progress, *, show: bool) -> None:
-    """Make the runs of a sweep that are missing; what fails is written down, and the sweep goes on.
-
-    `trial` goes back to the start and runs the steps with a point's configuration.
-    """
-    with progress.task(sweep.runs_planned, done=sweep.runs_done, evenly=True, show=show) as bar:
-        while (following := next(sweep.missing(), None)) is not None:
-            number, position = following
-            bar.total = sweep.runs_planned  # a point that failed has dropped its other runs
-            bar.begin(_run_words(sweep, position, number), sweep.runs_done)
-            try:
-                run = trial(sweep.points[position])
-            except Exception as error:  # noqa: BLE001 - whatever a step raises is a result of the point
-                sweep.fail(position, reason(error))
-            else:
-                sweep.add(position, run)
 
 
 def _run_words(sweep: Sweep, position: int, number: int) -> str:
@@ -252,6 +212,8 @@ def sweep(
 def _swept(
     bench: Bench, made: Sweep, experiment: Experiment, *, memory: bool | None, progress: bool
 ) -> Sweep:
+    """Make the runs that are missing; what fails is written down, and the sweep goes on."""
+
     def trial(point: Point) -> Run:
         tried = point.configuration
         assert tried is not None  # noqa: S101 - points without are never run
@@ -264,19 +226,27 @@ def _swept(
         return bench.run(experiment, progress=False, sweep=made.number, memory=known)
 
     with (
-        kept(bench.sweeps, made, "lab.sweeps", lambda name: _interrupted(made, name), is_empty=lambda: False),
+        kept(
+            bench.sweeps,
+            made,
+            "lab.sweeps",
+            lambda: f"the sweep after {made.runs_done} of {made.runs_planned} runs",
+            "go on with %ort_sweep --resume, or lab.sweep(resume={})",
+        ),
         bench.as_before(experiment),
+        bench.progress.task(made.runs_planned, done=made.runs_done, evenly=True, show=progress) as bar,
     ):
-        make_runs(made, trial, bench.progress, show=progress)
+        while (following := next(made.missing(), None)) is not None:
+            number, position = following
+            bar.total = made.runs_planned  # a point that failed has dropped its other runs
+            bar.begin(_run_words(made, position, number), made.runs_done)
+            try:
+                run = trial(made.points[position])
+            except Exception as error:  # noqa: BLE001 - whatever a step raises is a result of the point
+                made.fail(position, reason(error))
+            else:
+                made.add(position, run)
     return made
-
-
-def _interrupted(sweep: Sweep, kept_as: str) -> str:
-    """Say in one line what is kept of a sweep that was interrupted, and how to go on."""
-    return (
-        f"Stopped the sweep after {sweep.runs_done} of {sweep.runs_planned} runs; kept as {kept_as}. "
-        f"The lab is as it was before; go on with %ort_sweep --resume, or lab.sweep(resume={kept_as})."
-    )
 
 
 def lay_out(
@@ -299,8 +269,7 @@ def lay_out(
     Raises OptionError if the grid or the baseline makes no sense as a whole, or no point of the grid can run; StepError
     if the number of rounds is no whole number from 1 on.
     """
-    if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
-        raise StepError(f"The number of rounds must be a whole number from 1 on, not {rounds!r}.")
+    check_rounds(rounds, 1)
     points: list[Point] = []
     for number, changes in enumerate(read_grid(grid), start=1):
         points.append(_point(number, changes, present, have, [] if repeats else points))

@@ -24,7 +24,7 @@ from ortlab.studies.bisection import (
     Trial,
     ratio_of_pairs,
 )
-from ortlab.studies.bisection_run import _apart
+from ortlab.studies.bisection_search import _apart
 
 # What changes nothing in the numbers of these models. 1.19.2 reads the last when it is imported.
 INNOCENT = {
