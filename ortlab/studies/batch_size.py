@@ -282,7 +282,11 @@ class BatchSizeSearch(Shown, JsonRecord, noun="search", layout=2):
 
     def largest(self, plans: Plans) -> BatchSizePoint | None:
         """Return the largest batch that fits under some plans; None if none does."""
-        return max((one for one in self.points if one.plans == plans and one.fits), key=lambda one: one.size, default=None)
+        return max(
+            (one for one in self.points if one.plans == plans and one.fits),
+            key=lambda one: one.size,
+            default=None,
+        )
 
     @property
     def best(self) -> BatchSizePoint | None:

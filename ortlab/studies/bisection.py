@@ -104,7 +104,9 @@ class Metric:
     """How a change is measured."""
 
     name: str  # "loss", "parity", "step_ms", "peak_bytes", or the name of the user's function
-    tolerance: float  # changes up to this are none: relative, but for a function of the user's, whose unit it has
+    tolerance: (
+        float  # changes up to this are none: relative, but for a function of the user's, whose unit it has
+    )
     own: Own | None = None  # the user's function
 
     @classmethod
