@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ortlab.checks.recipes import recipe
     from ortlab.errors import OrtlabError
     from ortlab.graphs.onnx_files import open_graph
-    from ortlab.graphs.viewer.embedded import embed_graph
+    from ortlab.graphs.viewer.document import embed_graph
     from ortlab.lab.lab import Lab
     from ortlab.lab.wrapped import wrap
     from ortlab.loading import load
@@ -35,7 +35,7 @@ _HOMES = {
     "Options": "ortlab.options.options",
     "OrtlabError": "ortlab.errors",
     "TokenLoss": "ortlab.runs.token_loss",
-    "embed_graph": "ortlab.graphs.viewer.embedded",
+    "embed_graph": "ortlab.graphs.viewer.document",
     "doctor": "ortlab.checks.doctor",
     "load": "ortlab.loading",
     "open_graph": "ortlab.graphs.onnx_files",

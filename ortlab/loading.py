@@ -22,7 +22,7 @@ HOMES: Final = {
     "record of a load balance": ("ortlab.ranks.balance", "Balance"),
     "record of densities": ("ortlab.records.density_report", "DensityReport"),
     "record of candidates": ("ortlab.studies.engine_comparison", "EngineComparison"),
-    "record of saved FLOPs": ("ortlab.graphs.flop_savings", "FlopSavings"),
+    "record of saved FLOPs": ("ortlab.graphs.flops", "FlopSavings"),
     "self-test": ("ortlab.records.selftest", "SelfTest"),
     "sweep": ("ortlab.studies.sweep", "Sweep"),
 }

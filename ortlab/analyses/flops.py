@@ -9,8 +9,7 @@ from ortlab.analyses.graphs import graph
 from ortlab.analyses.profiling import profiled_step
 from ortlab.errors import OptionError
 from ortlab.graphs.diff import diff
-from ortlab.graphs.flop_savings import FlopSavings
-from ortlab.graphs.flops import Flops
+from ortlab.graphs.flops import Flops, FlopSavings
 from ortlab.options.options import Options, setting_words
 
 if TYPE_CHECKING:

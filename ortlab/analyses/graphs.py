@@ -13,8 +13,7 @@ from ortlab.analyses import activations as kept
 from ortlab.analyses import profiling
 from ortlab.analyses.builds import builds, engine_of
 from ortlab.errors import BuildError, OptionError
-from ortlab.graphs.graph_set import GraphSet
-from ortlab.graphs.stages import STAGES, Graph
+from ortlab.graphs.stages import STAGES, Graph, GraphSet
 from ortlab.graphs.triton_kernels import FOLDER, TritonKernels, fused_nodes, read_triton_kernels
 from ortlab.options.options import unmet
 

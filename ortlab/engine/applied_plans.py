@@ -18,7 +18,7 @@ import onnx
 
 from ortlab.engine.inspection.places import Places
 from ortlab.errors import BuildError
-from ortlab.graphs.scopes import layer_of
+from ortlab.graphs.nodes import layer_of
 from ortlab.memory.reading import read_plan
 from ortlab.memory.recompute import COPY
 from ortlab.memory.sentences import operators

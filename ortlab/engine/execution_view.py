@@ -18,7 +18,7 @@ from ortlab.engine.logs.build_log import runtime_messages
 from ortlab.engine.memory_report import PROBE_ANYWHERE, MemoryReport
 from ortlab.engine.passes.label_density import label_totals
 from ortlab.engine.recompute_places import check_places, find_places
-from ortlab.graphs.traced_model import TracedModel
+from ortlab.graphs.stages import TracedModel
 from ortlab.memory.recompute_places import NOTHING, RecomputeChoice, are_partial
 from ortlab.records.messages import MessageLog
 from ortlab.records.runs import Initialization

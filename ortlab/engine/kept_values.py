@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ortlab.graphs.phases import YIELD, is_copy
+from ortlab.graphs.nodes import YIELD, is_copy
 from ortlab.memory.lifetimes import ONNX_VIEWS
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from onnx import helper
 from ortlab.engine.inspection.places import Places
 from ortlab.graphs.flop_formulas import Shape, flops
 from ortlab.graphs.flops import NodeFlops
-from ortlab.graphs.scopes import executed_operator, layer_of, node_names
+from ortlab.graphs.nodes import executed_operator, layer_of, node_names
 from ortlab.memory.recompute import COPY
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ortlab.errors import ExecutionError
-from ortlab.graphs.scopes import executed_operator
+from ortlab.graphs.nodes import executed_operator
 from ortlab.memory.recompute import COPY
 from ortlab.memory.trace import Trace, TracedNode
 

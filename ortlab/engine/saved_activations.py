@@ -17,7 +17,7 @@ from ortlab.engine.kept_values import ForwardOfGraph, Kept, name_of
 from ortlab.engine.passes.graph_edits import aten_operator
 from ortlab.engine.value_shapes import Inferred, ValueShapes
 from ortlab.errors import BuildError
-from ortlab.graphs.scopes import layer_of
+from ortlab.graphs.nodes import layer_of
 from ortlab.memory.activations import KeptInput, PlanEffect, SavedActivation, largest_first
 from ortlab.memory.saved_activations import SavedActivations
 from ortlab.memory.shapes import Shape, shape_at

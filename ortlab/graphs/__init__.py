@@ -1,11 +1,9 @@
 """The ONNX graphs of a build, by stage."""
 
-from ortlab.graphs.graph_set import GraphSet
+from ortlab.graphs.nodes import node_names
 from ortlab.graphs.origins import Origin, origins
-from ortlab.graphs.scopes import node_names
-from ortlab.graphs.stages import STAGES, Graph, Value
+from ortlab.graphs.stages import STAGES, Graph, GraphSet, TracedModel, Value
 from ortlab.graphs.summary import GraphSummary
-from ortlab.graphs.traced_model import TracedModel
 
 __all__ = [
     "STAGES",

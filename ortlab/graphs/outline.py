@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
-from ortlab.graphs.phases import phases
-from ortlab.graphs.scopes import layer_of, node_names, operator_of
+from ortlab.graphs.nodes import layer_of, node_names, operator_of, phases
 
 if TYPE_CHECKING:
     from onnx import NodeProto

@@ -6,9 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
+from ortlab.graphs.nodes import PHASES, YIELD, node_names, operator_of, phases
 from ortlab.graphs.origins import HOW
-from ortlab.graphs.phases import PHASES, YIELD, phases
-from ortlab.graphs.scopes import node_names, operator_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,8 +15,8 @@ if TYPE_CHECKING:
     import pandas as pd
     from onnx import NodeProto
 
+    from ortlab.graphs.nodes import Phase
     from ortlab.graphs.origins import Origin
-    from ortlab.graphs.phases import Phase
     from ortlab.graphs.stages import Graph, Value
     from ortlab.memory.activations import SavedActivation
     from ortlab.memory.trace import TracedNode

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from ortlab.graphs.scopes import node_names
+from ortlab.graphs.nodes import node_names
 from ortlab.graphs.stages import Value
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from ortlab.studies import batch_sizing, bisecting, budgeting, comparing, densit
 if TYPE_CHECKING:
     import torch
 
-    from ortlab.graphs.flop_savings import FlopSavings
-    from ortlab.graphs.flops import Flops
+    from ortlab.graphs.flops import Flops, FlopSavings
     from ortlab.options.options import Options
     from ortlab.ranks.ranks import Ranks
     from ortlab.records.messages import Messages

@@ -5,8 +5,7 @@ from __future__ import annotations
 from functools import singledispatch
 from typing import TYPE_CHECKING
 
-from ortlab.graphs.flop_savings import FlopSavings
-from ortlab.graphs.flops import Flops
+from ortlab.graphs.flops import Flops, FlopSavings
 from ortlab.memory.measured import MemoryMeasurement
 from ortlab.memory.saved_activations import SavedActivations
 from ortlab.parity.record import Parity

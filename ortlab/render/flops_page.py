@@ -9,8 +9,7 @@ from ortlab.render.page import Block, Cell, Column, Drawing, Mark, Note, Page, T
 
 if TYPE_CHECKING:
     from ortlab.graphs.flop_formulas import Shape
-    from ortlab.graphs.flop_savings import FlopSavings, NodeChange
-    from ortlab.graphs.flops import Flops, Kind
+    from ortlab.graphs.flops import Flops, FlopSavings, Kind, NodeChange
 
 ROWS_SHOWN: Final = 20
 """Rows of a table that a page shows: those with the most FLOPs."""

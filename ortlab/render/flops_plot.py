@@ -11,8 +11,7 @@ from ortlab.render.plots import COLOURS, INK, dress, new_figure, say
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from ortlab.graphs.flop_savings import FlopSavings
-    from ortlab.graphs.flops import Flops
+    from ortlab.graphs.flops import Flops, FlopSavings
 
 MODULES_SHOWN: Final = 16
 _MEGA: Final = 1e6

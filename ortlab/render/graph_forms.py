@@ -13,7 +13,7 @@ from ortlab.render.page import Block, Drawing, Folded, Frame, Mark, Note, Page
 if TYPE_CHECKING:
     from ortlab.graphs.onnx_files import FileGraph
     from ortlab.graphs.stages import Graph
-    from ortlab.graphs.viewer.embedded import EmbeddedGraph
+    from ortlab.graphs.viewer.document import EmbeddedGraph
 
 
 def with_picture(graph: Graph, summary: Page) -> Page:

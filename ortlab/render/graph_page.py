@@ -7,13 +7,12 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Final
 
 from ortlab import units
-from ortlab.graphs.phases import PHASES
+from ortlab.graphs.nodes import PHASES
 from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, row
 
 if TYPE_CHECKING:
-    from ortlab.graphs.graph_set import GraphSet
-    from ortlab.graphs.phases import Phase
-    from ortlab.graphs.stages import Graph, Value
+    from ortlab.graphs.nodes import Phase
+    from ortlab.graphs.stages import Graph, GraphSet, Value
     from ortlab.graphs.summary import GraphSummary, Kind, OperatorRow, SummaryNode
 
 VALUES_SHOWN: Final = 12

@@ -7,13 +7,11 @@ from functools import singledispatch
 
 from ortlab import units
 from ortlab.graphs.diff import GraphDiff
-from ortlab.graphs.flop_savings import FlopSavings
-from ortlab.graphs.flops import Flops
-from ortlab.graphs.graph_set import GraphSet
+from ortlab.graphs.flops import Flops, FlopSavings
 from ortlab.graphs.onnx_files import FileGraph
-from ortlab.graphs.stages import Graph
+from ortlab.graphs.stages import Graph, GraphSet
 from ortlab.graphs.triton_kernels import TritonKernel, TritonKernels
-from ortlab.graphs.viewer.embedded import EmbeddedGraph
+from ortlab.graphs.viewer.document import EmbeddedGraph
 from ortlab.memory.device_snapshot import MemorySnapshot
 from ortlab.memory.measured import MemoryMeasurement
 from ortlab.memory.plan import MemoryPlan

@@ -8,8 +8,7 @@ import pytest
 
 from ortlab.errors import LedgerError
 from ortlab.graphs.diff import GraphDiff
-from ortlab.graphs.flop_savings import FlopSavings
-from ortlab.graphs.flops import Flops
+from ortlab.graphs.flops import Flops, FlopSavings
 from ortlab.parity.record import Parity
 from ortlab.ranks.balance import Balance
 from ortlab.records.density_report import DensityReport

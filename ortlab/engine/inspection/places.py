@@ -15,7 +15,7 @@ import onnxruntime
 import torch
 
 import ortlab
-from ortlab.graphs.scopes import INSIDE, joined, path_in
+from ortlab.graphs.nodes import INSIDE, joined, path_in
 from ortlab.records.findings import Place
 
 _NOT_THE_MODEL: Final = tuple(

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from ortlab.engine.patching import replace
-from ortlab.graphs.scopes import INSIDE
+from ortlab.graphs.nodes import INSIDE
 
 _lines: ContextVar[dict[str, str] | None] = ContextVar("lines", default=None)
 

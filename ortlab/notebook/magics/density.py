@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
     from IPython.display import DisplayHandle
 
-    from ortlab.graphs.flop_savings import FlopSavings
-    from ortlab.graphs.flops import Flops
+    from ortlab.graphs.flops import Flops, FlopSavings
     from ortlab.lab.lab import Lab
     from ortlab.ranks.balance import Balance
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, no_var_expand
 
 from ortlab.errors import ArgumentError, BuildError, StepError, WrapError
-from ortlab.graphs.viewer.embedded import embed_graph
+from ortlab.graphs.viewer.document import embed_graph
 from ortlab.memory.plan import MemoryPlan
 from ortlab.memory.saved_plans import SavedPlans, read_saved
 from ortlab.notebook.magics import arguments
@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from ortlab.graphs.diff import GraphDiff
-    from ortlab.graphs.graph_set import GraphSet
-    from ortlab.graphs.stages import Graph
-    from ortlab.graphs.viewer.embedded import EmbeddedGraph
+    from ortlab.graphs.stages import Graph, GraphSet
+    from ortlab.graphs.viewer.document import EmbeddedGraph
     from ortlab.lab.lab import Lab
     from ortlab.memory.trace import Trace
     from ortlab.notebook.widgets.graph_view import GraphView

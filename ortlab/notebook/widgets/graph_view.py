@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 import traitlets
 
 from ortlab.errors import OptionError, OrtlabError
-from ortlab.graphs.scopes import node_names
-from ortlab.graphs.viewer.document import SANDBOX
-from ortlab.graphs.viewer.embedded import EmbeddedGraph, drawn
+from ortlab.graphs.nodes import node_names
+from ortlab.graphs.viewer.document import SANDBOX, EmbeddedGraph, drawn
 from ortlab.notebook.widgets.base import close_tree
 from ortlab.notebook.widgets.graph_source import GROUPS, HOPS, GraphSource, Wanted
 from ortlab.notebook.widgets.part import Part, Script
