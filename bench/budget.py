@@ -144,7 +144,7 @@ def budgets(family: str, *, quick: bool) -> dict[str, list[dict[str, Any]]]:
 
 def ticked(lab: Any, family: str) -> list[dict[str, Any]]:
     """Tick one plan more each time, the largest predicted saving first, and measure."""
-    from ortlab.memory.choice import Choice
+    from ortlab.memory.plan import Choice
 
     simulated = lab._bench.simulated[2]  # noqa: SLF001 - times from the profile that the budgets are predicted from
     plan = lab.plan(costs=True, progress=False)

@@ -15,8 +15,7 @@ from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
 import ortlab
-from ortlab.memory.device_snapshot import MemorySnapshot
-from ortlab.memory.named_blocks import KeptBuffer, name_blocks
+from ortlab.memory.device_snapshot import KeptBuffer, MemorySnapshot, name_blocks
 from ortlab.memory.saved_plans import read_saved
 from ortlab.options.option_list import OptionList
 from ortlab.options.options import Options

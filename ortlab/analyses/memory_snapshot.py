@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ortlab.analyses.activations import activations
 from ortlab.errors import BuildError, StepError
-from ortlab.memory.device_snapshot import named_snapshot
-from ortlab.memory.named_blocks import KeptBuffer, kept_buffers
+from ortlab.memory.device_snapshot import KeptBuffer, kept_buffers, named_snapshot
 from ortlab.runs.snapshotting import CudaHistory, Snapshotting
 from ortlab.runs.step_memory import without_arena
 

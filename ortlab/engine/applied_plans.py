@@ -19,9 +19,8 @@ import onnx
 from ortlab.engine.inspection.places import Places
 from ortlab.errors import BuildError
 from ortlab.graphs.nodes import layer_of
-from ortlab.memory.reading import read_plan
+from ortlab.memory.plan_reading import operators, read_plan
 from ortlab.memory.recompute import COPY
-from ortlab.memory.sentences import operators
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from ortlab.engine.execution import Execution
     from ortlab.engine.memory_report import MemoryReport
     from ortlab.memory.plan import MemoryPlan
-    from ortlab.memory.recompute_places import RecomputeChoice, RecomputePlace, RecomputePlaces
+    from ortlab.memory.recompute import RecomputeChoice, RecomputePlace, RecomputePlaces
 
 _EMPTY: Final = re.compile(r"\bempty_dim_param\d+\b")
 """How ORT names a size for which it has no name."""

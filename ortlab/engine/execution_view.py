@@ -19,7 +19,7 @@ from ortlab.engine.memory_report import PROBE_ANYWHERE, MemoryReport
 from ortlab.engine.passes.label_density import label_totals
 from ortlab.engine.recompute_places import check_places, find_places
 from ortlab.graphs.stages import TracedModel
-from ortlab.memory.recompute_places import NOTHING, RecomputeChoice, are_partial
+from ortlab.memory.recompute import NOTHING, RecomputeChoice, are_partial
 from ortlab.records.messages import MessageLog
 from ortlab.records.runs import Initialization
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from ortlab.engine.exports import BuiltGraph, Export
-    from ortlab.memory.recompute_places import RecomputePlaces
+    from ortlab.memory.recompute import RecomputePlaces
     from ortlab.options.options import Options
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ortlab.engine.schema import Schema
     from ortlab.engine.tracing.input_sizes import Sizes
-    from ortlab.memory.recompute_places import RecomputePlaces
+    from ortlab.memory.recompute import RecomputePlaces
     from ortlab.options.options import Options
     from ortlab.records.messages import Message
 

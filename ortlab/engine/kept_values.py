@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ortlab.graphs.nodes import YIELD, is_copy
-from ortlab.memory.lifetimes import ONNX_VIEWS
+from ortlab.memory.trace import ONNX_VIEWS
 
 if TYPE_CHECKING:
     import onnx

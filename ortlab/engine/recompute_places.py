@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from ortlab.engine.kept_values import name_of
 from ortlab.errors import BuildError
 from ortlab.memory import insight
-from ortlab.memory.recompute_places import RecomputePlace, RecomputePlaces
+from ortlab.memory.recompute import RecomputePlace, RecomputePlaces
 
 if TYPE_CHECKING:
     import onnx

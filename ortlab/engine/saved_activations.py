@@ -18,9 +18,14 @@ from ortlab.engine.passes.graph_edits import aten_operator
 from ortlab.engine.value_shapes import Inferred, ValueShapes
 from ortlab.errors import BuildError
 from ortlab.graphs.nodes import layer_of
-from ortlab.memory.activations import KeptInput, PlanEffect, SavedActivation, largest_first
-from ortlab.memory.saved_activations import SavedActivations
-from ortlab.memory.shapes import Shape, shape_at
+from ortlab.memory.saved_activations import (
+    KeptInput,
+    PlanEffect,
+    SavedActivation,
+    SavedActivations,
+    largest_first,
+)
+from ortlab.memory.symbolic_sizes import Shape, shape_at
 
 if TYPE_CHECKING:
     import torch

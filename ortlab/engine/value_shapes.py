@@ -20,7 +20,7 @@ from ortlab.engine.operators.call_gradients import call_text
 from ortlab.engine.operators.torch_calls import CallableCall
 from ortlab.engine.passes.graph_edits import aten_operator
 from ortlab.engine.passes.static_shapes import with_sizes
-from ortlab.memory.shapes import Shape, shape_at, simplified
+from ortlab.memory.symbolic_sizes import Shape, shape_at, simplified
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

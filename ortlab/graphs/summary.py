@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ortlab.graphs.nodes import Phase
     from ortlab.graphs.origins import Origin
     from ortlab.graphs.stages import Graph, Value
-    from ortlab.memory.activations import SavedActivation
+    from ortlab.memory.saved_activations import SavedActivation
     from ortlab.memory.trace import TracedNode
 
 Kind = Literal["input", "parameter", "buffer", "output", "gradient"]

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.errors import OptionError
 from ortlab.memory import alleviation, dialects, feature_matrix, formulas, insight
-from ortlab.memory.sentences import sentence
+from ortlab.memory.plan import without_count
+from ortlab.memory.plan_reading import sentence
 from ortlab.options import plan_syntax
 from ortlab.shown import Shown
 
@@ -137,11 +138,11 @@ class SavedPlans(Shown):
         plan
             The model's own, `lab.plan()`.
         """
-        parts = {_without_count(part): part for row in plan.rows for part in row.config.split(",")}
+        parts = {without_count(part): part for row in plan.rows for part in row.config.split(",")}
         clusters = list(dict.fromkeys(name.split(":")[0] for name in parts))
         rows = []
         for row in self.rows:
-            lacking = [part for part in row.config.split(",") if _without_count(part) not in parts]
+            lacking = [part for part in row.config.split(",") if without_count(part) not in parts]
             near = [
                 name
                 for part in lacking
@@ -342,7 +343,3 @@ def _is_path(source: str) -> bool:
         return Path(source).is_file() or Path(source).suffix.lower() in _SUFFIXES
     except OSError:
         return False
-
-
-def _without_count(part: str) -> str:
-    return part.rsplit(":", 1)[0]

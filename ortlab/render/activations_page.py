@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ortlab import units
-from ortlab.memory.activations import place_of
+from ortlab.memory.saved_activations import place_of
 from ortlab.records.coverage import names
 from ortlab.render.page import Block, Cell, Column, Drawing, Folded, Mark, Note, Page, Table, row
 
 if TYPE_CHECKING:
-    from ortlab.memory.activations import ActivationGroup, SavedActivation
-    from ortlab.memory.saved_activations import Kind, SavedActivations
+    from ortlab.memory.saved_activations import ActivationGroup, Kind, SavedActivation, SavedActivations
 
 ACTIVATIONS_SHOWN = 30
 """Rows of activations that a page shows: those that take most."""

@@ -10,8 +10,7 @@ from ortlab.render.page import Block, Cell, Column, Mark, Note, Page, Table, row
 from ortlab.render.run_pages import engine_words
 
 if TYPE_CHECKING:
-    from ortlab.memory.device_snapshot import MemorySnapshot
-    from ortlab.memory.named_blocks import NamedBlock
+    from ortlab.memory.device_snapshot import MemorySnapshot, NamedBlock
 
 BLOCKS_SHOWN: Final = 40
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from ortlab import units
-from ortlab.memory.lifetimes import lifetimes
+from ortlab.memory.trace import lifetimes
 from ortlab.render.page import Column, Note, Page, Table, row
 
 if TYPE_CHECKING:

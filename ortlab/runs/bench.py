@@ -15,7 +15,7 @@ from ortlab.engine.logs.build_log import step_messages
 from ortlab.engine.logs.runtime_log import crashed_processes
 from ortlab.engine.ort import OrtEngine
 from ortlab.errors import OptionError, StepError, WrapError
-from ortlab.memory.plan_costs import KnownCosts
+from ortlab.memory.recompute import KnownCosts
 from ortlab.options.configuration import Configuration
 from ortlab.options.engine_names import check_engine, engine_kind
 from ortlab.options.option_files import with_files, with_usable_export_folder

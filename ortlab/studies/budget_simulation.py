@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from ortlab.memory.lifetimes import Lifetimes, lifetimes
 from ortlab.memory.recompute import with_places
+from ortlab.memory.trace import Lifetimes, lifetimes
 from ortlab.studies.budget import Obstacle
 from ortlab.studies.budget_problem import Choice, Problem
 
 if TYPE_CHECKING:
-    from ortlab.memory.recompute_places import RecomputePlace, RecomputePlaces
+    from ortlab.memory.recompute import RecomputePlace, RecomputePlaces
     from ortlab.memory.trace import Trace
     from ortlab.studies.budget_problem import Floats
 

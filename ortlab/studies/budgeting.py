@@ -193,7 +193,7 @@ def _ground(
 
     Whatever the process has loaded since, such as matplotlib, is in every later measurement.
     """
-    from ortlab.memory.lifetimes import lifetimes
+    from ortlab.memory.trace import lifetimes
     from ortlab.studies.budget_planning import Ground
     from ortlab.studies.budget_search import choose
     from ortlab.studies.budget_simulation import SimulatedStep

@@ -9,7 +9,7 @@ import pytest
 from ortlab.errors import OptionError
 from ortlab.memory import alleviation, dialects, feature_matrix, insight, read_saved
 from ortlab.memory.formulas import evaluate
-from ortlab.memory.reading import read_plan
+from ortlab.memory.plan_reading import read_plan
 from ortlab.options import plan_syntax
 from ortlab.render import html
 from ortlab.render import text as plain

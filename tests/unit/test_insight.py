@@ -8,7 +8,7 @@ import torch
 import ortlab
 from ortlab.memory.formulas import evaluate
 from ortlab.memory.insight import read
-from ortlab.memory.reading import read_plan
+from ortlab.memory.plan_reading import read_plan
 
 REPORT = """
 |Freq   | Memory Optimization Opportunities (Clustered by node-level activation patterns)   |

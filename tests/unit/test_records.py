@@ -10,7 +10,7 @@ import pytest
 
 from ortlab.errors import LedgerError
 from ortlab.memory.formulas import evaluate
-from ortlab.memory.reading import read_plan
+from ortlab.memory.plan_reading import read_plan
 from ortlab.options.options import Options
 from ortlab.records.comparison import compare
 from ortlab.records.runs import Initialization, Ledger, PeakMemory, Run, Step

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from ortlab import units
-from ortlab.memory.free_sizes import arguments, free_sizes
 from ortlab.memory.saved_activations import KINDS
+from ortlab.memory.symbolic_sizes import arguments, free_sizes
 from ortlab.notebook.widgets import lean
 from ortlab.notebook.widgets.activations_rows import (
     Row,
@@ -27,8 +27,7 @@ from ortlab.render.activations_page import activations_notes, activations_page, 
 from ortlab.render.page import Folded, Mark, Note, Page
 
 if TYPE_CHECKING:
-    from ortlab.memory.activations import PlanEffect, SavedActivation
-    from ortlab.memory.saved_activations import Kind, SavedActivations
+    from ortlab.memory.saved_activations import Kind, PlanEffect, SavedActivation, SavedActivations
 
 _EACH: Final = ""
 """Key of the view that lists each activation."""
@@ -147,7 +146,7 @@ class ActivationsExplorer(lean.Column):
         self.pointed(nodes)
 
     def set_size(self, key: str, value: int) -> None:
-        """Evaluate the bytes for another batch; nothing is built. See `ortlab.memory.free_sizes` for the keys."""
+        """Evaluate the bytes for another batch; nothing is built. See `ortlab.memory.symbolic_sizes` for the keys."""
         if self.as_read is None:
             return
         sizes = {**self._sizes, key: value}

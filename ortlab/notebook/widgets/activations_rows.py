@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ortlab import units
-from ortlab.memory.activations import ActivationGroup, PlanEffect, SavedActivation
-from ortlab.memory.shapes import shape_at
+from ortlab.memory.saved_activations import ActivationGroup, PlanEffect, SavedActivation
+from ortlab.memory.symbolic_sizes import shape_at
 from ortlab.notebook.widgets.record_table import Column, Content, Look
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from ortlab.graphs.diff import GraphDiff
 from ortlab.graphs.stages import STAGES, Graph
 from ortlab.graphs.triton_kernels import TritonKernel
 from ortlab.lab.following import observe, recompute_places
-from ortlab.memory.recompute import COPY
-from ortlab.memory.recompute_places import EVERYWHERE
+from ortlab.memory.recompute import COPY, EVERYWHERE
 from ortlab.notebook.widgets.graph_source import HOPS, GraphSource
 from ortlab.notebook.widgets.graph_view import HEIGHT, GraphView
 from ortlab.render.triton_page import code_title
@@ -21,7 +20,7 @@ from ortlab.render.triton_page import code_title
 if TYPE_CHECKING:
     from ortlab.analyses.graphs import Mode
     from ortlab.lab.lab import Lab
-    from ortlab.memory.recompute_places import RecomputePlace, RecomputePlaces
+    from ortlab.memory.recompute import RecomputePlace, RecomputePlaces
 
 _of_labs: WeakKeyDictionary[Lab, dict[tuple[str, str | None, str | None], ref[GraphView]]] = (
     WeakKeyDictionary()

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from ortlab import units
 from ortlab.errors import OptionError
-from ortlab.memory.choice import Choice
-from ortlab.memory.free_sizes import arguments, free_sizes
+from ortlab.memory.plan import Choice
+from ortlab.memory.symbolic_sizes import arguments, free_sizes
 from ortlab.notebook.widgets import lean
 from ortlab.notebook.widgets.base import Looks
 from ortlab.notebook.widgets.fold import Fold
@@ -94,7 +94,7 @@ class PlanTable(lean.Column):
         self._on_choose(self._choice.adding(config, count))
 
     def set_size(self, key: str, value: int) -> None:
-        """Evaluate the plans for another batch; nothing is built. See `ortlab.memory.free_sizes` for the keys."""
+        """Evaluate the plans for another batch; nothing is built. See `ortlab.memory.symbolic_sizes` for the keys."""
         if self._as_read is None:
             return
         sizes = {**self._sizes, key: value}

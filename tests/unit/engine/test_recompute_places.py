@@ -29,7 +29,7 @@ from ortlab.errors import BuildError, OptionError
 from ortlab.render.text import render
 
 if TYPE_CHECKING:
-    from ortlab.memory.recompute_places import RecomputePlaces
+    from ortlab.memory.recompute import RecomputePlaces
 
 LAYERS = 3
 COPY = "_recompute"

@@ -19,9 +19,8 @@ from ortlab.analyses import memory_snapshot
 from ortlab.engine.allocation_order import earliest_places
 from ortlab.engine.gpu_allocator import bridge
 from ortlab.errors import StepError
-from ortlab.memory.device_snapshot import MemorySnapshot, with_names
-from ortlab.memory.lifetimes import lifetimes
-from ortlab.memory.named_blocks import KeptBuffer, maker_of, name_blocks
+from ortlab.memory.device_snapshot import KeptBuffer, MemorySnapshot, maker_of, name_blocks, with_names
+from ortlab.memory.trace import lifetimes
 from ortlab.render import html, text
 from ortlab.runs.snapshotting import CudaHistory, held_inputs
 

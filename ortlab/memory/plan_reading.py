@@ -1,20 +1,20 @@
-"""Makes the record of a memory plan from what ORT reports."""
+"""Makes the record of a memory plan from what ORT reports, and says in words what each plan does."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import reduce
 from operator import add
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ortlab.memory import formulas, insight
-from ortlab.memory.plan import MemoryPlan, PlanRow, by_saving
-from ortlab.memory.sentences import sentence
+from ortlab.memory.plan import MemoryPlan, PlanRow, by_saving, without_count
 from ortlab.records.density import LABEL
 
 if TYPE_CHECKING:
-    from ortlab.memory.recompute_places import LevelSet
+    from ortlab.memory.recompute import LevelSet
     from ortlab.records.runs import Run
 
 
@@ -41,7 +41,7 @@ def read_plan(  # noqa: PLR0913 - each is one fact of the report, given by name
     layers of the model its occurrences are.
     """
     asked = {
-        _without_count(part): _count(part)
+        without_count(part): int(part.rsplit(":", 1)[1])
         for config in enabled
         for part in config.split(",")
         if part.split(":")[1] != "0"  # strategy 0 switches a plan off
@@ -56,10 +56,10 @@ def read_plan(  # noqa: PLR0913 - each is one fact of the report, given by name
         parts = config.split(",")
         strategy = max(int(part.split(":")[1]) for part in parts)
         by_level = not enabled and 0 < strategy <= memory_level
-        wanted = by_level or all(asked.get(_without_count(part), 0) for part in parts)
-        in_layers = (layers or {}).get(_without_count(parts[0])) if len(parts) == 1 else None
+        wanted = by_level or all(asked.get(without_count(part), 0) for part in parts)
+        in_layers = (layers or {}).get(without_count(parts[0])) if len(parts) == 1 else None
         cluster = ",".join(part.split(":")[0] for part in parts)
-        requested = -1 if by_level else min(asked.get(_without_count(part), -1) for part in parts)
+        requested = -1 if by_level else min(asked.get(without_count(part), -1) for part in parts)
         rows.append(
             PlanRow(
                 config,
@@ -72,13 +72,15 @@ def read_plan(  # noqa: PLR0913 - each is one fact of the report, given by name
                 sentence(cluster, strategy, frequency, in_layers),
                 excludes=exclusive.get(config, ()),
                 requested=requested if wanted else None,
-                applied=_applied(parts, applied) if wanted and applied is not None else None,
+                applied=min(applied.get(without_count(part), 0) for part in parts)
+                if wanted and applied is not None
+                else None,
                 unresolved=tuple(name for name in symbolic.symbols if name not in symbols),
                 layers=in_layers,
             )
         )
     rows.sort(key=by_saving)
-    there = {_without_count(part) for config in savings for part in config.split(",")}
+    there = {without_count(part) for config in savings for part in config.split(",")}
     there |= {name for name, count in (applied or {}).items() if count}
     absent = tuple(f"{name}:{count}" for name, count in asked.items() if count and name not in there)
     return MemoryPlan(
@@ -171,13 +173,74 @@ def _sum(numbers: Iterable[int | None]) -> int | None:
     return None if None in known else sum(number for number in known if number is not None)
 
 
-def _applied(parts: list[str], applied: Mapping[str, int]) -> int:
-    return min(applied.get(_without_count(part), 0) for part in parts)
+_WORDS: Final = {
+    "Gelu": "GELU",
+    "FastGelu": "GELU",
+    "QuickGelu": "GELU",
+    "BiasGelu": "GELU and its bias",
+    "Relu": "ReLU",
+    "Dropout": "dropout",
+    "BitmaskDropout": "dropout",
+    "BiasDropout": "dropout and a bias",
+    "LayerNormalization": "layer normalisation",
+    "SimplifiedLayerNormalization": "RMS normalisation",
+    "SkipLayerNormalization": "layer normalisation",
+    "Softmax": "softmax",
+    "BiasSoftmax": "softmax and its bias",
+    "BiasSoftmaxDropout": "softmax and dropout",
+    "MatMul": "matmul",
+    "FusedMatMul": "matmul",
+    "Gemm": "matmul",
+    "Add": "addition",
+    "Sub": "subtraction",
+    "Mul": "multiplication",
+    "Div": "division",
+    "Pow": "power",
+    "Sqrt": "square root",
+    "Tanh": "tanh",
+    "Sigmoid": "sigmoid",
+    "Erf": "error function",
+    "Neg": "negation",
+    "Cast": "cast",
+    "Where": "where",
+    "Gather": "gather",
+    "Concat": "concat",
+    "Slice": "slice",
+    "Split": "split",
+    "Expand": "expand",
+    "Tile": "tile",
+    "Reshape": "reshape",
+    "Transpose": "transpose",
+    "Squeeze": "reshape",
+    "Unsqueeze": "reshape",
+}
+"""Operators in words; others keep ORT's name."""
 
 
-def _count(part: str) -> int:
-    return int(part.rsplit(":", 1)[1])
+def operators(cluster: str) -> list[str]:
+    """Split a cluster, or several with commas, into its operators: "Where+Dropout+" holds two."""
+    return [name for name in re.split(r"[+,]", cluster) if name]
 
 
-def _without_count(part: str) -> str:
-    return part.rsplit(":", 1)[0]
+def sentence(cluster: str, strategy: int, frequency: int, layers: int | None = None) -> str:
+    """Say what a plan does in `frequency` places, which are in `layers` layers of the model.
+
+    Strategy 1 recomputes, 2 recomputes with compromise. `layers` is None where that is not known.
+    """
+    words: list[str] = []
+    for name in operators(cluster):
+        word = _WORDS.get(name, name)
+        if word not in words[-1:]:
+            words.append(word)
+    what = ", ".join(words[:-1]) + " and " + words[-1] if len(words) > 1 else "".join(words)
+    where = _counted(frequency, "place")
+    if layers:
+        where = (
+            _counted(layers, "layer") if layers == frequency else f"{where} of {_counted(layers, 'layer')}"
+        )
+    partly = "; that saves a part of it" if strategy > 1 else ""
+    return f"Recompute {what} in {where} instead of keeping it{partly}."
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"

@@ -1,12 +1,66 @@
-"""Values of symbolic dimensions for another batch than the one that a graph was built with."""
+"""Sizes in terms of the input's dimensions: what a shape takes, and what the dimensions are in another batch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 from ortlab.errors import OptionError, did_you_mean
 from ortlab.memory import formulas
+
+Shape = tuple[int | str, ...]
+"""Sizes of a tensor; a symbolic one is an expression over the input's dimensions: "input_ids_dim0*input_ids_dim1"."""
+
+_KEPT: Final = 4096
+
+
+def shape_at(shape: Sequence[int | str], symbols: Mapping[str, int]) -> tuple[int, ...] | None:
+    """Evaluate a shape; None where a symbol has no value, or an expression cannot be read."""
+    values = tuple(symbols.items())
+    sizes = [size if isinstance(size, int) else _evaluated(size, values) for size in shape]
+    known = [size for size in sizes if size is not None]
+    return tuple(known) if len(known) == len(sizes) else None
+
+
+def bytes_at(shape: Sequence[int | str], element_bytes: int, symbols: Mapping[str, int]) -> int | None:
+    """Evaluate how many bytes a tensor takes; None as for `shape_at`."""
+    sizes = shape_at(shape, symbols)
+    return None if sizes is None else math.prod(sizes) * element_bytes
+
+
+@lru_cache(_KEPT)
+def simplified(size: str) -> int | str:
+    """Simplify an expression; it stays as it is where it cannot be read."""
+    try:
+        text = formulas.read(size).simplified
+    except OptionError:
+        return size
+    return int(text) if text.isdigit() else text
+
+
+@lru_cache(_KEPT)
+def bytes_formula(shape: Shape, element_bytes: int) -> str:
+    """Write how many bytes a tensor takes in terms of the input's dimensions: "128*input_ids_dim0*input_ids_dim1".
+
+    Empty where an expression cannot be read.
+    """
+    try:
+        return formulas.read("*".join([str(element_bytes), *(f"({size})" for size in shape)])).simplified
+    except OptionError:
+        return ""
+
+
+@lru_cache(_KEPT)
+def _evaluated(expression: str, symbols: tuple[tuple[str, int], ...]) -> int | None:
+    try:
+        value = formulas.read(expression).value(dict(symbols))
+    except OptionError:
+        return None
+    return None if value is None else int(value)
+
 
 _LARGEST: Final = 2**40
 """More than any dimension has."""
@@ -131,3 +185,60 @@ def _density(value: object) -> float:
             fix="Write for example label_density=0.15.",
         )
     return float(value)
+
+
+_AXES: Final = (("batch", 0), ("sequence", 1))
+_FURTHER: Final = 8
+"""How many times the present size a slider goes up to."""
+
+_LABELS: Final = "label_density"
+_PERCENT: Final = 100
+
+
+@dataclass(frozen=True)
+class FreeSize:
+    """One size of a batch that may be changed."""
+
+    # Argument of `MemoryPlan.at` and `SavedActivations.at`: "batch", "sequence", "label_density" or a symbol.
+    key: str
+    label: str
+    value: int  # the present size; the label density in percent
+    low: int  # a slider goes from here to `high`
+    high: int
+
+
+def free_sizes(
+    symbols: Mapping[str, int], sizes: Iterable[str], label_totals: Mapping[str, str] | None = None
+) -> tuple[FreeSize, ...]:
+    """List the sizes that the formulas `sizes` depend on; a symbol that is in none of them is left out.
+
+    `symbols` holds the present value of each symbolic dimension; for `label_totals` see `MemoryPlan.label_totals`.
+    """
+    used = {symbol for size in sizes for symbol in formulas.read(size).symbols}
+    counting = {name: formulas.read(total) for name, total in (label_totals or {}).items() if name in used}
+    used |= {symbol for total in counting.values() for symbol in total.symbols}
+    found = []
+    single = [name for name in symbols if name in used and name not in counting]
+    for word, axis in _AXES:
+        alike = [name for name in symbols if name.endswith(f"_dim{axis}")]
+        if used.isdisjoint(alike) or len({symbols[name] for name in alike}) != 1:
+            continue
+        found.append(_slider(word, symbols[alike[0]]))
+        single = [name for name in single if name not in alike]
+    found += [_slider(name, symbols[name]) for name in single]
+    for name, total in counting.items():
+        labels = total.value(symbols)
+        if labels:
+            density = round(_PERCENT * symbols.get(name, labels) / labels)
+            found.append(FreeSize(_LABELS, "labels that count, %", density, 0, _PERCENT))
+            break
+    return tuple(found)
+
+
+def arguments(values: Mapping[str, int]) -> dict[str, int | float]:
+    """Turn values of sliders, by key, into arguments of `at`."""
+    return {key: value / _PERCENT if key == _LABELS else value for key, value in values.items()}
+
+
+def _slider(key: str, value: int) -> FreeSize:
+    return FreeSize(key, key, value, 1, _FURTHER * value)
