@@ -22,37 +22,22 @@ Kind = Literal["added", "removed", "moved", "changed", "fused"]
 
 @dataclass(frozen=True)
 class DiffNode:
-    """A node of one of the two graphs.
+    """A node of one of the two graphs."""
 
-    Attributes
-    ----------
-    name
-        As `ortlab.graphs.node_names` gives it.
-    operator
-        What it computes: "Gelu", "com.microsoft.BiasGelu", "aten::gelu".
-    module, layer
-        Paths of the module and of the layer that it comes from; empty where they are not known, or outside the layers.
-    backward
-        Whether it runs in the backward.
-    """
-
-    name: str
-    operator: str
+    name: str  #: As `ortlab.graphs.node_names` gives it
+    operator: str  #: What it computes: "Gelu", "com.microsoft.BiasGelu", "aten::gelu"
+    #: Paths of the module and of the layer that it comes from; empty where they are not known, or outside the
+    #: layers.
     module: str = ""
     layer: str = ""
-    backward: bool = False
+    backward: bool = False  #: Whether it runs in the backward
 
 
 @dataclass(frozen=True)
 class Rewrite:
-    """Nodes whose results are made by others.
+    """Nodes whose results are made by others."""
 
-    Attributes
-    ----------
-    before, after
-        The nodes that made them, and those that do now.
-    """
-
+    #: The nodes that made them, and those that do now.
     before: tuple[DiffNode, ...]
     after: tuple[DiffNode, ...]
 
@@ -69,21 +54,14 @@ class Rewrite:
 
 @dataclass(frozen=True)
 class Move:
-    """A node that does the same elsewhere.
+    """A node that does the same elsewhere."""
 
-    Attributes
-    ----------
-    before, after
-        The node, where it was and where it is; more than one where the nodes that it has passed read several values.
-    past
-        The nodes that it passed, as they are called in the first graph.
-    up
-        Whether it now comes before the nodes that it followed; otherwise it follows those that it came before.
-    """
-
+    #: The node, where it was and where it is; more than one where the nodes that it has passed read several
+    #: values.
     before: tuple[DiffNode, ...]
     after: tuple[DiffNode, ...]
-    past: tuple[DiffNode, ...]
+    past: tuple[DiffNode, ...]  #: The nodes that it passed, as they are called in the first graph
+    #: Whether it now comes before the nodes that it followed; otherwise it follows those that it came before.
     up: bool
 
     @classmethod
@@ -99,22 +77,15 @@ class Move:
 
 @dataclass(frozen=True)
 class Change:
-    """One thing that is different about a node that is in both graphs.
+    """One thing that is different about a node that is in both graphs."""
 
-    Attributes
-    ----------
-    before, after
-        The node in both graphs.
-    what
-        "dtype" or "shape" of a result, "input 1", "constant 1" (an input that holds other numbers), or the name of an
-        attribute.
-    old, new
-        What it was and is, in words; "none" where it was or is not there.
-    """
-
+    #: The node in both graphs.
     before: DiffNode
     after: DiffNode
+    #: "dtype" or "shape" of a result, "input 1", "constant 1" (an input that holds other numbers), or the
+    #: name of an attribute.
     what: str
+    #: What it was and is, in words; "none" where it was or is not there.
     old: str
     new: str
 
@@ -132,27 +103,15 @@ class Change:
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two graphs.
+    """One of the two graphs."""
 
-    Attributes
-    ----------
-    name
-        What it is called: "execution", or the switches that it was built with.
-    digest
-        Of the graph; see `Graph.digest`.
-    nodes
-        How many nodes it has.
-    constant_nodes, constants
-        How many of them are ``Constant`` nodes, and how many constants are stored in the graph.
-    inputs, outputs
-        Names of those that the other graph does not have.
-    """
-
-    name: str
-    digest: str
-    nodes: int
+    name: str  #: What it is called: "execution", or the switches that it was built with
+    digest: str  #: Of the graph; see `Graph.digest`
+    nodes: int  #: How many nodes it has
+    #: How many of them are ``Constant`` nodes, and how many constants are stored in the graph.
     constant_nodes: int
     constants: int
+    #: Names of those that the other graph does not have.
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
 

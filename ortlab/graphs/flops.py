@@ -22,43 +22,24 @@ KINDS: Final[tuple[Kind, ...]] = ("operator", "module", "layer")
 
 @dataclass(frozen=True)
 class NodeFlops:
-    """One node of the execution graph, as it ran.
+    """One node of the execution graph, as it ran."""
 
-    Attributes
-    ----------
-    name
-        Its name in the execution graph.
-    operator
-        Operator, with its domain if that is not ONNX's; of an ATen node, PyTorch's operator.
-    module, layer
-        Paths of the module that it comes from and of the layer that is in; empty for the model itself.
-    backward
-        Whether it ran after the forward had returned.
-    inputs, outputs
-        Shapes of what it read and made, evaluated for the batch that ran.
-    flops
-        Floating-point operations by `ortlab.graphs.flop_formulas`; None where its shapes do not tell.
-    elements
-        Numbers that it made.
-    ms
-        Time of its kernel in ms, measured with ORT's profiler.
-    recomputed
-        Whether it repeats a node of the forward for the backward.
-    reads
-        Path of the module that made its first input; empty for the model itself, and for what came from outside.
-    """
-
-    name: str
-    operator: str
+    name: str  #: Its name in the execution graph
+    operator: str  #: Operator, with its domain if that is not ONNX's; of an ATen node, PyTorch's operator
+    #: Paths of the module that it comes from and of the layer that is in; empty for the model itself.
     module: str
     layer: str
-    backward: bool
+    backward: bool  #: Whether it ran after the forward had returned
+    #: Shapes of what it read and made, evaluated for the batch that ran.
     inputs: tuple[Shape, ...]
     outputs: tuple[Shape, ...]
+    #: Floating-point operations by `ortlab.graphs.flop_formulas`; None where its shapes do not tell.
     flops: int | None
-    elements: int
-    ms: float
-    recomputed: bool = False
+    elements: int  #: Numbers that it made
+    ms: float  #: Time of its kernel in ms, measured with ORT's profiler
+    recomputed: bool = False  #: Whether it repeats a node of the forward for the backward
+    #: Path of the module that made its first input; empty for the model itself, and for what came from
+    #: outside.
     reads: str = ""
 
     def key(self, kind: Kind) -> str:
@@ -174,14 +155,9 @@ CHOOSING: Final = frozenset(
 
 @dataclass(frozen=True)
 class NodeChange:
-    """A node that calculates or makes something else than in the other graph.
+    """A node that calculates or makes something else than in the other graph."""
 
-    Attributes
-    ----------
-    without, having
-        The node in the graph without the switch, and in the one with it; None where it has none there.
-    """
-
+    #: The node in the graph without the switch, and in the one with it; None where it has none there.
     without: NodeFlops | None
     having: NodeFlops | None
 

@@ -38,21 +38,11 @@ VIEWED_BYTES: Final = 1024
 
 @dataclass(frozen=True)
 class Value:
-    """An input or output of a graph.
+    """An input or output of a graph."""
 
-    Attributes
-    ----------
-    name
-        Its name in the graph.
-    dtype
-        ONNX element type, lower case: "float", "int64", ...
-    shape
-        Sizes; a symbolic size is a string.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int | str, ...]
+    name: str  #: Its name in the graph
+    dtype: str  #: ONNX element type, lower case: "float", "int64", ...
+    shape: tuple[int | str, ...]  #: Sizes; a symbolic size is a string
 
 
 @dataclass(frozen=True)

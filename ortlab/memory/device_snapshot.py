@@ -52,57 +52,29 @@ _ACTIVE: Final = frozenset({"active_allocated", "active_awaiting_free"})
 
 @dataclass(frozen=True)
 class KeptBuffer:
-    """An activation that is kept for backward, and when its memory can have been allocated.
+    """An activation that is kept for backward, and when its memory can have been allocated."""
 
-    Attributes
-    ----------
-    name
-        Of the result that fills it, with its operator.
-    size
-        In bytes, worked out from its shape.
-    earliest, latest
-        Places of nodes in the order of execution: of the first one in whose turn the memory can have been allocated,
-        and of its own.
-    part
-        Path of the wrapped part of the model; places of different parts cannot be compared.
-    """
-
-    name: str
-    size: int
+    name: str  #: Of the result that fills it, with its operator
+    size: int  #: In bytes, worked out from its shape
+    #: Places of nodes in the order of execution: of the first one in whose turn the memory can have been
+    #: allocated, and of its own.
     earliest: int
     latest: int
-    part: str = ""
+    part: str = ""  #: Path of the wrapped part of the model; places of different parts cannot be compared
 
 
 @dataclass(frozen=True)
 class NamedBlock:
-    """One block that was in use.
+    """One block that was in use."""
 
-    Attributes
-    ----------
-    address
-        On the device.
-    size
-        What it takes, in bytes, as the allocator rounds.
-    requested
-        What was asked for, in bytes.
-    maker
-        Who asked for it.
-    names
-        What is in it: one name if it is known, several if it is one of them, none if it is not known.
-    known_by
-        How that is known.
-    event
-        Position of the allocation in the device's trace; -1 if it was before the recording.
-    """
-
-    address: int
-    size: int
-    requested: int
-    maker: Maker
+    address: int  #: On the device
+    size: int  #: What it takes, in bytes, as the allocator rounds
+    requested: int  #: What was asked for, in bytes
+    maker: Maker  #: Who asked for it
+    #: What is in it: one name if it is known, several if it is one of them, none if it is not known.
     names: tuple[str, ...]
-    known_by: KnownBy
-    event: int
+    known_by: KnownBy  #: How that is known
+    event: int  #: Position of the allocation in the device's trace; -1 if it was before the recording
 
 
 def kept_buffers(activations: SavedActivations, earliest: Mapping[tuple[str, str], int]) -> list[KeptBuffer]:

@@ -104,21 +104,11 @@ def save(path: str | os.PathLike[str], plans: Iterable[str], dialect: str = "202
 
 @dataclass(frozen=True)
 class Log:
-    """What a log says about recomputation.
+    """What a log says about recomputation."""
 
-    Attributes
-    ----------
-    alleviations
-        The summaries of 2022.
-    matrix
-        The feature matrix, without features if there is none.
-    insight
-        The MemoryInsight table, without rows if there is none.
-    """
-
-    alleviations: tuple[Alleviation, ...]
-    matrix: FeatureMatrix
-    insight: MemoryInsight
+    alleviations: tuple[Alleviation, ...]  #: The summaries of 2022
+    matrix: FeatureMatrix  #: The feature matrix, without features if there is none
+    insight: MemoryInsight  #: The MemoryInsight table, without rows if there is none
 
     @property
     def complete(self) -> bool:

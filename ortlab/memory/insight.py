@@ -31,24 +31,12 @@ _HINT: Final = " Enable with export ORTMODULE_MEMORY_OPT_CONFIG="
 
 @dataclass(frozen=True)
 class SavedOutput:
-    """One output that is kept for backward in each place of a row.
+    """One output that is kept for backward in each place of a row."""
 
-    Attributes
-    ----------
-    output
-        Which output of the cluster's last node.
-    shape
-        As printed: a product "a x b x ", or one expression over symbolic dimensions.
-    element_bytes
-        Bytes of an element.
-    saved_percent
-        How much of it the option saves, in per cent: 100, or less for a compromise.
-    """
-
-    output: int
-    shape: str
-    element_bytes: int
-    saved_percent: int
+    output: int  #: Which output of the cluster's last node
+    shape: str  #: As printed: a product "a x b x ", or one expression over symbolic dimensions
+    element_bytes: int  #: Bytes of an element
+    saved_percent: int  #: How much of it the option saves, in per cent: 100, or less for a compromise
 
     @property
     def elements(self) -> str:
@@ -64,33 +52,18 @@ class SavedOutput:
 
 @dataclass(frozen=True)
 class Option:
-    """One way to recompute what a row keeps.
+    """One way to recompute what a row keeps."""
 
-    Attributes
-    ----------
-    cluster
-        The operators that are recomputed together: "BiasGelu+".
-    strategy
-        1 recompute, 2 recompute with compromise.
-    requested
-        How many places the user asked for, -1 for all; None where the option is disabled.
-    applied
-        In how many places ORT recomputes; None where the option is disabled.
-    reused
-        Output to the number of places in which its buffer is another's, reused: recomputing saves nothing there.
-    outputs
-        What is not kept any more.
-    hinted
-        Whether the text says how to enable it, as 1.17 does.
-    """
-
-    cluster: str
-    strategy: int
+    cluster: str  #: The operators that are recomputed together: "BiasGelu+"
+    strategy: int  #: 1 recompute, 2 recompute with compromise
+    #: How many places the user asked for, -1 for all; None where the option is disabled.
     requested: int | None = None
-    applied: int | None = None
+    applied: int | None = None  #: In how many places ORT recomputes; None where the option is disabled
+    #: Output to the number of places in which its buffer is another's, reused: recomputing saves nothing
+    #: there.
     reused: tuple[tuple[int, int], ...] = ()
-    outputs: tuple[SavedOutput, ...] = ()
-    hinted: bool = False
+    outputs: tuple[SavedOutput, ...] = ()  #: What is not kept any more
+    hinted: bool = False  #: Whether the text says how to enable it, as 1.17 does
 
     @property
     def config(self) -> str:
@@ -100,36 +73,19 @@ class Option:
 
 @dataclass(frozen=True)
 class Row:
-    """A cluster of saved activations, and the options for it, of which one at most can be enabled.
+    """A cluster of saved activations, and the options for it, of which one at most can be enabled."""
 
-    Attributes
-    ----------
-    places
-        How often the cluster occurs in the graph.
-    options
-        The ways to recompute it.
-    """
-
-    places: int
-    options: tuple[Option, ...] = ()
+    places: int  #: How often the cluster occurs in the graph
+    options: tuple[Option, ...] = ()  #: The ways to recompute it
 
 
 @dataclass(frozen=True)
 class MemoryInsight:
-    """The whole table.
+    """The whole table."""
 
-    Attributes
-    ----------
-    applied
-        What its title says the user has configured.
-    rows
-        The clusters.
-    complete
-        Whether the text went on to the table's last line; a log that was cut off did not.
-    """
-
-    applied: str = ""
-    rows: tuple[Row, ...] = ()
+    applied: str = ""  #: What its title says the user has configured
+    rows: tuple[Row, ...] = ()  #: The clusters
+    #: Whether the text went on to the table's last line; a log that was cut off did not.
     complete: bool = field(default=True, compare=False)
 
     def savings(self) -> dict[str, tuple[str, int]]:

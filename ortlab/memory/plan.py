@@ -26,67 +26,40 @@ STRATEGIES: Final = {0: "keep", 1: "recompute", 2: "recompute with compromise"}
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One way to keep less for backward.
+    """One way to keep less for backward."""
 
-    Attributes
-    ----------
-    config
-        What `Options.memory_plan` takes: "Gelu+:1:-1"; count -1 means every occurrence.
-    cluster
-        The operators that would be recomputed together, ending in "+".
-    strategy
-        1 recompute; 2 recompute with compromise, which saves a part of the size only.
-    frequency
-        Occurrences of the cluster in the graph.
-    saving_symbolic
-        Predicted saving in bytes, in terms of the input dimensions.
-    saving_bytes
-        The same at the sizes in `MemoryPlan.symbols`, in bytes; predicted by ORT, not measured. None where a symbol
-        has no value.
-    enabled
-        Whether the lab's present options ask for it.
-    sentence
-        What it does, in words.
-    parts
-        Where only parts of the model are wrapped: the paths of those that have it.
-    excludes
-        Configurations of the other ways to recompute the same activations: one of them at most can act (row F16).
-    requested
-        Occurrences that the present options ask for, -1 for all; None where it is not enabled.
-    applied
-        Occurrences that the session which runs recomputes, read from its graph. It need not be what was asked for:
-        places that another plan takes are left out, and there may be fewer. None where it is not enabled.
-    unresolved
-        Symbols in the saving that have no value, so that there is no figure in bytes.
-    layers
-        In how many layers of the model its occurrences are; None where that is not known.
-    peak_saving_bytes
-        What it takes off the peak of a step, in bytes; predicted by simulation, not measured. None until profiled.
-    cost_ms
-        What it adds to a step, in ms; predicted from the times of a profiled step, not measured. None until profiled.
-    measured_saving_bytes
-        What it took off the peak, in bytes; measured. None until it was.
-    measured_cost_ms
-        What it added to a step, in ms; measured. None until it was.
-    """
-
-    config: str
-    cluster: str
-    strategy: int
-    frequency: int
-    saving_symbolic: str
+    config: str  #: What `Options.memory_plan` takes: "Gelu+:1:-1"; count -1 means every occurrence
+    cluster: str  #: The operators that would be recomputed together, ending in "+"
+    strategy: int  #: 1 recompute; 2 recompute with compromise, which saves a part of the size only
+    frequency: int  #: Occurrences of the cluster in the graph
+    saving_symbolic: str  #: Predicted saving in bytes, in terms of the input dimensions
+    #: The same at the sizes in `MemoryPlan.symbols`, in bytes; predicted by ORT, not measured. None where a
+    #: symbol has no value.
     saving_bytes: float | None
-    enabled: bool
-    sentence: str
-    parts: tuple[str, ...] = ()
+    enabled: bool  #: Whether the lab's present options ask for it
+    sentence: str  #: What it does, in words
+    parts: tuple[str, ...] = ()  #: Where only parts of the model are wrapped: the paths of those that have it
+    #: Configurations of the other ways to recompute the same activations: one of them at most can act (row
+    #: F16).
     excludes: tuple[str, ...] = ()
+    #: Occurrences that the present options ask for, -1 for all; None where it is not enabled.
     requested: int | None = None
+    #: Occurrences that the session which runs recomputes, read from its graph. It need not be what was asked
+    #: for: places that another plan takes are left out, and there may be fewer. None where it is not enabled.
     applied: int | None = None
+    #: Symbols in the saving that have no value, so that there is no figure in bytes.
     unresolved: tuple[str, ...] = ()
+    #: In how many layers of the model its occurrences are; None where that is not known.
     layers: int | None = None
+    #: What it takes off the peak of a step, in bytes; predicted by simulation, not measured. None until
+    #: profiled.
     peak_saving_bytes: float | None = None
+    #: What it adds to a step, in ms; predicted from the times of a profiled step, not measured. None until
+    #: profiled.
     cost_ms: float | None = None
+    #: What it took off the peak, in bytes; measured. None until it was.
     measured_saving_bytes: float | None = None
+    #: What it added to a step, in ms; measured. None until it was.
     measured_cost_ms: float | None = None
 
     @property

@@ -8,8 +8,9 @@ orders the graph so that a copy runs right before the first node that needs it (
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from operator import add
 from typing import TYPE_CHECKING, Final
 
 from ortlab.memory.trace import lifetimes
@@ -39,6 +40,11 @@ class RecomputePlace:
     # Whether it makes what one transformer layer hands to the next. Memory levels keep it: then each layer is
     # recomputed from there, and not from the start of the model.
     boundary: bool = False
+
+    @property
+    def plan(self) -> str:
+        """Its plan without a count: "FusedMatMul+Add+:1"."""
+        return f"{self.cluster}:{self.strategy}"
 
 
 @dataclass(frozen=True)
@@ -84,14 +90,9 @@ class LevelSet:
 
     def __add__(self, other: LevelSet) -> LevelSet:
         """Put the sets of two parts of a model together; a plan of both counts twice."""
-        return LevelSet(
-            max(self.level, other.level),
-            self.plans + other.plans,
-            self.places + other.places,
-            self.all_plans + other.all_plans,
-            self.all_places + other.all_places,
-            self.layer_ends + other.layer_ends,
-        )
+        level, *ours = astuple(self)
+        other_level, *theirs = astuple(other)
+        return LevelSet(max(level, other_level), *map(add, ours, theirs))
 
 
 @dataclass(frozen=True)
@@ -104,10 +105,8 @@ class RecomputePlaces:
 
     def of(self, plan: str) -> tuple[RecomputePlace, ...]:
         """Return the places of `<cluster>:<strategy>`, whatever count follows."""
-        cluster, strategy = plan.split(":")[:2]
-        return tuple(
-            place for place in self.places if (place.cluster, place.strategy) == (cluster, int(strategy))
-        )
+        name = ":".join(plan.split(":")[:2])
+        return tuple(place for place in self.places if place.plan == name)
 
     def chosen(self, plans: Iterable[str]) -> RecomputeChoice:
         """Say where plans, as in `Options.memory_plan`, recompute.
@@ -115,11 +114,9 @@ class RecomputePlaces:
         A count k means the first k places in the order of the forward: their results would otherwise be kept for
         longest.
         """
-        recomputed: dict[str, list[RecomputePlace]] = {}
-        for name, count in _counted(plans):
-            places = self.of(name)
-            recomputed[name] = list(places if count == EVERYWHERE else places[:count])
-        return self._choice(recomputed)
+        return self._choice(
+            {name: self.of(name)[: None if count == EVERYWHERE else count] for name, count in _counted(plans)}
+        )
 
     def at_level(self, level: int) -> tuple[RecomputePlace, ...]:
         """Return the places that memory level 1 or 2 recomputes: all but those at the boundaries of layers.
@@ -133,15 +130,15 @@ class RecomputePlaces:
                 first.setdefault(place.node, place)  # ORT offers the recomputation without compromise first
         nameless = [place for place in first.values() if "" in place.nodes]
         if sum(place.nodes.count("") for place in nameless) > 1:
-            left_out = {(place.cluster, place.strategy) for place in nameless}
-            return tuple(one for one in first.values() if (one.cluster, one.strategy) not in left_out)
+            left_out = {place.plan for place in nameless}
+            return tuple(place for place in first.values() if place.plan not in left_out)
         return tuple(first.values())
 
     def of_level(self, level: int) -> RecomputeChoice:
         """Say which plans memory level 1 or 2 stands for, and where they act."""
         recomputed: dict[str, list[RecomputePlace]] = {}
         for place in self.at_level(level):
-            recomputed.setdefault(f"{place.cluster}:{place.strategy}", []).append(place)
+            recomputed.setdefault(place.plan, []).append(place)
         return self._choice(dict(sorted(recomputed.items())))
 
     def level_set(self, level: int) -> LevelSet:
@@ -152,20 +149,18 @@ class RecomputePlaces:
             level,
             plans=len(counts),
             places=sum(counts),
-            all_plans=len({(place.cluster, place.strategy) for place in there}),
+            all_plans=len({place.plan for place in there}),
             all_places=len({place.node for place in there}),
             layer_ends=len(self.boundaries),
         )
 
-    def _choice(self, recomputed: Mapping[str, list[RecomputePlace]]) -> RecomputeChoice:
+    def _choice(self, recomputed: Mapping[str, Sequence[RecomputePlace]]) -> RecomputeChoice:
         acting = {name: places for name, places in recomputed.items() if places}
         nodes = {place.node for places in acting.values() for place in places}
-        kept = {
-            place.node: place.outputs for name in acting for place in self.of(name) if place.node not in nodes
-        }
+        rest = (place for name in acting for place in self.of(name) if place.node not in nodes)
         return RecomputeChoice(
             plans=tuple(f"{name}:{EVERYWHERE}" for name in acting),
-            kept=tuple(kept.values()),
+            kept=tuple({place.node: place.outputs for place in rest}.values()),
             counts={name: len(places) for name, places in recomputed.items()},
         )
 
@@ -292,13 +287,9 @@ def best_costs(costs: Mapping[str, PlanCost], count: int, *, beyond: float = 0.0
 
     `beyond` is how many bytes any plan takes off, by the order of nodes that comes with it; they are no plan's merit.
     """
-    saving = [
-        (config, cost.peak_saving_bytes - beyond, cost)
-        for config, cost in costs.items()
-        if cost.peak_saving_bytes > beyond
-    ]
-    saving.sort(key=lambda one: -one[1] / max(one[2].cost_ms, 1e-9))
-    return {config: cost for config, _, cost in saving[:count]}
+    saving = [(config, cost) for config, cost in costs.items() if cost.peak_saving_bytes > beyond]
+    saving.sort(key=lambda one: (beyond - one[1].peak_saving_bytes) / max(one[1].cost_ms, 1e-9))
+    return dict(saving[:count])
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ run. What this gives agrees with the measured resident set to about one per cent
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -153,13 +152,11 @@ class Lifetimes:
     @property
     def kept(self) -> tuple[Buffer, ...]:
         """Buffers that the forward leaves for the backward, largest first."""
-        kept = [one for one in self.buffers if one.first < self.first_backward <= one.last]
-        return tuple(sorted(kept, key=lambda one: (-one.size, one.value)))
+        return _largest_first(one for one in self.buffers if one.first < self.first_backward <= one.last)
 
     def at(self, position: int) -> tuple[Buffer, ...]:
         """Return the buffers that live while a node runs, largest first."""
-        living = [one for one in self.buffers if one.first <= position <= one.last]
-        return tuple(sorted(living, key=lambda one: (-one.size, one.value)))
+        return _largest_first(one for one in self.buffers if one.first <= position <= one.last)
 
 
 def lifetimes(trace: Trace) -> Lifetimes:
@@ -167,31 +164,34 @@ def lifetimes(trace: Trace) -> Lifetimes:
 
     A result that no node reads and nobody asked for lives until the step ends: ORT frees memory when a reader has run.
     """
-    end = len(trace.nodes) - 1
-    start_of_backward = trace.first_backward
-    last_read = _last_reads(trace.nodes)
+    end, start_of_backward = len(trace.nodes) - 1, trace.first_backward
+    last_read = {name: position for position, node in enumerate(trace.nodes) for name in node.inputs if name}
     memory: dict[str, str] = {}  # the value that the memory was allocated for
     made: dict[str, int] = {}
     views: dict[str, list[str]] = {}
     for position, node in enumerate(trace.nodes):
         for number, name in enumerate(node.outputs):
-            if not name:
-                continue
             source = _viewed(node, number)
-            if source in memory:
+            if name and source in memory:
                 memory[name] = memory[source]
                 views[memory[source]].append(name)
-            else:
-                memory[name] = name
-                made[name] = position
-                views[name] = []
+            elif name:
+                memory[name], made[name], views[name] = name, position, []
+
+    def last_use(name: str) -> int:
+        if name in trace.gradients or name in trace.held:
+            return end
+        if name in trace.returned:  # ORT holds what it has handed over until the backward starts
+            return max(last_read.get(name, 0), start_of_backward - 1)
+        return last_read.get(name, end)
+
     buffers = []
     for value, first in made.items():
-        last = max(_end(name, last_read, trace, start_of_backward, end) for name in (value, *views[value]))
-        buffers.append(Buffer(value, trace.sizes.get(value, 0), first, max(first, last), tuple(views[value])))
+        last = max(first, *map(last_use, (value, *views[value])))
+        buffers.append(Buffer(value, trace.sizes.get(value, 0), first, last, tuple(views[value])))
     for name, size in trace.given.items():
         buffers.append(Buffer(name, size, start_of_backward, last_read.get(name, start_of_backward)))
-    return Lifetimes(tuple(buffers), live_bytes(buffers, len(trace.nodes)), start_of_backward)
+    return Lifetimes(tuple(buffers), _live_bytes(buffers, len(trace.nodes)), start_of_backward)
 
 
 def _viewed(node: TracedNode, number: int) -> str:
@@ -201,7 +201,7 @@ def _viewed(node: TracedNode, number: int) -> str:
     return node.inputs[0] if number == 0 and node.operator in ONNX_VIEWS and node.inputs else ""
 
 
-def live_bytes(buffers: Iterable[Buffer], count: int) -> np.ndarray:
+def _live_bytes(buffers: Iterable[Buffer], count: int) -> np.ndarray:
     """Return the bytes that live while each of `count` nodes runs, shape (count,), int64."""
     change = np.zeros(count + 1, dtype=np.int64)
     for buffer in buffers:
@@ -210,15 +210,5 @@ def live_bytes(buffers: Iterable[Buffer], count: int) -> np.ndarray:
     return np.cumsum(change)[:count]
 
 
-def _end(
-    name: str, last_read: Counter[str] | dict[str, int], trace: Trace, start_of_backward: int, end: int
-) -> int:
-    if name in trace.gradients or name in trace.held:
-        return end
-    if name in trace.returned:  # ORT holds what it has handed over until the backward starts
-        return max(last_read.get(name, 0), start_of_backward - 1)
-    return last_read.get(name, end)
-
-
-def _last_reads(nodes: tuple[TracedNode, ...]) -> dict[str, int]:
-    return {name: position for position, node in enumerate(nodes) for name in node.inputs if name}
+def _largest_first(buffers: Iterable[Buffer]) -> tuple[Buffer, ...]:
+    return tuple(sorted(buffers, key=lambda one: (-one.size, one.value)))
