@@ -220,18 +220,17 @@ class MemoryPlan(Shown):
     ) -> MemoryPlan:
         from ortlab.memory.plan_reading import merged
 
-        known = {name for plan in self.of_parts.values() for name in (*plan.symbols, *plan.unresolved)}
-        check_names(sizes, sorted(known))
-        again = {}
-        for path, plan in self.of_parts.items():
-            own = {name: size for name, size in sizes.items() if name in (*plan.symbols, *plan.unresolved)}
-            has_labels = bool(plan.label_totals)
-            again[path] = plan.at(
+        known = {path: {*plan.symbols, *plan.unresolved} for path, plan in self.of_parts.items()}
+        check_names(sizes, sorted(set().union(*known.values())))
+        again = {
+            path: plan.at(
                 batch=batch,
                 sequence=sequence if plan.has_sequence else None,
-                label_density=density if has_labels else None,
-                **own,
+                label_density=density if plan.label_totals else None,
+                **{name: size for name, size in sizes.items() if name in known[path]},
             )
+            for path, plan in self.of_parts.items()
+        }
         return merged(again, self.missing)
 
     @property
@@ -379,10 +378,7 @@ class Choice:
         as the least of them.
         """
         counts = {without_count(one): int(one.rsplit(":", 1)[1]) for one in self.chosen}
-        parts = [without_count(one) for one in row.config.split(",")]
-        if not all(part in counts for part in parts):
-            return 0
-        places = [counts[part] for part in parts]
+        places = [counts.get(without_count(one), 0) for one in row.config.split(",")]
         return min(row.frequency if count < 0 else min(count, row.frequency) for count in places)
 
     def as_chosen(self, row: PlanRow) -> PlanRow:
@@ -393,13 +389,8 @@ class Choice:
         count = self.count(row)
         if count in (0, row.frequency):
             return row
-        part = count / row.frequency
-        return replace(
-            row,
-            saving_bytes=None if row.saving_bytes is None else row.saving_bytes * part,
-            peak_saving_bytes=None if row.peak_saving_bytes is None else row.peak_saving_bytes * part,
-            cost_ms=None if row.cost_ms is None else row.cost_ms * part,
-        )
+        sums = {name: value for name in _SUMMED if (value := getattr(row, name)) is not None}
+        return replace(row, **{name: value * (count / row.frequency) for name, value in sums.items()})
 
     def adding(self, config: str, count: int = -1) -> tuple[str, ...]:
         """Return the `memory_plan` that also chooses a plan, and leaves out those that cannot act beside it.
@@ -407,7 +398,7 @@ class Choice:
         `count` is in how many of its places; -1, or as many as it has, for all. Raises KeyError where no row has this
         configuration.
         """
-        row = self._row(config)
+        row = {row.config: row for row in self.plan.rows}[config]
         wanted = -1 if count >= row.frequency else count
         parts = config.split(",")
         clusters = {_cluster(part) for part in parts}
@@ -439,9 +430,6 @@ class Choice:
             sums[name] = sum(known.values()) if known else None
             unknown |= {row.config for row in rows if known and row.config not in known}
         return Totals(len(rows), **sums, unknown=tuple(row.config for row in rows if row.config in unknown))
-
-    def _row(self, config: str) -> PlanRow:
-        return {row.config: row for row in self.plan.rows}[config]
 
 
 def _cluster(part: str) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from ortlab.memory import formulas, insight
 from ortlab.memory.plan import MemoryPlan, PlanRow, by_saving, without_count
+from ortlab.memory.symbolic_sizes import summed
 from ortlab.records.density import LABEL
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ def read_plan(  # noqa: PLR0913 - each is one fact of the report, given by name
         in_layers = (layers or {}).get(without_count(parts[0])) if len(parts) == 1 else None
         cluster = ",".join(part.split(":")[0] for part in parts)
         requested = -1 if by_level else min(asked.get(without_count(part), -1) for part in parts)
+        acting = min((applied or {}).get(without_count(part), 0) for part in parts)
         rows.append(
             PlanRow(
                 config,
@@ -72,9 +74,7 @@ def read_plan(  # noqa: PLR0913 - each is one fact of the report, given by name
                 sentence(cluster, strategy, frequency, in_layers),
                 excludes=exclusive.get(config, ()),
                 requested=requested if wanted else None,
-                applied=min(applied.get(without_count(part), 0) for part in parts)
-                if wanted and applied is not None
-                else None,
+                applied=acting if wanted and applied is not None else None,
                 unresolved=tuple(name for name in symbolic.symbols if name not in symbols),
                 layers=in_layers,
             )
@@ -116,6 +116,7 @@ def merged(plans: Mapping[str, MemoryPlan], missing: tuple[str, ...] = ()) -> Me
                 origins[shown] = plan.origins[name]
     report = "\n\n".join(f"{path}\n{plan.report}" for path, plan in plans.items() if plan.report)
     several = list(plans.values())
+    sets = [one.level_set for one in several if one.level_set]
     absent = [one for one in several[0].absent if all(one in other.absent for other in several)]
     return MemoryPlan(
         tuple(together),
@@ -127,9 +128,7 @@ def merged(plans: Mapping[str, MemoryPlan], missing: tuple[str, ...] = ()) -> Me
         absent=tuple(absent),
         origins=origins,
         of_parts=dict(plans),
-        level_set=reduce(add, sets)
-        if (sets := [one.level_set for one in several if one.level_set])
-        else None,
+        level_set=reduce(add, sets) if sets else None,
     )
 
 
@@ -150,27 +149,21 @@ def with_measured_density(plan: MemoryPlan, runs: Iterable[Run]) -> MemoryPlan:
 
 def _together(places: list[tuple[str, PlanRow]]) -> PlanRow:
     rows = [row for _, row in places]
-    savings = [row.saving_bytes for row in rows if row.saving_bytes is not None]
     frequency = sum(row.frequency for row in rows)
-    layers = _sum(row.layers for row in rows)
+    layers = summed(row.layers for row in rows)
     return replace(
         rows[0],
         frequency=frequency,
         saving_symbolic="; ".join(f"{path}: {row.saving_symbolic}" for path, row in places),
-        saving_bytes=sum(savings) if len(savings) == len(rows) else None,
+        saving_bytes=summed(row.saving_bytes for row in rows),
         enabled=any(row.enabled for row in rows),
         sentence=sentence(rows[0].cluster, rows[0].strategy, frequency, layers),
         parts=tuple(path for path, _ in places),
         excludes=tuple(dict.fromkeys(other for row in rows for other in row.excludes)),
-        applied=_sum(row.applied for row in rows),
+        applied=summed(row.applied for row in rows),
         unresolved=tuple(dict.fromkeys(name for row in rows for name in row.unresolved)),
         layers=layers,
     )
-
-
-def _sum(numbers: Iterable[int | None]) -> int | None:
-    known = list(numbers)
-    return None if None in known else sum(number for number in known if number is not None)
 
 
 _WORDS: Final = {

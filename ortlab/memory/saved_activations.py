@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from weakref import ref
 
 from ortlab.errors import OptionError
-from ortlab.memory.symbolic_sizes import Shape, bytes_at, bytes_formula, other_symbols
+from ortlab.memory.symbolic_sizes import Shape, bytes_at, bytes_formula, other_symbols, summed
 from ortlab.shown import Shown
 
 if TYPE_CHECKING:
@@ -91,12 +91,12 @@ class PlanEffect:
     @property
     def removed_bytes(self) -> int | None:
         """What it removes, in bytes; None where the size of one of them is not known."""
-        return _sum(self.removed)
+        return summed(row.bytes for row in self.removed)
 
     @property
     def added_bytes(self) -> int | None:
         """What is kept instead, in bytes; None where the size of one of them is not known."""
-        return _sum(self.added)
+        return summed(row.bytes for row in self.added)
 
     @property
     def net_bytes(self) -> int | None:
@@ -121,11 +121,6 @@ def largest_first(rows: Iterable[SavedActivation]) -> tuple[SavedActivation, ...
             key=lambda row: (row.bytes is not None, -(row.bytes or 0), row.part, row.position, row.output),
         )
     )
-
-
-def _sum(rows: Iterable[SavedActivation]) -> int | None:
-    sizes = [row.bytes for row in rows]
-    return None if None in sizes else sum(size for size in sizes if size is not None)
 
 
 Kind = Literal["layer", "operator", "module"]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
+from typing import Final, TypeVar
 
 from ortlab.errors import OptionError, did_you_mean
 from ortlab.memory import formulas
@@ -17,12 +17,20 @@ Shape = tuple[int | str, ...]
 _KEPT: Final = 4096
 
 
+_Size = TypeVar("_Size", int, float)
+
+
+def summed(sizes: Iterable[_Size | None]) -> _Size | None:
+    """Add sizes up; None where one of them is not known."""
+    known = list(sizes)
+    return None if None in known else sum(size for size in known if size is not None)
+
+
 def shape_at(shape: Sequence[int | str], symbols: Mapping[str, int]) -> tuple[int, ...] | None:
     """Evaluate a shape; None where a symbol has no value, or an expression cannot be read."""
     values = tuple(symbols.items())
     sizes = [size if isinstance(size, int) else _evaluated(size, values) for size in shape]
-    known = [size for size in sizes if size is not None]
-    return tuple(known) if len(known) == len(sizes) else None
+    return None if None in sizes else tuple(size for size in sizes if size is not None)
 
 
 def bytes_at(shape: Sequence[int | str], element_bytes: int, symbols: Mapping[str, int]) -> int | None:
