@@ -33,21 +33,10 @@ _UNSEEN: Final = frozenset({"PythonOp", "PythonOpGrad", "If", "Loop", "Scan", "T
 def flops(
     operator: str, inputs: Sequence[Shape], outputs: Sequence[Shape], attributes: Mapping[str, Any]
 ) -> int | None:
-    """Count the operations of one node.
+    """Count the operations of one node: 0 for what does not multiply matrices, None where it cannot be told.
 
-    Parameters
-    ----------
-    operator
-        Its operator; the domain does not matter. Of an ATen node, the name of PyTorch's operator.
-    inputs, outputs
-        Shapes of those that are there, in order.
-    attributes
-        Its attributes by name.
-
-    Returns
-    -------
-    int or None
-        0 for what does not multiply matrices; None where it cannot be told.
+    The domain of `operator` does not matter; of an ATen node it is the name of PyTorch's operator. `inputs` and
+    `outputs` are the shapes of those that are there, in order.
     """
     name = _name(operator)
     if name in _UNSEEN:

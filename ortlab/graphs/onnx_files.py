@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ortlab.errors import BuildError
-from ortlab.graphs.stages import Graph
+from ortlab.graphs.stages import Graph, tensors_of
 
 if TYPE_CHECKING:
-    from onnx import GraphProto, ModelProto, TensorProto
+    from onnx import ModelProto
 
 KEPT_BYTES: Final = 1024
 """What a tensor may take and still be read with its values."""
@@ -146,7 +146,7 @@ def _read(file: Path, held: mmap.mmap) -> FileGraph:
         raise _not_onnx(file, held, "it has no graph or no version", cut_off=False)
     mode = "training" if any(node.op_type == "YieldOp" for node in model.graph.node) else "inference"
     missing = tuple(name for name in _external(model) if not _is_beside(file, name))
-    outside = sum(1 for tensor in _tensors(model.graph) if tensor.external_data)
+    outside = sum(1 for tensor in tensors_of(model.graph) if tensor.external_data)
     return FileGraph(
         FILE,
         mode,
@@ -255,27 +255,12 @@ def _as_varint(value: int) -> bytes:
     return bytes(digits)
 
 
-def _tensors(graph: GraphProto) -> Iterator[TensorProto]:
-    waiting = [graph]
-    while waiting:
-        present = waiting.pop()
-        yield from present.initializer
-        for node in present.node:
-            for attribute in node.attribute:
-                if attribute.HasField("t"):
-                    yield attribute.t
-                yield from attribute.tensors
-                if attribute.HasField("g"):
-                    waiting.append(attribute.g)
-                waiting.extend(attribute.graphs)
-
-
 def _external(model: ModelProto) -> list[str]:
     """Return the names of the files that hold weights."""
     return sorted(
         {
             entry.value
-            for tensor in _tensors(model.graph)
+            for tensor in tensors_of(model.graph)
             for entry in tensor.external_data
             if entry.key == "location"
         }

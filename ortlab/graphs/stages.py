@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,7 @@ from ortlab.shown import Shown
 
 if TYPE_CHECKING:
     import pandas as pd
-    from onnx import GraphProto, ModelProto, TensorProto, ValueInfoProto
+    from onnx import FunctionProto, GraphProto, ModelProto, TensorProto, ValueInfoProto
 
     from ortlab.graphs.summary import GraphSummary
     from ortlab.memory.saved_activations import SavedActivations
@@ -286,7 +286,7 @@ def stripped(model: ModelProto, limit_bytes: int) -> tuple[ModelProto, int]:
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     left_out = 0
-    for tensor in _tensors(copy):
+    for tensor in tensors_of(copy.graph, copy.functions):
         held = tensor.ByteSize()
         if held > limit_bytes:
             for name in _VALUES:
@@ -296,14 +296,15 @@ def stripped(model: ModelProto, limit_bytes: int) -> tuple[ModelProto, int]:
     return copy, left_out
 
 
-def _tensors(model: ModelProto) -> Iterator[TensorProto]:
-    waiting: list[GraphProto] = [model.graph]
-    nodes = [node for function in model.functions for node in function.node]
+def tensors_of(graph: GraphProto, functions: Iterable[FunctionProto] = ()) -> Iterator[TensorProto]:
+    """Yield the initializers of a graph and of those inside it, and the tensors in attributes, also of functions."""
+    waiting = [graph]
+    nodes = [node for function in functions for node in function.node]
     while waiting or nodes:
         if waiting:
-            graph = waiting.pop()
-            yield from graph.initializer
-            nodes += graph.node
+            present = waiting.pop()
+            yield from present.initializer
+            nodes += present.node
         while nodes:
             for attribute in nodes.pop().attribute:
                 if attribute.HasField("t"):

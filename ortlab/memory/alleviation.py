@@ -92,12 +92,7 @@ def _without_prefix(line: str, column: int) -> str:
 def write(summary: Alleviation, prefix: str = "") -> str:
     """Write a summary as ORT did in 2022, with tabs as spaces and without a line break at its end.
 
-    Parameters
-    ----------
-    summary
-        What to write.
-    prefix
-        What each line begins with, such as "worker-0: ".
+    Each line begins with `prefix`, such as "worker-0: ".
     """
     types = ", ".join(f"{operator}-{strategy}" for operator, strategy in summary.types)
     lines = [_TITLE, "\tType config:", f"\t\t{types}", f"\t{_RULE}"]

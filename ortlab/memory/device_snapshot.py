@@ -78,15 +78,10 @@ class NamedBlock:
 
 
 def kept_buffers(activations: SavedActivations, earliest: Mapping[tuple[str, str], int]) -> list[KeptBuffer]:
-    """Make the buffers that saved activations names; activations of unknown size are left out.
+    """Make the buffers that saved activations name; activations of unknown size are left out.
 
-    Parameters
-    ----------
-    activations
-        What is kept for backward.
-    earliest
-        By part and value: the place of the first node in whose turn the memory can have been allocated, see
-        `ortlab.engine.allocation_order`; the value's own node where nothing is told.
+    `earliest` is by part and value: the place of the first node in whose turn the memory can have been allocated, see
+    `ortlab.engine.allocation_order`; the value's own node where nothing is told.
     """
     return [
         KeptBuffer(
@@ -117,23 +112,10 @@ def maker_of(frames: Sequence[Mapping[str, Any]]) -> Maker:
 def name_blocks(
     snapshot: Mapping[str, Any], device: int, kept: Iterable[KeptBuffer], tensors: Mapping[int, str]
 ) -> tuple[NamedBlock, ...]:
-    """Say what is in each block that is in use in a snapshot.
+    """Say what is in each block of a GPU that is in use in a snapshot, the largest first.
 
-    Parameters
-    ----------
-    snapshot
-        What `torch.cuda.memory._snapshot()` returned at the end of the forward, with the history of it.
-    device
-        Number of the GPU.
-    kept
-        What the graph that ran is known to keep.
-    tensors
-        By address: what the tensors are that PyTorch holds.
-
-    Returns
-    -------
-    tuple of NamedBlock
-        The largest first.
+    `snapshot` is what `torch.cuda.memory._snapshot()` returned at the end of the forward, with the history of it.
+    `kept` is what the graph that ran is known to keep; `tensors` says by address what PyTorch holds.
     """
     events = last_allocations(snapshot["device_traces"][device])
     found = []
@@ -329,18 +311,8 @@ def named_snapshot(
 ) -> MemorySnapshot:
     """Name the blocks of two snapshots of one step, and write the names into the second.
 
-    Parameters
-    ----------
-    taken
-        The snapshots.
-    device
-        The GPU.
-    configuration
-        What the step was run with.
-    kept
-        What the graph that ran is known to keep for backward.
-    unsized
-        How many kept activations are not among them, because their size is not known.
+    `kept` is what the graph that ran is known to keep for backward; `unsized` more are not in it, as their size is not
+    known.
     """
     index = device.index or 0
     blocks = name_blocks(taken.after_forward, index, kept, taken.held_after_forward)
@@ -357,23 +329,10 @@ def named_snapshot(
 def with_names(
     snapshot: Mapping[str, Any], device: int, blocks: Iterable[NamedBlock], tensors: Mapping[int, str]
 ) -> dict[str, Any]:
-    """Write names into a copy of a snapshot, each as a frame before those of the stack.
+    """Write names into a copy of what `torch.cuda.memory._snapshot()` returned, each as a frame before the stack's own.
 
-    Parameters
-    ----------
-    snapshot
-        What `torch.cuda.memory._snapshot()` returned; it is left as it is.
-    device
-        Number of the GPU.
-    blocks
-        What is known of blocks at some earlier point of the same history.
-    tensors
-        By address: what the tensors are that PyTorch held at the snapshot.
-
-    Returns
-    -------
-    dict
-        The copy. Of other blocks that ONNX Runtime asked for it says so, and in which pass.
+    `blocks` is what is known of a GPU's blocks at some earlier point of the same history; `tensors` says by address
+    what PyTorch held at the snapshot. Of other blocks that ONNX Runtime asked for the copy says so, and in which pass.
     """
     trace = snapshot["device_traces"][device]
     known = {one.event: one for one in blocks if one.event >= 0}

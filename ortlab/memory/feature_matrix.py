@@ -85,18 +85,7 @@ class FeatureMatrix:
 
 
 def read(text: str) -> FeatureMatrix:
-    """Read the matrix from a log.
-
-    Parameters
-    ----------
-    text
-        May hold other lines, prefixes and colours.
-
-    Returns
-    -------
-    FeatureMatrix
-        Without features if the text holds none.
-    """
+    """Read the matrix from a log with other lines, prefixes and colours; without features if the text holds none."""
     text = _COLOURS.sub("", text)
     features: list[Feature] = []
     plans: list[LoggedPlan] = []

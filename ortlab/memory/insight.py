@@ -132,17 +132,9 @@ class MemoryInsight:
 
 
 def read(text: str) -> MemoryInsight:
-    """Read the table from a log or from ORT's own report.
+    """Read the table from a log or from ORT's own report; without rows if the text holds no such table.
 
-    Parameters
-    ----------
-    text
-        May hold other lines before, between and after, and prefixes such as "worker-0: ".
-
-    Returns
-    -------
-    MemoryInsight
-        Without rows if the text holds no such table.
+    There may be other lines before, between and after, and prefixes such as "worker-0: ".
     """
     applied, complete = "", False
     rows: list[Row] = []
