@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Final, TypeAlias
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from ortlab.graphs.stages import Value
     from ortlab.graphs.wiring import Wiring
 
+_Places: TypeAlias = dict[tuple[str, int, str], list[int]]
+_Rewritten: TypeAlias = list[tuple[tuple[int, ...], tuple[int, ...]]]
 _Elsewhere: TypeAlias = "Callable[[str], str | None]"
 """Returns the name that a value has in the other graph; None if it has none."""
 
@@ -55,8 +57,7 @@ class Changes:
         come = {number for one in self.moved for number in one.after}
         old = [number for number in old if number not in gone]
         new = [number for number in new if number not in come]
-        found = regions(alignment, old, new)
-        self.rewritten, self.removed, self.added = found.rewritten, found.removed, found.added
+        self.rewritten, self.removed, self.added = _regions(alignment, old, new)
         self._elsewhere = (
             gone | set(old) | set(self.repeated_before) | {one for move in self.moved for one in move.past},
             come | set(new) | set(self.repeated),
@@ -150,22 +151,13 @@ def _is_nameless(size: int | str) -> bool:
     return isinstance(size, str) and (not size or _NAMELESS.match(size) is not None)
 
 
-@dataclass(frozen=True)
-class Regions:
-    """The nodes that are in one of two graphs only, by what became of them."""
+def _regions(both: Alignment, old: list[int], new: list[int]) -> tuple[_Rewritten, list[int], list[int]]:
+    """Part the nodes that are in one graph only into rewritten ones, removed ones and added ones.
 
-    # Nodes of the first graph, and those of the second that make their results instead.
-    rewritten: list[tuple[tuple[int, ...], tuple[int, ...]]]
-    removed: list[int]  # neither rewritten nor in the second graph
-    added: list[int]  # neither rewritten nor in the first graph
-
-
-def regions(both: Alignment, old: list[int], new: list[int]) -> Regions:
-    """Put together what belongs together: nodes of the second graph and those of the first whose work they do.
-
-    A node that makes a value of the other graph stands for the nodes there that led to it, back to values that are in
-    both graphs; nodes are also together that hand on a value that the other graph does not have. `old` and `new` are
-    the nodes of the first and of the second graph that are not in the other.
+    Rewritten are nodes of the first graph together with those of the second that do their work: a node that makes a
+    value of the other graph stands for the nodes there that led to it, back to values that are in both graphs; nodes
+    are also together that hand on a value that the other graph does not have. `old` and `new` are the nodes of the
+    first and of the second graph that are not in the other.
     """
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
@@ -188,7 +180,7 @@ def regions(both: Alignment, old: list[int], new: list[int]) -> Regions:
             members[label][0].append(old[place])
         else:
             members[label][1].append(new[place - len(old)])
-    return Regions(
+    return (
         [(tuple(ours), tuple(theirs)) for ours, theirs in members.values() if ours and theirs],
         [number for ours, theirs in members.values() if not theirs for number in ours],
         [number for ours, theirs in members.values() if not ours for number in theirs],
@@ -280,12 +272,8 @@ class _Direction:
 
 def _moves_up(way: _Direction, old: list[int], new: list[int]) -> Iterator[tuple[int, list[int], list[int]]]:
     """Yield nodes with those that do the same further up in the other graph, and the nodes that they passed."""
-    places: dict[tuple[str, int, str], list[int]] = defaultdict(list)
-    for number in new:
-        _note(way, number, places)
-    targets: dict[int, dict[int, list[int]]] = {}
-    for number in old:
-        targets[number] = _passed(way, number, places)
+    places = _places(way, new)
+    targets = {number: _passed(way, number, places) for number in old}
     taken: dict[int, tuple[int, int]] = {}
     for number, found in targets.items():
         for other, past in found.items():
@@ -307,9 +295,7 @@ def _matched_moves(way: _Direction) -> Iterator[tuple[int, list[int], list[int]]
             for name, held in zip(one.inputs, other.inputs, strict=True)
         ):
             continue
-        places: dict[tuple[str, int, str], list[int]] = defaultdict(list)
-        _note(way, right, places)
-        if right in _passed(way, left, places):
+        if right in _passed(way, left, _places(way, [right])):
             yield left, [right], _between(way, left, [right])
 
 
@@ -319,17 +305,19 @@ def _is_of_both(way: _Direction, name: str, held: str) -> bool:
     return bool(makers[0] and makers[1] and makers[0][0] in way.pairs and makers[1][0] in way.back)
 
 
-def _note(way: _Direction, number: int, places: dict[tuple[str, int, str], list[int]]) -> None:
-    node = way.other.nodes[number]
-    for slot, name in enumerate(node.inputs):
-        earlier = way.earlier(name) if name else None
-        if earlier is not None:
-            places[node.operator, slot, earlier].append(number)
+def _places(way: _Direction, numbers: Iterable[int]) -> _Places:
+    """Return nodes of the other graph by operator, input, and what they read there, as it is called in this one."""
+    places: _Places = defaultdict(list)
+    for number in numbers:
+        node = way.other.nodes[number]
+        for slot, name in enumerate(node.inputs):
+            earlier = way.earlier(name) if name else None
+            if earlier is not None:
+                places[node.operator, slot, earlier].append(number)
+    return places
 
 
-def _passed(
-    way: _Direction, number: int, places: dict[tuple[str, int, str], list[int]]
-) -> dict[int, list[int]]:
+def _passed(way: _Direction, number: int, places: _Places) -> dict[int, list[int]]:
     """Return what does the same further up in the other graph, with the nodes between there and here."""
     node = way.graph.nodes[number]
     found: dict[int, list[int]] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -12,7 +12,6 @@ from ortlab.shown import Shown
 if TYPE_CHECKING:
     import pandas as pd
 
-    from ortlab.graphs.alignment import Alignment
     from ortlab.graphs.stages import Graph
     from ortlab.graphs.wiring import Wiring
 
@@ -259,9 +258,11 @@ def diff(before: Graph, after: Graph, *, names: tuple[str, str] | None = None) -
     aligned = Alignment(one, other)
     found = Changes(aligned)
     old, new = _nodes_of(before, one), _nodes_of(after, other)
-    sides = _sides(before, after, aligned, names or _names(before, after))
+    called = names or _names(before, after)
+    gone, come = aligned.matched_values.other_outputs()
     return GraphDiff(
-        *sides,
+        _side(before, one, called[0], aligned.value, gone),
+        _side(after, other, called[1], aligned.earlier, come),
         matched=tuple((old[left].name, new[aligned.forth[left]].name) for left in sorted(aligned.forth)),
         added=_chosen(new, found.added),
         removed=_chosen(old, found.removed),
@@ -294,11 +295,6 @@ def _chosen(nodes: list[DiffNode], numbers: Iterable[int]) -> tuple[DiffNode, ..
 
 
 def _nodes_of(graph: Graph, wiring: Wiring) -> list[DiffNode]:
-    origins = graph.origins
-    nodes = [
-        DiffNode(node.name, node.operator, origins[node.name].module, origins[node.name].layer)
-        for node in wiring.nodes
-    ]
     behind = [node.number for node in wiring.nodes if node.operator == _BETWEEN]
     backward = set(behind)
     for number in behind:  # it grows meanwhile
@@ -306,29 +302,23 @@ def _nodes_of(graph: Graph, wiring: Wiring) -> list[DiffNode]:
             if reader not in backward:
                 backward.add(reader)
                 behind.append(reader)
-    return [
-        replace(node, backward=True) if number in backward and node.operator != _BETWEEN else node
-        for number, node in enumerate(nodes)
-    ]
+    found = []
+    for node in wiring.nodes:
+        origin = graph.origins[node.name]
+        late = node.number in backward and node.operator != _BETWEEN
+        found.append(DiffNode(node.name, node.operator, origin.module, origin.layer, late))
+    return found
 
 
-def _sides(before: Graph, after: Graph, aligned: Alignment, names: tuple[str, str]) -> tuple[Side, Side]:
-    sides = []
-    gone, come = aligned.matched_values.other_outputs()
-    for graph, wiring, other, name, outputs in (
-        (before, aligned.before, aligned.value, names[0], gone),
-        (after, aligned.after, aligned.earlier, names[1], come),
-    ):
-        inputs = tuple(value for value in wiring.inputs if other(value) is None)
-        sides.append(
-            Side(
-                name,
-                graph.digest,
-                graph.node_count,
-                wiring.constant_nodes,
-                graph.initializer_count,
-                inputs,
-                outputs,
-            )
-        )
-    return sides[0], sides[1]
+def _side(
+    graph: Graph, wiring: Wiring, name: str, other: Callable[[str], str | None], outputs: tuple[str, ...]
+) -> Side:
+    return Side(
+        name,
+        graph.digest,
+        graph.node_count,
+        wiring.constant_nodes,
+        graph.initializer_count,
+        tuple(value for value in wiring.inputs if other(value) is None),
+        outputs,
+    )

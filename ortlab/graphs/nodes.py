@@ -118,15 +118,14 @@ def phases(graph: GraphProto) -> list[Phase | None]:
     ORT lists what the outputs need before the border, and what needs a gradient from PyTorch behind it; a session saves
     its graph in the order in which it executes it. Copies of nodes that a plan recomputes may stand anywhere.
     """
-    border = next((place for place, node in enumerate(graph.node) if node.op_type == YIELD), len(graph.node))
+    side: Phase = "forward"
     found: list[Phase | None] = []
-    for place, node in enumerate(graph.node):
-        if place == border:
+    for node in graph.node:
+        if node.op_type == YIELD and side == "forward":
             found.append(None)
-        elif is_copy(node):
-            found.append("recomputed")
+            side = "backward"
         else:
-            found.append("forward" if place < border else "backward")
+            found.append("recomputed" if is_copy(node) else side)
     return found
 
 

@@ -322,11 +322,9 @@ class GraphSet(Shown):
     graphs: tuple[Graph, ...]
 
     def __iter__(self) -> Iterator[Graph]:
-        """Go through the stages, in order."""
         return iter(self.graphs)
 
     def __len__(self) -> int:
-        """Return the number of stages."""
         return len(self.graphs)
 
     def __getitem__(self, stage: str) -> Graph:

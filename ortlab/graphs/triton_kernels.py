@@ -146,11 +146,9 @@ class TritonKernels(Shown):
     kernels: tuple[TritonKernel, ...]
 
     def __len__(self) -> int:
-        """Count the sub-graphs."""
         return len(self.kernels)
 
     def __iter__(self) -> Iterator[TritonKernel]:
-        """Go through the sub-graphs."""
         return iter(self.kernels)
 
     def kernel(self, number: int) -> TritonKernel:

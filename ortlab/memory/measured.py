@@ -192,16 +192,14 @@ class MemoryMeasurement(Shown):
         """Take the peak apart; the pieces add up to it exactly.
 
         Tensors are counted where the phase begins that has the peak, so gradients that a backward makes are among its
-        temporaries until it ends. is what was there besides, and, if the peak is in the forward, what the
-        forward left.
+        temporaries until it ends. Saved activations and outputs are what was there besides, and, if the peak is in the
+        forward, what the forward left.
         """
         step = self.step
         known, highest = step.known_at_peak, step.highest
         rest = step.start_bytes - step.known_at_start.total
         kept = highest.after_bytes if highest.phase == "forward" else highest.before_bytes
-        temporaries = (
-            f"temporaries of the {highest.phase}" if highest.phase in PHASE_NAMES[:-1] else "temporaries"
-        )
+        temporaries = "temporaries" if highest.phase == _REST else f"temporaries of the {highest.phase}"
         return (
             Piece("parameters", known.parameters, COMPUTED),
             Piece("buffers", known.buffers, COMPUTED),

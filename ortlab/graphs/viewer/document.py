@@ -211,13 +211,8 @@ def operators_json(model: ModelProto, package: Path | None = None) -> str:
     newest: dict[tuple[str, str], dict[str, Any]] = {}
     for entry in operator_types(package):
         key = (str(entry["module"]), str(entry["name"]))
-        version = int(str(entry.get("version", 0)))
-        known = newest.get(key)
-        if (
-            key in used
-            and version <= imported.get(key[0], 0)
-            and (known is None or version > known["version"])
-        ):
+        known = newest.get(key, {"version": -1})["version"]
+        if key in used and known < int(str(entry.get("version", 0))) <= imported.get(key[0], 0):
             newest[key] = {name: value for name, value in entry.items() if name != "examples"}
     for domain, name in sorted(used - newest.keys()):
         category = next((category for category, names in _CATEGORIES.items() if name in names), "")
