@@ -338,27 +338,28 @@ def with_names(
     known = {one.event: one for one in blocks if one.event >= 0}
     before = {one.address: one for one in blocks if one.event < 0}
     latest = last_allocations(trace)
-    named = []
-    for place, event in enumerate(trace):
-        if event["action"] == "alloc":
-            held = tensors.get(event["addr"], "") if latest[event["addr"]] == place else ""
-            named.append(_with_words(event, _words(known.get(place), held, event.get("frames", ()))))
-        else:
-            named.append(event)
-    segments = []
-    for segment in snapshot["segments"]:
-        if segment.get("device", device) != device:
-            segments.append(segment)
-            continue
-        written = []
-        for block in segment["blocks"]:
-            address = block.get("address", -1)
-            one = known.get(latest[address]) if address in latest else before.get(address)
-            held = tensors.get(address, "")
-            free = block["state"] == "inactive"
-            written.append(block if free else _with_words(block, _words(one, held, block.get("frames", ()))))
-        segments.append({**segment, "blocks": written})
-    traces = [named if place == device else one for place, one in enumerate(snapshot["device_traces"])]
+
+    def with_event(place: int, event: Mapping[str, Any]) -> Mapping[str, Any]:
+        if event["action"] != "alloc":
+            return event
+        held = tensors.get(event["addr"], "") if latest[event["addr"]] == place else ""
+        return _with_name(event, known.get(place), held)
+
+    def with_block(block: Mapping[str, Any]) -> Mapping[str, Any]:
+        if block["state"] == "inactive":
+            return block
+        address = block.get("address", -1)
+        one = known.get(latest[address]) if address in latest else before.get(address)
+        return _with_name(block, one, tensors.get(address, ""))
+
+    traces = list(snapshot["device_traces"])
+    traces[device] = [with_event(place, event) for place, event in enumerate(trace)]
+    segments = [
+        {**segment, "blocks": [with_block(block) for block in segment["blocks"]]}
+        if segment.get("device", device) == device
+        else segment
+        for segment in snapshot["segments"]
+    ]
     return {**snapshot, "segments": segments, "device_traces": traces}
 
 
@@ -382,7 +383,9 @@ def _words(block: NamedBlock | None, held: str, frames: Sequence[Mapping[str, An
     return f"{maker}: unknown" if block is not None else f"{maker}: not kept from forward to backward"
 
 
-def _with_words(entry: Mapping[str, Any], words: str) -> dict[str, Any]:
+def _with_name(entry: Mapping[str, Any], block: NamedBlock | None, held: str) -> dict[str, Any]:
+    frames = entry.get("frames", ())
+    words = _words(block, held, frames)
     if not words:
         return dict(entry)
-    return {**entry, "frames": [{"filename": FRAME_FILE, "line": 0, "name": words}, *entry.get("frames", ())]}
+    return {**entry, "frames": [{"filename": FRAME_FILE, "line": 0, "name": words}, *frames]}

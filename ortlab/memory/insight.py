@@ -7,8 +7,9 @@ one expression (`[((batch)*(32))]`) and no hint. What is read is written back as
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 STRATEGIES: Final = {"Recompute": 1, "RecomputeWithCompromise": 2}
@@ -102,10 +103,10 @@ class MemoryInsight:
             the number of places.
         """
         terms: dict[str, list[str]] = {}
-        found: dict[str, int] = {}
+        found: Counter[str] = Counter()
         for row in self.rows:
             for option in row.options:
-                found[option.config] = found.get(option.config, 0) + row.places
+                found[option.config] += row.places
                 sizes = terms.setdefault(option.config, [])
                 sizes += [f"{row.places}*{activations.saving}" for activations in option.outputs]
         return {config: (" + ".join(sizes), found[config]) for config, sizes in terms.items() if sizes}
@@ -122,13 +123,12 @@ class MemoryInsight:
 
     def applied_counts(self) -> dict[str, int]:
         """Return in how many places each enabled plan is applied, by the plan without its count: "Gelu+:1"."""
-        found: dict[str, int] = {}
+        found: Counter[str] = Counter()
         for row in self.rows:
             for option in row.options:
                 if option.applied is not None:
-                    key = f"{option.cluster}:{option.strategy}"
-                    found[key] = found.get(key, 0) + option.applied
-        return found
+                    found[f"{option.cluster}:{option.strategy}"] += option.applied
+        return dict(found)
 
 
 def read(text: str) -> MemoryInsight:
@@ -163,20 +163,18 @@ def _read_line(left: str, right: str, rows: list[Row]) -> None:
     if not row.options:
         return
     option = row.options[-1]
-    facts = dict(vars(option))
     if "Status " in right:
         enabled = _ENABLED.search(right)
-        facts["requested"], facts["applied"] = map(int, enabled.groups()) if enabled else (None, None)
-        facts["hinted"] = _HINT in right
+        requested, applied = map(int, enabled.groups()) if enabled else (None, None)
+        option = replace(option, requested=requested, applied=applied, hinted=_HINT in right)
     elif "ReuseFreq" in right:
-        facts["reused"] = tuple((int(output), int(count)) for output, count in _REUSED.findall(right))
-    elif activations := _OUTPUT.search(right):
-        sizes = int(activations["bytes"]), int(activations["percent"])
-        facts["outputs"] = (
-            *option.outputs,
-            SavedOutput(int(activations["number"]), activations["shape"], *sizes),
-        )
-    rows[-1] = Row(row.places, (*row.options[:-1], Option(**facts)))
+        reused = tuple((int(output), int(count)) for output, count in _REUSED.findall(right))
+        option = replace(option, reused=reused)
+    elif kept := _OUTPUT.search(right):
+        sizes = int(kept["bytes"]), int(kept["percent"])
+        saved = SavedOutput(int(kept["number"]), kept["shape"], *sizes)
+        option = replace(option, outputs=(*option.outputs, saved))
+    rows[-1] = Row(row.places, (*row.options[:-1], option))
 
 
 def write(insight: MemoryInsight) -> str:

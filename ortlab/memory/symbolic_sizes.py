@@ -103,7 +103,8 @@ def other_symbols(
         given[name] = _size(name, size)
     symbols = {**first, **given}
     origins = dict.fromkeys(given, "given")
-    counts = [name for name in (*label_totals, *_counting(names)) if name not in given]
+    counting = (name for name in names if name.startswith("valid_indices_count"))
+    counts = [name for name in dict.fromkeys((*label_totals, *counting)) if name not in given]
     if label_density is None and not given:
         return symbols, origins
     density = None if label_density is None else _density(label_density)
@@ -114,18 +115,17 @@ def other_symbols(
             "ORT leaves rows out.",
             fix="Leave it out.",
         )
-    for name in dict.fromkeys(counts):
+    for name in counts:
         symbols.pop(name, None)
         total = formulas.read(label_totals[name]) if name in label_totals else None
-        labels = None if total is None else total.value(symbols)
-        before = None if total is None else total.value(first)
+        labels, before = (total.value(symbols), total.value(first)) if total else (None, None)
+        if labels is None and density is not None:
+            raise OptionError(
+                f"{name} cannot be worked out from a label density.",
+                why="How many labels a batch has, is not known for this loss.",
+                fix=f"Give the number of labels that count itself: plan.at({name}=...).",
+            )
         if labels is None:
-            if density is not None:
-                raise OptionError(
-                    f"{name} cannot be worked out from a label density.",
-                    why="How many labels a batch has, is not known for this loss.",
-                    fix=f"Give the number of labels that count itself: plan.at({name}=...).",
-                )
             continue
         if density is not None:
             symbols[name] = round(density * labels)
@@ -147,10 +147,6 @@ def check_names(sizes: Mapping[str, int], known: Iterable[str]) -> None:
                 fix=did_you_mean(name, names, most=3, cutoff=0.4)
                 or "plan.symbols has them, with their values.",
             )
-
-
-def _counting(names: Iterable[str]) -> list[str]:
-    return [name for name in names if name.startswith("valid_indices_count")]
 
 
 def _all_first(first: Mapping[str, int], axis: int, size: int | None, what: str) -> dict[str, int]:
