@@ -25,8 +25,7 @@ class DiffNode:
 
     name: str  #: As `ortlab.graphs.node_names` gives it
     operator: str  #: What it computes: "Gelu", "com.microsoft.BiasGelu", "aten::gelu"
-    #: Paths of the module and of the layer that it comes from; empty where they are not known, or outside the
-    #: layers.
+    #: Paths of the module and of the layer that it comes from; empty where they are not known, or outside the layers.
     module: str = ""
     layer: str = ""
     backward: bool = False  #: Whether it runs in the backward
@@ -55,8 +54,7 @@ class Rewrite:
 class Move:
     """A node that does the same elsewhere."""
 
-    #: The node, where it was and where it is; more than one where the nodes that it has passed read several
-    #: values.
+    #: The node, where it was and where it is; more than one where the nodes that it has passed read several values.
     before: tuple[DiffNode, ...]
     after: tuple[DiffNode, ...]
     past: tuple[DiffNode, ...]  #: The nodes that it passed, as they are called in the first graph
@@ -81,8 +79,8 @@ class Change:
     #: The node in both graphs.
     before: DiffNode
     after: DiffNode
-    #: "dtype" or "shape" of a result, "input 1", "constant 1" (an input that holds other numbers), or the
-    #: name of an attribute.
+    #: "dtype" or "shape" of a result, "input 1", "constant 1" (an input that holds other numbers), or the name of an
+    #: attribute.
     what: str
     #: What it was and is, in words; "none" where it was or is not there.
     old: str
@@ -204,10 +202,9 @@ class GraphDiff(Shown, JsonRecord, noun="difference of graphs", layout=1):
         """One row for each difference: what was done, the nodes before and after, operators, module, and more."""
         import pandas as pd
 
-        from ortlab.graphs.diff_words import rows
+        from ortlab.graphs.diff_words import Row, rows
 
-        columns = ["difference", "before", "after", "operators", "module", "backward", "more"]
-        return pd.DataFrame([tuple(row) for row in rows(self)], columns=columns)
+        return pd.DataFrame(list(rows(self)), columns=Row._fields)
 
     def _fields(self) -> dict[str, Any]:
         before, after = self.colours()

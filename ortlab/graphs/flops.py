@@ -38,8 +38,7 @@ class NodeFlops:
     elements: int  #: Numbers that it made
     ms: float  #: Time of its kernel in ms, measured with ORT's profiler
     recomputed: bool = False  #: Whether it repeats a node of the forward for the backward
-    #: Path of the module that made its first input; empty for the model itself, and for what came from
-    #: outside.
+    #: Path of the module that made its first input; empty for the model itself, and for what came from outside.
     reads: str = ""
 
     def key(self, kind: Kind) -> str:

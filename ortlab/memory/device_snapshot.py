@@ -56,8 +56,8 @@ class KeptBuffer:
 
     name: str  #: Of the result that fills it, with its operator
     size: int  #: In bytes, worked out from its shape
-    #: Places of nodes in the order of execution: of the first one in whose turn the memory can have been
-    #: allocated, and of its own.
+    #: Places of nodes in the order of execution: of the first one in whose turn the memory can have been allocated, and
+    #: of its own.
     earliest: int
     latest: int
     part: str = ""  #: Path of the wrapped part of the model; places of different parts cannot be compared

@@ -61,8 +61,8 @@ class StartUp:
     """Seconds that the parts of the start took."""
 
     total: float  #: All of it
-    #: The export; the graph builder's making; the detection of the first batch's properties; the gradient
-    #: graph; the session.
+    #: The export; the graph builder's making; the detection of the first batch's properties; the gradient graph; the
+    #: session.
     export: float
     builder: float
     detection: float

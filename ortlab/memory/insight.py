@@ -60,8 +60,7 @@ class Option:
     #: How many places the user asked for, -1 for all; None where the option is disabled.
     requested: int | None = None
     applied: int | None = None  #: In how many places ORT recomputes; None where the option is disabled
-    #: Output to the number of places in which its buffer is another's, reused: recomputing saves nothing
-    #: there.
+    #: Output to the number of places in which its buffer is another's, reused: recomputing saves nothing there.
     reused: tuple[tuple[int, int], ...] = ()
     outputs: tuple[SavedOutput, ...] = ()  #: What is not kept any more
     hinted: bool = False  #: Whether the text says how to enable it, as 1.17 does

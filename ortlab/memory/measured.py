@@ -46,8 +46,7 @@ class PhasePeak:
     """One phase of a step."""
 
     phase: str  #: One of `PHASE_NAMES`
-    #: Level where the phase began. Of a phase that occurs several times in a step, the time with the highest
-    #: peak.
+    #: Level where the phase began. Of a phase that occurs several times in a step, the time with the highest peak.
     before_bytes: int
     peak_bytes: int  #: The highest level in it
     after_bytes: int  #: Level at its end
@@ -58,8 +57,8 @@ class Piece:
     """One part of the peak."""
 
     name: str  #: What it is
-    #: Its size; together the pieces are the peak. A measured piece may be a few pages below zero where there
-    #: is nothing.
+    #: Its size; together the pieces are the peak. A measured piece may be a few pages below zero where there is
+    #: nothing.
     number_of_bytes: int
     source: str  #: "computed" (exact, from tensors) or "measured" (a difference of measured levels)
 
@@ -74,8 +73,8 @@ class StepMemory:
     known_at_start: Known  #: What the tensors took before the step
     known_before: tuple[Known, ...]  #: What they took where each phase began, in the order of `phases`
     gradient_bytes: int  #: What all gradients of the step take, computed; they are not all there at the peak
-    #: On CUDA, the allocator's own figures at the end of the step: "allocated", "cached" and "inactive", each
-    #: now and at most. Empty on a CPU.
+    #: On CUDA, the allocator's own figures at the end of the step: "allocated", "cached" and "inactive", each now and
+    #: at most. Empty on a CPU.
     cuda: dict[str, int]
 
     @property

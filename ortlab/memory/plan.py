@@ -33,29 +33,26 @@ class PlanRow:
     strategy: int  #: 1 recompute; 2 recompute with compromise, which saves a part of the size only
     frequency: int  #: Occurrences of the cluster in the graph
     saving_symbolic: str  #: Predicted saving in bytes, in terms of the input dimensions
-    #: The same at the sizes in `MemoryPlan.symbols`, in bytes; predicted by ORT, not measured. None where a
-    #: symbol has no value.
+    #: The same at the sizes in `MemoryPlan.symbols`, in bytes; predicted by ORT, not measured. None where a symbol has
+    #: no value.
     saving_bytes: float | None
     enabled: bool  #: Whether the lab's present options ask for it
     sentence: str  #: What it does, in words
     parts: tuple[str, ...] = ()  #: Where only parts of the model are wrapped: the paths of those that have it
-    #: Configurations of the other ways to recompute the same activations: one of them at most can act (row
-    #: F16).
+    #: Configurations of the other ways to recompute the same activations: one of them at most can act (row F16).
     excludes: tuple[str, ...] = ()
     #: Occurrences that the present options ask for, -1 for all; None where it is not enabled.
     requested: int | None = None
-    #: Occurrences that the session which runs recomputes, read from its graph. It need not be what was asked
-    #: for: places that another plan takes are left out, and there may be fewer. None where it is not enabled.
+    #: Occurrences that the session which runs recomputes, read from its graph. It need not be what was asked for:
+    #: places that another plan takes are left out, and there may be fewer. None where it is not enabled.
     applied: int | None = None
     #: Symbols in the saving that have no value, so that there is no figure in bytes.
     unresolved: tuple[str, ...] = ()
     #: In how many layers of the model its occurrences are; None where that is not known.
     layers: int | None = None
-    #: What it takes off the peak of a step, in bytes; predicted by simulation, not measured. None until
-    #: profiled.
+    #: What it takes off the peak of a step, in bytes; predicted by simulation, not measured. None until profiled.
     peak_saving_bytes: float | None = None
-    #: What it adds to a step, in ms; predicted from the times of a profiled step, not measured. None until
-    #: profiled.
+    #: What it adds to a step, in ms; predicted from the times of a profiled step, not measured. None until profiled.
     cost_ms: float | None = None
     #: What it took off the peak, in bytes; measured. None until it was.
     measured_saving_bytes: float | None = None

@@ -22,8 +22,8 @@ class SavedActivation:
     """One buffer that the forward fills and that is still there when the backward begins."""
 
     value: str  #: Name in the execution graph of the result that fills the buffer
-    #: Name and operator of the node that computes it, and which of its outputs it is, from 0. Operators
-    #: outside ONNX carry their domain; a call of torch carries its name.
+    #: Name and operator of the node that computes it, and which of its outputs it is, from 0. Operators outside ONNX
+    #: carry their domain; a call of torch carries its name.
     node: str
     operator: str
     output: int
@@ -37,8 +37,8 @@ class SavedActivation:
     element_bytes: int  #: Bytes of one element
     #: What it takes at the present sizes, in bytes. None where it is not known.
     bytes: int | None
-    #: Names of the results that read the same buffer under another shape (Reshape, Squeeze, Identity and the
-    #: like) and that the backward reads: they take nothing on their own.
+    #: Names of the results that read the same buffer under another shape (Reshape, Squeeze, Identity and the like) and
+    #: that the backward reads: they take nothing on their own.
     views: tuple[str, ...] = ()
     kept_by: tuple[str, ...] = ()  #: Names of the backward nodes that read it, or one of its views
     #: Whether the model returns it, or a view of it, so that it is there even if no backward node reads it.
