@@ -124,7 +124,7 @@ def without_long_edges(model: ModelProto, span: int) -> tuple[ModelProto, int]:
     """Return a copy of a graph whose longest edges are cut so that `span` is kept to, and how many were cut.
 
     The graph is a lean one, whose nodes are in an order in which they can be computed. `span` is the sum of the lengths
-    of the edges that stay, as in `preflight.Cost`.
+    of the edges that stay, as in `Cost`.
     """
     import onnx
 
