@@ -24,7 +24,7 @@ class DiffNode:
     """A node of one of the two graphs."""
 
     name: str  #: As `ortlab.graphs.node_names` gives it
-    operator: str  #: What it computes: "Gelu", "com.microsoft.BiasGelu", "aten::gelu"
+    operator: str  #: What it computes - "Gelu", "com.microsoft.BiasGelu", "aten::gelu"
     #: Paths of the module and of the layer that it comes from; empty where they are not known, or outside the layers.
     module: str = ""
     layer: str = ""
@@ -102,7 +102,7 @@ class Change:
 class Side:
     """One of the two graphs."""
 
-    name: str  #: What it is called: "execution", or the switches that it was built with
+    name: str  #: What it is called - "execution", or the switches that it was built with
     digest: str  #: Of the graph; see `Graph.digest`
     nodes: int  #: How many nodes it has
     #: How many of them are ``Constant`` nodes, and how many constants are stored in the graph.

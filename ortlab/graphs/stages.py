@@ -41,7 +41,7 @@ class Value:
     """An input or output of a graph."""
 
     name: str  #: Its name in the graph
-    dtype: str  #: ONNX element type, lower case: "float", "int64", ...
+    dtype: str  #: ONNX element type, lower case - "float", "int64", ...
     shape: tuple[int | str, ...]  #: Sizes; a symbolic size is a string
 
 

@@ -45,7 +45,7 @@ class Subgraph:
 class Alleviation:
     """One summary."""
 
-    #: Operator type to the strategy that the user had asked for: 0 off, 1 recompute.
+    #: Operator type to the strategy that the user had asked for - 0 off, 1 recompute.
     types: tuple[tuple[str, int], ...] = ()
     subgraphs: tuple[Subgraph, ...] = ()  #: What could be recomputed
     #: Whether the text went on to the summary's last line; a log that was cut off did not.

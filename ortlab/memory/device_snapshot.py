@@ -56,8 +56,8 @@ class KeptBuffer:
 
     name: str  #: Of the result that fills it, with its operator
     size: int  #: In bytes, worked out from its shape
-    #: Places of nodes in the order of execution: of the first one in whose turn the memory can have been allocated, and
-    #: of its own.
+    #: Places of nodes in the order of execution - of the first one in whose turn the memory can have been allocated,
+    #: and of its own.
     earliest: int
     latest: int
     part: str = ""  #: Path of the wrapped part of the model; places of different parts cannot be compared
@@ -71,7 +71,7 @@ class NamedBlock:
     size: int  #: What it takes, in bytes, as the allocator rounds
     requested: int  #: What was asked for, in bytes
     maker: Maker  #: Who asked for it
-    #: What is in it: one name if it is known, several if it is one of them, none if it is not known.
+    #: What is in it - one name if it is known, several if it is one of them, none if it is not known.
     names: tuple[str, ...]
     known_by: KnownBy  #: How that is known
     event: int  #: Position of the allocation in the device's trace; -1 if it was before the recording

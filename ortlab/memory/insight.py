@@ -35,9 +35,9 @@ class SavedOutput:
     """One output that is kept for backward in each place of a row."""
 
     output: int  #: Which output of the cluster's last node
-    shape: str  #: As printed: a product "a x b x ", or one expression over symbolic dimensions
+    shape: str  #: As printed - a product "a x b x ", or one expression over symbolic dimensions
     element_bytes: int  #: Bytes of an element
-    saved_percent: int  #: How much of it the option saves, in per cent: 100, or less for a compromise
+    saved_percent: int  #: How much of it the option saves, in per cent - 100, or less for a compromise
 
     @property
     def elements(self) -> str:
@@ -55,12 +55,12 @@ class SavedOutput:
 class Option:
     """One way to recompute what a row keeps."""
 
-    cluster: str  #: The operators that are recomputed together: "BiasGelu+"
+    cluster: str  #: The operators that are recomputed together - "BiasGelu+"
     strategy: int  #: 1 recompute, 2 recompute with compromise
     #: How many places the user asked for, -1 for all; None where the option is disabled.
     requested: int | None = None
     applied: int | None = None  #: In how many places ORT recomputes; None where the option is disabled
-    #: Output to the number of places in which its buffer is another's, reused: recomputing saves nothing there.
+    #: Output to the number of places in which its buffer is another's, reused - recomputing saves nothing there.
     reused: tuple[tuple[int, int], ...] = ()
     outputs: tuple[SavedOutput, ...] = ()  #: What is not kept any more
     hinted: bool = False  #: Whether the text says how to enable it, as 1.17 does

@@ -73,7 +73,7 @@ class StepMemory:
     known_at_start: Known  #: What the tensors took before the step
     known_before: tuple[Known, ...]  #: What they took where each phase began, in the order of `phases`
     gradient_bytes: int  #: What all gradients of the step take, computed; they are not all there at the peak
-    #: On CUDA, the allocator's own figures at the end of the step: "allocated", "cached" and "inactive", each now and
+    #: On CUDA, the allocator's own figures at the end of the step - "allocated", "cached" and "inactive", each now and
     #: at most. Empty on a CPU.
     cuda: dict[str, int]
 

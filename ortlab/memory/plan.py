@@ -28,7 +28,7 @@ STRATEGIES: Final = {0: "keep", 1: "recompute", 2: "recompute with compromise"}
 class PlanRow:
     """One way to keep less for backward."""
 
-    config: str  #: What `Options.memory_plan` takes: "Gelu+:1:-1"; count -1 means every occurrence
+    config: str  #: What `Options.memory_plan` takes - "Gelu+:1:-1"; count -1 means every occurrence
     cluster: str  #: The operators that would be recomputed together, ending in "+"
     strategy: int  #: 1 recompute; 2 recompute with compromise, which saves a part of the size only
     frequency: int  #: Occurrences of the cluster in the graph
@@ -38,8 +38,8 @@ class PlanRow:
     saving_bytes: float | None
     enabled: bool  #: Whether the lab's present options ask for it
     sentence: str  #: What it does, in words
-    parts: tuple[str, ...] = ()  #: Where only parts of the model are wrapped: the paths of those that have it
-    #: Configurations of the other ways to recompute the same activations: one of them at most can act (row F16).
+    parts: tuple[str, ...] = ()  #: Paths of those that have it, where only parts of the model are wrapped
+    #: Configurations of the other ways to recompute the same activations - one of them at most can act (row F16).
     excludes: tuple[str, ...] = ()
     #: Occurrences that the present options ask for, -1 for all; None where it is not enabled.
     requested: int | None = None

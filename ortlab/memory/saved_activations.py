@@ -33,7 +33,7 @@ class SavedActivation:
     layer: str
     #: Sizes; a symbolic one is an expression. None where it is not known.
     shape: Shape | None
-    dtype: str  #: ONNX element type, lower case: "float", "bool", ...
+    dtype: str  #: ONNX element type, lower case - "float", "bool", ...
     element_bytes: int  #: Bytes of one element
     #: What it takes at the present sizes, in bytes. None where it is not known.
     bytes: int | None
@@ -83,9 +83,9 @@ class ActivationGroup:
 class PlanEffect:
     """What one recompute plan, applied alone, does to what is kept; worked out from the graph with it, not measured."""
 
-    config: str  #: The plan: "Gelu+:1:-1"
+    config: str  #: The plan - "Gelu+:1:-1"
     removed: tuple[SavedActivation, ...]  #: Activations that are no longer kept
-    added: tuple[SavedActivation, ...]  #: Activations that are kept instead: what the recomputed nodes read
+    added: tuple[SavedActivation, ...]  #: Activations that are kept instead - what the recomputed nodes read
     parts: tuple[str, ...] = ()  #: Wrapped parts of the model that have it
 
     @property

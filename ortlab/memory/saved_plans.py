@@ -37,7 +37,7 @@ _NAME_LENGTH: Final = 4096
 class SavedPlan:
     """One plan that a file or a log names."""
 
-    config: str  #: As `Options.memory_plan` takes it today: "Gelu+:1:-1"
+    config: str  #: As `Options.memory_plan` takes it today - "Gelu+:1:-1"
     on: bool  #: Whether it was switched on
     places: int | None = None  #: Occurrences, by the log; None if it does not say
     #: Saving in bytes that the log gives, a prediction of ORT for the batch of then; None if it gives none.
