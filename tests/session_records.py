@@ -18,7 +18,7 @@ import ortlab
 from ortlab.memory.device_snapshot import MemorySnapshot
 from ortlab.memory.named_blocks import KeptBuffer, name_blocks
 from ortlab.memory.saved_plans import read_saved
-from ortlab.options.option_list import OptionList
+from ortlab.options.catalogue import OptionList
 from ortlab.options.options import Options
 from ortlab.ranks import Cluster
 from ortlab.ranks.balancing import balance

@@ -11,7 +11,7 @@ import torch
 
 from ortlab.engine.checkpointing import CheckpointEngine
 from ortlab.errors import BuildError
-from ortlab.options.engine_names import activation_memory_budget, checkpointed_paths, engine_kind
+from ortlab.options.configuration import activation_memory_budget, checkpointed_paths, engine_kind
 from ortlab.records.coverage import Coverage
 from ortlab.records.runs import Initialization
 
@@ -155,8 +155,8 @@ def baseline(
 ) -> Baseline:
     """Make the engine of a name that is not "ort"; raises `OptionError` where the engine cannot run this model.
 
-    `engine` is as `ortlab.options.engine_names.check_engine` returns it. torch.compile compiles `original_forward`; the
-    other engines call `run_original`, which runs the module's own forward as it is at that moment.
+    `engine` is as `check_engine` returns it. torch.compile compiles `original_forward`; the other engines call
+    `run_original`, which runs the module's own forward as it is at that moment.
     """
     kind = engine_kind(engine)
     if kind == "compile":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ortlab import units
-from ortlab.options.engine_names import engine_kind
+from ortlab.options.configuration import engine_kind
 from ortlab.render.page import Block, Cell, Column, Drawing, Mark, Note, Page, Table, row
 from ortlab.render.run_pages import engine_words
 from ortlab.render.verdict_cells import BASELINE, MEMORY_MEASURED, reasons, verdict_cell

@@ -8,7 +8,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from ortlab import units
-from ortlab.options.engine_names import engine_kind
+from ortlab.options.configuration import engine_kind
 from ortlab.render.engines_page import candidate_words
 from ortlab.render.page import printable
 from ortlab.render.plots import COLOURS, FALLBACK, INK, MIB, dress, new_figure, say

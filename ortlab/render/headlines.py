@@ -20,7 +20,7 @@ from ortlab.memory.plan import MemoryPlan
 from ortlab.memory.saved_activations import SavedActivations
 from ortlab.memory.saved_plans import SavedPlans
 from ortlab.memory.trace import Trace
-from ortlab.options.option_list import OptionList
+from ortlab.options.catalogue import OptionList
 from ortlab.options.options import Options
 from ortlab.parity.functions import FunctionReport
 from ortlab.parity.record import Parity

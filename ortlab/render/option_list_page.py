@@ -8,7 +8,7 @@ from ortlab.render.option_pages import value_text
 from ortlab.render.page import Block, Cell, Column, Mark, Note, Page, Table, row
 
 if TYPE_CHECKING:
-    from ortlab.options.option_list import OptionList
+    from ortlab.options.catalogue import OptionList
 
 _COLUMNS = (Column("option"), Column("value"), Column("choices"), Column("what it does"))
 

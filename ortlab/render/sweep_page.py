@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ortlab import units
-from ortlab.options.engine_names import engine_kind
+from ortlab.options.configuration import engine_kind
 from ortlab.records.verdicts import MINIMUM_ROUNDS
 from ortlab.render.page import Block, Cell, Column, Drawing, Folded, Mark, Note, Page, Table, row
 from ortlab.render.verdict_cells import BASELINE, MEMORY_MEASURED, reasons, verdict_cell

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ortlab import units
-from ortlab.options.engine_names import engine_kind
+from ortlab.options.configuration import engine_kind
 from ortlab.render.page import printable
 from ortlab.render.plots import COLOURS, FALLBACK, INK, MIB, dress, new_figure, say
 from ortlab.render.run_pages import ENGINE_NAMES

@@ -16,10 +16,9 @@ from ortlab.engine.logs.runtime_log import crashed_processes
 from ortlab.engine.ort import OrtEngine
 from ortlab.errors import OptionError, StepError, WrapError
 from ortlab.memory.plan_costs import KnownCosts
-from ortlab.options.configuration import Configuration
-from ortlab.options.engine_names import check_engine, engine_kind
+from ortlab.options.configuration import Configuration, check_engine, engine_kind
 from ortlab.options.option_files import with_files, with_usable_export_folder
-from ortlab.options.options import Options, check_needs, switches
+from ortlab.options.options import Options, check_needs
 from ortlab.options.variables import sources
 from ortlab.records.coverage import Coverage
 from ortlab.records.messages import MessageLog
@@ -79,7 +78,7 @@ class Bench:
         notes: tuple[str, ...] = ()
         if options is None:
             options, notes = _options_of_environment(changes)
-            found = sources(os.environ, switches())
+            found = sources(os.environ)
             self.from_environment = {name: found[name] for name in found if name not in changes}
         self.notes = notes + crashed_processes()
         options = with_files(options.replace(**changes), Options().changed(options) + tuple(changes))

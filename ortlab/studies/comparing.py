@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from ortlab.analyses import memory as measuring
 from ortlab.errors import LedgerError, OptionError
-from ortlab.options.engine_names import check_engine
+from ortlab.options.configuration import check_engine
 from ortlab.records import comparison
 from ortlab.records.runs import Run
 from ortlab.runs.interrupts import interrupts_kept, say

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from ortlab.errors import OptionError, did_you_mean
-from ortlab.options.engine_names import check_engine
+from ortlab.options.configuration import check_engine
 from ortlab.options.options import declaration, switches
 from ortlab.options.switches import Value
 

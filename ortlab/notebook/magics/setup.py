@@ -12,7 +12,7 @@ from ortlab.notebook.magics import arguments
 from ortlab.notebook.magics.arguments import Parser
 from ortlab.notebook.magics.chosen_lab import chosen_lab
 from ortlab.notebook.magics.command import command
-from ortlab.options.option_list import OptionList
+from ortlab.options.catalogue import OptionList
 from ortlab.options.options import Options
 from ortlab.ranks.member import place
 
@@ -235,7 +235,7 @@ class SetupMagics(Magics):
 
         The same in Python::
 
-            from ortlab.options.option_list import OptionList
+            from ortlab.options.catalogue import OptionList
             OptionList(lab.options, ("memory_level", "memory_plan"), lab.have)
         """
         from ortlab.lab.wrapped import latest

@@ -6,7 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING, Final
 
 from ortlab.notebook.widgets import lean
-from ortlab.options.engine_names import engine_kind
+from ortlab.options.configuration import engine_kind
 from ortlab.render import html
 from ortlab.render.coverage_words import badge, coverage_blocks
 from ortlab.render.lab_pages import status_note
