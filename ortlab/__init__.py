@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from ortlab.errors import OrtlabError
     from ortlab.graphs.onnx_files import open_graph
     from ortlab.graphs.viewer.embedded import embed_graph
-    from ortlab.lab.lab import Lab
-    from ortlab.lab.wrapped import wrap
+    from ortlab.lab.lab import Lab, wrap
     from ortlab.loading import load
     from ortlab.notebook.widgets.graph_display import show_graph
     from ortlab.notebook.widgets.panel import panel
@@ -48,7 +47,7 @@ _HOMES = {
     "unregister_graph_optimizer": "ortlab.runs.graph_optimizers",
     "with_loss": "ortlab.runs.loss",
     "without_loss": "ortlab.runs.loss",
-    "wrap": "ortlab.lab.wrapped",
+    "wrap": "ortlab.lab.lab",
 }
 
 __all__ = [

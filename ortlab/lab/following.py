@@ -10,7 +10,7 @@ from ortlab.records.memory_phases import MemoryPhases
 if TYPE_CHECKING:
     from ortlab.lab.lab import Lab
     from ortlab.memory.recompute_places import RecomputePlaces
-    from ortlab.ranks.ranks import Ranks
+    from ortlab.ranks.ledgers import Ranks
     from ortlab.runs.bench import Observer
 
 

@@ -8,7 +8,7 @@ from ortlab import units
 from ortlab.render.page import Block, Column, Drawing, Mark, Note, Page, Table, row
 
 if TYPE_CHECKING:
-    from ortlab.ranks.balance import Balance, Epoch
+    from ortlab.ranks.balancing import Balance, Epoch
     from ortlab.render.page import Cell
 
 _DRAWN = (

@@ -10,7 +10,7 @@ from ortlab.render.plots import COLOURS, INK, dress, new_figure
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from ortlab.ranks.balance import Balance
+    from ortlab.ranks.balancing import Balance
 
 STEPS_SHOWN: Final = 40
 """Steps of the first epoch that are drawn: more marks cannot be told apart."""

@@ -10,8 +10,8 @@ from ortlab.graphs.flops import Flops
 from ortlab.memory.measured import MemoryMeasurement
 from ortlab.memory.saved_activations import SavedActivations
 from ortlab.parity.record import Parity
-from ortlab.ranks.balance import Balance
-from ortlab.ranks.ranks import Ranks
+from ortlab.ranks.balancing import Balance
+from ortlab.ranks.ledgers import Ranks
 from ortlab.records.density_report import DensityReport
 from ortlab.records.memory_phases import MemoryPhases
 from ortlab.render import batch_size_plot, budget_plot, sweep_plot

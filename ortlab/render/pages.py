@@ -24,9 +24,9 @@ from ortlab.options.options import Options
 from ortlab.parity.functions import FunctionReport
 from ortlab.parity.record import Parity
 from ortlab.ranks import Cluster
-from ortlab.ranks.balance import Balance
-from ortlab.ranks.cluster_status import ClusterStatus
-from ortlab.ranks.ranks import Ranks
+from ortlab.ranks.balancing import Balance
+from ortlab.ranks.cluster_records import ClusterStatus
+from ortlab.ranks.ledgers import Ranks
 from ortlab.records.checks import Report
 from ortlab.records.comparison import Comparison
 from ortlab.records.density_report import DensityReport

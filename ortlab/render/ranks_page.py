@@ -11,9 +11,8 @@ from ortlab.render.page import Block, Cell, Column, Mark, Note, Page, Table, row
 from ortlab.render.run_pages import engine_words
 
 if TYPE_CHECKING:
-    from ortlab.ranks.cluster_status import ClusterStatus
-    from ortlab.ranks.rank_run import RankRun
-    from ortlab.ranks.ranks import Ranks
+    from ortlab.ranks.cluster_records import ClusterStatus
+    from ortlab.ranks.ledgers import RankRun, Ranks
 
 RANK_COLUMNS = (
     Column("rank", meaning="number of the process, from 0 on"),

@@ -10,8 +10,7 @@ from ortlab.render.plots import COLOURS, INK, MIB, dress, new_figure, say
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from ortlab.ranks.rank_run import RankRun
-    from ortlab.ranks.ranks import Ranks
+    from ortlab.ranks.ledgers import RankRun, Ranks
 
 _PARTS = ("forward", "backward", "exchange", "optimizer", "everything else")
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 from ortlab.engine.baselines import Baseline, baseline
 from ortlab.engine.installation import have as installed_needs
@@ -54,6 +54,16 @@ NOT_BEGUN: Final = "Stopped before the first step was done; nothing is kept, and
 
 Observer = Callable[[str], None]
 """Called with "options", "status", "runs" or "progress:<text>:<fraction>" after each change."""
+
+
+_wrapped: list[ref[Bench]] = []
+"""The benches of all labs that live and that `ortlab.wrap` has made, in that order."""
+
+
+def latest() -> Bench | None:
+    """Return the bench that was wrapped last and is not unwrapped; if all are, the last one; None if there is none."""
+    living = [bench for bench in (reference() for reference in _wrapped) if bench is not None]
+    return next((bench for bench in reversed(living) if bench.wrapped), living[-1] if living else None)
 
 
 class Bench:
@@ -354,6 +364,10 @@ class Bench:
             return
         with step_messages(self.log) as drop:
             yield drop
+
+    def note_wrapped(self) -> None:
+        """Let `latest` find this bench, as long as it lives."""
+        _wrapped.append(ref(self, _wrapped.remove))
 
     def unwrap(self, *, forget: bool) -> None:
         """Give the model its own forward back, and free sessions; see `Lab.unwrap`."""

@@ -10,7 +10,7 @@ from IPython.utils.capture import capture_output
 
 from ortlab.graphs.flop_savings import FlopSavings
 from ortlab.graphs.flops import Flops
-from ortlab.ranks.balance import Balance
+from ortlab.ranks.balancing import Balance
 from ortlab.records.density_report import DensityReport
 
 

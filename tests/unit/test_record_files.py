@@ -11,7 +11,7 @@ from ortlab.graphs.diff import GraphDiff
 from ortlab.graphs.flop_savings import FlopSavings
 from ortlab.graphs.flops import Flops
 from ortlab.parity.record import Parity
-from ortlab.ranks.balance import Balance
+from ortlab.ranks.balancing import Balance
 from ortlab.records.density_report import DensityReport
 from ortlab.records.selftest import SelfTest
 from ortlab.studies.batch_size_search import BatchSizeSearch

@@ -17,8 +17,7 @@ def chosen_lab(name: str | None, variables: Mapping[str, object]) -> Lab:
 
     Raises ArgumentError if the variable does not exist or holds something else, or nothing was wrapped yet.
     """
-    from ortlab.lab.lab import Lab
-    from ortlab.lab.wrapped import latest
+    from ortlab.lab.lab import Lab, latest
 
     if name is None:
         lab = latest()

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from ortlab.ranks import Cluster
-    from ortlab.ranks.outputs import RankOutput
-    from ortlab.ranks.ranks import Ranks
+    from ortlab.ranks.cluster_records import RankOutput
+    from ortlab.ranks.ledgers import Ranks
 
 _ALIVE = "application/vnd.jupyter.widget-view+json"
 """A widget of another process; its text or HTML is shown in its place."""
@@ -180,8 +180,8 @@ class ClusterMagics(Magics):
             ranks = cluster.gather()
             ranks = ortlab.load(folder)  # --from
         """
-        from ortlab.lab.wrapped import latest
-        from ortlab.ranks.ranks import Ranks
+        from ortlab.lab.lab import latest
+        from ortlab.ranks.ledgers import Ranks
 
         variables = self.shell.user_ns
         if args.source is not None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ortlab.graphs.flop_savings import FlopSavings
     from ortlab.graphs.flops import Flops
     from ortlab.lab.lab import Lab
-    from ortlab.ranks.balance import Balance
+    from ortlab.ranks.balancing import Balance
 
 _REDRAW_SECONDS: Final = 0.25
 """Shortest time between two drawings while a run goes on: each is a message to the browser."""

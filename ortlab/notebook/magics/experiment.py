@@ -323,7 +323,7 @@ class ExperimentMagics(Magics):
 
     def _saved_plans(self, args: argparse.Namespace) -> SavedPlans:
         """Read saved plans, and compare them with the model if one has been built."""
-        from ortlab.lab.wrapped import latest  # not before a magic is used: it loads torch
+        from ortlab.lab.lab import latest  # not before a magic is used: it loads torch
 
         variables = self.shell.user_ns
         saved = read_saved(arguments.path(args.source, variables))

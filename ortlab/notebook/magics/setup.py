@@ -14,7 +14,7 @@ from ortlab.notebook.magics.chosen_lab import chosen_lab
 from ortlab.notebook.magics.command import command
 from ortlab.options.catalogue import OptionList
 from ortlab.options.options import Options
-from ortlab.ranks.member import place
+from ortlab.ranks.rank_process import place
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -238,7 +238,7 @@ class SetupMagics(Magics):
             from ortlab.options.catalogue import OptionList
             OptionList(lab.options, ("memory_level", "memory_plan"), lab.have)
         """
-        from ortlab.lab.wrapped import latest
+        from ortlab.lab.lab import latest
 
         if args.lab is None and latest() is None:
             return OptionList(Options(), tuple(args.names))

@@ -15,8 +15,7 @@ from ortlab.render.page import Note, Page
 from ortlab.render.ranks_page import rank_cells, rank_columns, ranks_page
 
 if TYPE_CHECKING:
-    from ortlab.ranks.rank_run import RankRun
-    from ortlab.ranks.ranks import Ranks
+    from ortlab.ranks.ledgers import RankRun, Ranks
 
 _VALUES: Final[dict[str, Callable[[RankRun], float | str | None]]] = {
     "rank": lambda one: one.rank,

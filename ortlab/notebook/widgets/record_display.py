@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.memory.saved_activations import SavedActivations
-from ortlab.ranks.ranks import Ranks
+from ortlab.ranks.ledgers import Ranks
 from ortlab.render import html, text
 
 if TYPE_CHECKING:

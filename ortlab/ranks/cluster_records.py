@@ -1,9 +1,11 @@
-"""What a cell printed, showed and raised on each rank."""
+"""What a cluster tells: what a cell printed, showed and raised on each rank, and how its processes stand."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
+
+from ortlab.shown import Shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -58,7 +60,7 @@ class RankOutput:
     rank: int
     stdout: str = ""
     stderr: str = ""
-    displays: tuple[Mapping[str, Any], ...] = field(default=())
+    displays: tuple[Mapping[str, Any], ...] = ()
     error: RankError | None = None
 
     @property
@@ -79,3 +81,60 @@ def rank_output(rank: int, metadata: Mapping[str, Any]) -> RankOutput:
         lines = getattr(raised, "traceback", "") or ""
         error = RankError(raised.ename, raised.evalue, lines if isinstance(lines, str) else "\n".join(lines))
     return RankOutput(rank, metadata["stdout"] or "", metadata["stderr"] or "", tuple(shown), error)
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """One process of a cluster.
+
+    Attributes
+    ----------
+    rank
+        Its number, from 0 on.
+    process
+        Id of its process.
+    resident_bytes
+        Its resident set, in bytes, as the operating system says; None where it cannot tell.
+    """
+
+    rank: int
+    process: int
+    resident_bytes: int | None
+
+
+def rank_status(rank: int, process: int) -> RankStatus:
+    """Ask the operating system about the process of a rank."""
+    import psutil
+
+    try:
+        return RankStatus(rank, process, int(psutil.Process(process).memory_info().rss))
+    except psutil.Error:
+        return RankStatus(rank, process, None)
+
+
+@dataclass(frozen=True, repr=False)
+class ClusterStatus(Shown):
+    """A cluster at one moment.
+
+    Attributes
+    ----------
+    ranks
+        How many it has when it runs.
+    backend
+        "gloo" or "nccl".
+    threads
+        Threads that each rank computes with.
+    cores
+        Cores that this machine gives them.
+    running
+        Its processes, by rank; empty if it does not run.
+    died
+        Which rank has died, in a sentence; empty if none has.
+    """
+
+    ranks: int
+    backend: str
+    threads: int
+    cores: int
+    running: tuple[RankStatus, ...]
+    died: str

@@ -1,20 +1,220 @@
-"""What the ranks of a training have measured, side by side: time, exchange of gradients, memory, tokens."""
+"""Ledgers of ranks that train together: what each has measured, in files and side by side."""
 
 from __future__ import annotations
 
+import os
+import platform
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.errors import LedgerError
-from ortlab.ranks.rank_ledger import PATTERN, RankLedger
-from ortlab.ranks.rank_run import RankRun, step_computing_ms
+from ortlab.records import record_files
+from ortlab.records.density import EMBED, LABEL
+from ortlab.records.runs import Run
 from ortlab.shown import Shown
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from ortlab.records.runs import Step
+
+SCHEMA: Final = 1
+"""Version of the JSON layout of `RankLedger.to_dict`."""
+
+PATTERN: Final = "rank-*-of-*.json"
+"""Names of the files in a folder of ledgers: "rank-00003-of-00008.json"."""
+
+
+@dataclass(frozen=True)
+class RankLedger:
+    """What one rank has measured.
+
+    Attributes
+    ----------
+    rank, ranks
+        Its number, from 0 on, and how many train together.
+    host
+        Name of its machine.
+    process
+        Id of its process there.
+    backend
+        How it exchanges gradients: "gloo", "nccl"; empty without a process group.
+    runs
+        The runs of its lab, in order.
+    """
+
+    rank: int
+    ranks: int
+    host: str
+    process: int
+    backend: str
+    runs: tuple[Run, ...]
+
+    def save(self, folder: str | Path) -> Path:
+        """Write it into a folder, which is made if it is missing, and return the file's path.
+
+        The file appears there whole, so a folder that many ranks write to can be read at any time.
+        """
+        target = Path(folder) / f"rank-{self.rank:05}-of-{self.ranks:05}.json"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = record_files.write(target.with_suffix(f".{self.process}.part"), self.to_dict())
+        return part.replace(target)
+
+    @classmethod
+    def load(cls, path: str | Path) -> RankLedger:
+        """Read what `save` wrote.
+
+        Raises
+        ------
+        LedgerError
+            If the file cannot be read, or is no ledger of a rank.
+        """
+        record = record_files.read(
+            path,
+            dict,
+            file=f"The ledger file {path}",
+            other=f"The file {path} is no ledger of a rank.",
+            fix="Give files that ortlab.ranks.save_rank wrote.",
+        )
+        return cls.from_dict(record)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types, readable by `from_dict`."""
+        place = {name: getattr(self, name) for name in ("rank", "ranks", "host", "process", "backend")}
+        return {"schema": SCHEMA, **place, "runs": [run.to_dict() for run in self.runs]}
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> RankLedger:
+        """Read what `to_dict` wrote.
+
+        Raises
+        ------
+        LedgerError
+            If the record has another layout, or lacks a field.
+        """
+        fields = record_files.without_layout(record, SCHEMA, "This ledger of a rank")
+        try:
+            return cls(**{**fields, "runs": tuple(Run.from_dict(run) for run in fields["runs"])})
+        except (KeyError, TypeError) as error:
+            raise LedgerError(
+                "This ledger of a rank cannot be read.", why=f"A field is missing or unknown: {error}."
+            ) from error
+
+
+def rank_ledger(runs: Iterable[Run]) -> RankLedger:
+    """Make the ledger of this rank.
+
+    The rank comes from `torch.distributed`, or, where no process group is there any more, from the variables that
+    torchrun, accelerate and Slurm set; a process without either is rank 0 of 1.
+    """
+    rank, ranks, backend = _place()
+    return RankLedger(rank, ranks, platform.node(), os.getpid(), backend, tuple(runs))
+
+
+def _place() -> tuple[int, int, str]:
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size(), str(dist.get_backend())
+    for rank, ranks in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
+        if (found := os.environ.get(rank)) and (count := os.environ.get(ranks)):
+            return int(found), int(count), ""
+    return 0, 1, ""
+
+
+def save_rank(runs: Iterable[Run], folder: str | Path) -> Path:
+    """Write the ledger of this process into a folder that all ranks write to.
+
+    Call it on every rank of a training under torchrun, accelerate or Slurm. `ortlab.load(folder)` opens the files, on
+    any machine, also while some are missing.
+
+    Parameters
+    ----------
+    runs
+        The ledger: `lab.runs`.
+    folder
+        Made if it is missing. A file of an earlier training of the same rank is replaced.
+
+    Returns
+    -------
+    Path
+        The file, "rank-00000-of-00002.json".
+
+    Examples
+    --------
+    >>> ortlab.ranks.save_rank(lab.runs, "ledgers")
+    """
+    return rank_ledger(runs).save(folder)
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """One run as one rank has measured it.
+
+    Attributes
+    ----------
+    ledger
+        The rank.
+    run
+        The run.
+    """
+
+    ledger: RankLedger
+    run: Run
+
+    @property
+    def rank(self) -> int:
+        """Number of the rank."""
+        return self.ledger.rank
+
+    @property
+    def step_ms(self) -> float:
+        """Median wall time of a warm step, in ms; with gradients exchanged in each, about the same on all ranks."""
+        return self.run.step_ms
+
+    @property
+    def computing_ms(self) -> float | None:
+        """Median time in a warm step that the rank computes, in ms; None if that is not told apart.
+
+        That is its forward, its backward up to its last gradient, and its optimizer: in none of them it waits.
+        """
+        found = [step_computing_ms(step) for step in self.run.warm_steps]
+        return None if None in found else statistics.median(time for time in found if time is not None)
+
+    @property
+    def exchange_ms(self) -> float | None:
+        """Median time in a warm step from a rank's last gradient to the end of backward; None if not told."""
+        found = [step.exchange_ms for step in self.run.warm_steps]
+        return None if None in found else statistics.median(time for time in found if time is not None)
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Peak memory of the run, in bytes; None where it cannot be told."""
+        return self.run.memory.peak_bytes if self.run.memory else None
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens in all steps, padding left out; None unless `print_input_density` was on.
+
+        A tensor that is passed twice, as inputs and as labels, counts once.
+        """
+        labels = {(row.step, row.name) for row in self.run.density.rows if row.kind == LABEL}
+        counted: dict[object, int] = {}
+        for row in self.run.density.rows:
+            if row.kind == EMBED:
+                same = (row.step, row.total, row.valid_per_sample)
+                counted[same if (row.step, row.name) in labels else (row.step, row.name)] = row.valid
+        return sum(counted.values()) if counted else None
+
+
+def step_computing_ms(step: Step) -> float | None:
+    """Return the time in a step that a rank computes and does not wait, in ms; None if that is not told apart."""
+    if step.exchange_ms is None:
+        return None
+    return step.forward_ms + step.backward_ms - step.exchange_ms + step.optimizer_ms
 
 
 @dataclass(frozen=True, repr=False)
