@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from ortlab.options.options import Options
     from ortlab.render.figures import plot
     from ortlab.runs.graph_optimizers import register_graph_optimizer, unregister_graph_optimizer
-    from ortlab.runs.loss import with_loss, without_loss
-    from ortlab.runs.token_loss import TokenLoss
+    from ortlab.runs.loss import TokenLoss, with_loss, without_loss
 
 __version__ = "0.1.0"
 
@@ -33,7 +32,7 @@ _HOMES = {
     "Lab": "ortlab.lab.lab",
     "Options": "ortlab.options.options",
     "OrtlabError": "ortlab.errors",
-    "TokenLoss": "ortlab.runs.token_loss",
+    "TokenLoss": "ortlab.runs.loss",
     "embed_graph": "ortlab.graphs.viewer.embedded",
     "doctor": "ortlab.checks.doctor",
     "load": "ortlab.loading",

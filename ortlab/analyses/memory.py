@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ortlab.analyses.activations import activations
 from ortlab.runs.experiment import Experiment, check_count, leaving_no_trace
-from ortlab.runs.measuring import Measuring
-from ortlab.runs.step_memory import without_arena
+from ortlab.runs.step_memory import Measuring, without_arena
 
 if TYPE_CHECKING:
     from ortlab.memory.measured import MemoryMeasurement

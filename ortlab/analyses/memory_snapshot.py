@@ -9,7 +9,7 @@ from ortlab.analyses.activations import activations
 from ortlab.errors import BuildError, StepError
 from ortlab.memory.device_snapshot import named_snapshot
 from ortlab.memory.named_blocks import KeptBuffer, kept_buffers
-from ortlab.runs.snapshotting import CudaHistory, Snapshotting
+from ortlab.runs.allocator_history import CudaHistory, Snapshotting
 from ortlab.runs.step_memory import without_arena
 
 if TYPE_CHECKING:

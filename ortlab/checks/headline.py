@@ -153,7 +153,7 @@ def run_headline(engine: str, size: Size, device: str, *, room_bytes: int = 0) -
     import torch
 
     import ortlab
-    from ortlab.runs.measure import memory_probe
+    from ortlab.runs.process_memory import memory_probe
 
     model = deberta(size).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)

@@ -15,7 +15,7 @@ from ortlab.records.coverage import names
 from ortlab.records.rebuilds import rebuild, rebuild_of_switch
 from ortlab.runs import bench, stepping
 from ortlab.runs.bench import Bench
-from ortlab.runs.partial import PartsEngine
+from ortlab.runs.parts import PartsEngine
 from ortlab.shown import ShownAsPanel
 from ortlab.studies import batch_sizing, bisecting, budgeting, comparing, density, plans, sweeping
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ortlab.memory.named_blocks import KeptBuffer
     from ortlab.options.configuration import Configuration
-    from ortlab.runs.snapshotting import Taken
+    from ortlab.runs.allocator_history import Taken
 
 FRAME_FILE: Final = "ortlab"
 """Name of the file in the frame that a name is written into; it stands before the frames of the stack."""

@@ -24,14 +24,12 @@ from ortlab.records.coverage import Coverage
 from ortlab.records.messages import MessageLog
 from ortlab.records.runs import EXECUTED_BY_PARTS, Initialization, Ledger, Run
 from ortlab.records.status import Status
+from ortlab.runs.experiment import Snapshot
 from ortlab.runs.interrupts import say
-from ortlab.runs.measuring import Measuring
-from ortlab.runs.partial import PartsEngine
-from ortlab.runs.parts import find_parts
+from ortlab.runs.parts import PartsEngine, find_parts
 from ortlab.runs.progress import Progress
 from ortlab.runs.recording import Recording
-from ortlab.runs.snapshot import Snapshot
-from ortlab.runs.step_memory import shares_steps, with_step_memory
+from ortlab.runs.step_memory import Measuring, shares_steps, with_step_memory
 from ortlab.runs.wrapping import Takeover, check_wrappable
 
 if TYPE_CHECKING:
@@ -40,10 +38,10 @@ if TYPE_CHECKING:
     from ortlab.lab.lab import Lab
     from ortlab.options.options import Need
     from ortlab.parity.subscribers import Subscription
+    from ortlab.runs.allocator_history import Snapshotting
     from ortlab.runs.experiment import Experiment
-    from ortlab.runs.loop_recording import LoopRecording
     from ortlab.runs.parts import Wishes
-    from ortlab.runs.snapshotting import Snapshotting
+    from ortlab.runs.recording import LoopRecording
     from ortlab.studies.batch_size_search import BatchSizeSearch
     from ortlab.studies.bisection import Bisection
     from ortlab.studies.budget import Budget

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
-from ortlab.runs.measure import resident_bytes
+from ortlab.runs.process_memory import resident_bytes
 
 if TYPE_CHECKING:
     import torch

@@ -13,8 +13,8 @@ from ortlab.engine.exhaustion import place, ran_out, reason, says_ran_out
 from ortlab.errors import OrtlabError, PlanWarning
 from ortlab.memory.measured import RESIDENT
 from ortlab.runs.experiment import Experiment
-from ortlab.runs.heap import following_live_buffers, reason_unknown
-from ortlab.runs.held_recording import HeldRecording
+from ortlab.runs.process_memory import following_live_buffers, reason_unknown
+from ortlab.runs.recording import HeldRecording
 from ortlab.studies.batch_size_plan_sets import largest_plan_sets
 from ortlab.studies.batch_size_points import (
     FAILED,
@@ -32,7 +32,7 @@ from ortlab.studies.plans import plan
 if TYPE_CHECKING:
     from ortlab.records.runs import Run
     from ortlab.runs.bench import Bench
-    from ortlab.runs.snapshot import Snapshot
+    from ortlab.runs.experiment import Snapshot
     from ortlab.studies.batch_size_following import Task
     from ortlab.studies.batch_size_room import Room
     from ortlab.studies.batch_size_search import BatchSizeSearch

@@ -12,10 +12,8 @@ from ortlab.engine.exhaustion import ran_out, reason
 from ortlab.engine.versions import versions
 from ortlab.errors import LedgerError, OptionError, StepError
 from ortlab.memory.sizes import read_size
-from ortlab.runs.experiment import check_count, mentioned
+from ortlab.runs.experiment import Snapshot, check_count, check_weights, is_stateful, mentioned
 from ortlab.runs.interrupts import interrupts_kept
-from ortlab.runs.snapshot import Snapshot, is_stateful
-from ortlab.runs.weights import check_weights
 from ortlab.studies.batch_size_following import following, remaining
 from ortlab.studies.batch_size_plan_sets import read_plan_sets
 from ortlab.studies.batch_size_points import plans_name

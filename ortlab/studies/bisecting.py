@@ -17,8 +17,8 @@ from ortlab.errors import LedgerError, OptionError, StepError
 from ortlab.options.configuration import Configuration
 from ortlab.options.options import Need, Options, check_needs, declaration
 from ortlab.records.comparison import loss_difference
+from ortlab.runs.experiment import Snapshot
 from ortlab.runs.interrupts import interrupts_kept
-from ortlab.runs.snapshot import Snapshot
 from ortlab.studies.bisection import UNFINISHED, Bisection
 from ortlab.studies.bisection_investigation import Access, Investigation
 from ortlab.studies.bisection_metrics import METRICS, STEP_MS, Metric, Own

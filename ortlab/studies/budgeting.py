@@ -14,10 +14,9 @@ from ortlab.analyses.memory import memory
 from ortlab.analyses.profiling import profile, repeat
 from ortlab.errors import OptionError
 from ortlab.records.verdicts import interval
-from ortlab.runs.experiment import Experiment
+from ortlab.runs.experiment import Experiment, Snapshot
 from ortlab.runs.interrupts import interrupts_kept, say
-from ortlab.runs.measure import synchronizer
-from ortlab.runs.snapshot import Snapshot
+from ortlab.runs.stopwatch import synchronizer
 from ortlab.studies.budget import MET, Budget, Compared, Prediction, Timing
 from ortlab.studies.budget_request import Request, read_request
 from ortlab.studies.plans import plan

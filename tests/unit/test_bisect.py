@@ -13,7 +13,7 @@ from torch import nn
 import ortlab
 from ortlab.errors import LedgerError, OptionError, StepError
 from ortlab.runs import recording
-from ortlab.runs.measure import Stopwatch
+from ortlab.runs.stopwatch import Stopwatch
 from ortlab.studies.bisecting import _apart
 from ortlab.studies.bisection import NO_CHANGE, RESPONSIBLE, TOO_NOISY, UNFINISHED, Bisection
 from ortlab.studies.bisection_metrics import Metric, ratio_of_pairs

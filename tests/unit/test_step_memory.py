@@ -13,7 +13,6 @@ from torch import nn
 
 import ortlab
 from ortlab.render import text
-from ortlab.runs.measure import ResidentSet
 
 MIB = 1 << 20
 
@@ -198,8 +197,7 @@ def test_a_recorded_training_takes_none_and_says_so(training):
 
 
 def test_where_memory_cannot_be_told_the_run_says_why(training, monkeypatch, tmp_path):
-    monkeypatch.setattr("ortlab.runs.heap._CLEAR", tmp_path / "no folder" / "clear_refs")
-    monkeypatch.setattr(ResidentSet, "_CLEAR", tmp_path / "no folder" / "clear_refs")
+    monkeypatch.setattr("ortlab.runs.process_memory._CLEAR", tmp_path / "no folder" / "clear_refs")
     run = training.lab.step(training.step, n=2)
     assert run.step_memory_bytes is None
     assert run.no_step_memory.startswith("The kernel's mark of the peak cannot be reset")

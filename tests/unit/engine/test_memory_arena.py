@@ -17,7 +17,7 @@ MIB = 2**20
 
 def live_bytes(*, arena: bool) -> int:
     """What a session keeps after a step that has freed 64 MiB, in bytes of the C library's heap."""
-    from ortlab.runs.heap import _libc
+    from ortlab.runs.process_memory import _libc
 
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(256, 4096), nn.GELU(), nn.Linear(4096, 1))

@@ -23,7 +23,7 @@ from ortlab.memory.device_snapshot import MemorySnapshot, with_names
 from ortlab.memory.lifetimes import lifetimes
 from ortlab.memory.named_blocks import KeptBuffer, maker_of, name_blocks
 from ortlab.render import html, text
-from ortlab.runs.snapshotting import CudaHistory, held_inputs
+from ortlab.runs.allocator_history import CudaHistory, held_inputs
 
 
 class Watched(torch.autograd.Function):

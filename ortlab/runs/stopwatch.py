@@ -1,21 +1,21 @@
-"""Time and peak memory of training steps. Clock and memory probe are passed in, so that tests need no real time."""
+"""The time of a step's phases, and what disturbs it: page faults and other programs.
+
+Clocks are passed in, so that tests need no real time.
+"""
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-
-from ortlab.records.runs import PeakMemory
 
 Clock = Callable[[], float]
 """Returns the time in seconds, from any origin, never going back."""
@@ -148,92 +148,35 @@ class Stopwatch:
             self._reach("post_optimizer")
 
 
-class MemoryProbe(Protocol):
-    """Measures the peak memory between `start` and `read`."""
+@contextmanager
+def exchange_watched(module: torch.nn.Module, watch: Stopwatch, device: torch.device) -> Iterator[None]:
+    """Tell a stopwatch of each gradient in the block, where this process trains together with others on CPUs.
 
-    def start(self) -> None:
-        """Forget earlier peaks."""
-
-    def read(self) -> PeakMemory | None:
-        """Return the peak since `start`, or None where the platform cannot tell."""
-
-    def start_step(self) -> None:
-        """Begin a step."""
-
-    def rise_of_step(self) -> int | None:
-        """Return how far the step has risen above its start, in bytes; None where a reading cannot tell."""
-
-
-class ResidentSet:
-    """Peak resident set of this process, from Linux's `/proc`; on other systems there is none.
-
-    `start` collects garbage, gives freed memory back to the system and resets the kernel's high-water mark (writing 5
-    to `/proc/self/clear_refs`, see proc(5)), so that the peak belongs to what follows. It contains everything
-    that is resident: Python, libraries, weights, gradients, and memory that ORT's arena keeps for reuse.
+    `DistributedDataParallel` exchanges gradients while backward runs, and backward ends when the exchange does, so a
+    rank's backward time contains the wait for slower ranks. On CUDA gradients are only queued when a hook runs, so
+    nothing is told apart there.
     """
+    together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if not together or device.type != "cpu":
+        yield
+        return
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(lambda _: watch.gradient_arrived())  # type: ignore[no-untyped-call]
+        for parameter in module.parameters()
+        if parameter.requires_grad and parameter.is_leaf
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
-    _CLEAR = Path("/proc/self/clear_refs")
 
-    def __init__(self) -> None:
-        self._start_bytes = 0
-        self._resets = False
-
-    def start(self) -> None:
-        """Forget earlier peaks."""
-        gc.collect()
-        _trim_heap()
-        try:
-            self._CLEAR.write_text("5")
-            self._resets = True
-        except OSError:
-            self._resets = False
-        self._start_bytes = resident_bytes("VmRSS")
-
-    def read(self) -> PeakMemory | None:
-        """Return the peak since `start`, or None where the kernel's mark cannot be read or reset."""
-        peak = resident_bytes("VmHWM")
-        if not self._resets or not peak:
-            return None
-        return PeakMemory(self._start_bytes, max(peak, self._start_bytes), "resident set")
-
-    def start_step(self) -> None:
-        """Do nothing: what an allocator keeps hides what a step needs; see `ortlab.runs.heap`."""
-
-    def rise_of_step(self) -> int | None:
-        """Return None."""
+def synchronizer(device: torch.device) -> Callable[[], None] | None:
+    """Return what waits for a device's queue, or None for the CPU, which has none."""
+    if device.type != "cuda":
         return None
-
-
-class CudaAllocated:
-    """Peak memory that torch's CUDA allocator has handed out on a device, ORT's through the bridge included."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._start_bytes = self._step_start_bytes = self._highest_bytes = 0
-
-    def start(self) -> None:
-        """Forget earlier peaks."""
-        torch.cuda.synchronize(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        self._start_bytes = self._highest_bytes = torch.cuda.memory_allocated(self._device)
-
-    def read(self) -> PeakMemory | None:
-        """Return the peak since `start`."""
-        torch.cuda.synchronize(self._device)
-        highest = max(self._highest_bytes, torch.cuda.max_memory_allocated(self._device))
-        return PeakMemory(self._start_bytes, highest, "CUDA allocated")
-
-    def start_step(self) -> None:
-        """Begin a step: its peak starts from the present level."""
-        torch.cuda.synchronize(self._device)
-        self._highest_bytes = max(self._highest_bytes, torch.cuda.max_memory_allocated(self._device))
-        torch.cuda.reset_peak_memory_stats(self._device)
-        self._step_start_bytes = torch.cuda.memory_allocated(self._device)
-
-    def rise_of_step(self) -> int | None:
-        """Return how far the step has risen above its start, in bytes."""
-        torch.cuda.synchronize(self._device)
-        return torch.cuda.max_memory_allocated(self._device) - self._step_start_bytes
+    return lambda: torch.cuda.synchronize(device)
 
 
 class Faults(NamedTuple):
@@ -292,62 +235,3 @@ class OtherPrograms:
 
 
 _SHORTEST: Final = 0.05  # s; the system counts in hundredths
-
-
-def memory_probe(device: torch.device) -> MemoryProbe:
-    """Return the probe that fits a device."""
-    return CudaAllocated(device) if device.type == "cuda" else ResidentSet()
-
-
-def resident_bytes(field: str) -> int:
-    """Read a size from Linux's `/proc/self/status`, in bytes; 0 where there is no such file or field.
-
-    "VmRSS" is the resident set now, "VmHWM" the largest since the mark was reset.
-    """
-    return _process_sizes(field)[0]
-
-
-def resident_set() -> tuple[int, int]:
-    """Read the resident set now and its largest since the mark was reset, in bytes, from one look at `/proc`."""
-    now, peak = _process_sizes("VmRSS", "VmHWM")
-    return now, max(now, peak)
-
-
-def _process_sizes(*fields: str) -> tuple[int, ...]:
-    try:
-        text = Path("/proc/self/status").read_text()
-    except OSError:
-        return (0,) * len(fields)
-    lines = dict(line.partition(":")[::2] for line in text.splitlines())
-    return tuple(int(lines[field].split()[0]) * 1024 if field in lines else 0 for field in fields)
-
-
-_CUDA_SIZES: Final = {
-    "allocated": "allocated_bytes.all.current",
-    "max allocated": "allocated_bytes.all.peak",
-    "cached": "reserved_bytes.all.current",
-    "max cached": "reserved_bytes.all.peak",
-    "inactive": "inactive_split_bytes.all.current",
-    "max inactive": "inactive_split_bytes.all.peak",
-}
-
-
-def allocator_sizes(device: torch.device) -> dict[str, int]:
-    """Read the figures of torch's CUDA allocator that ORTModule prints (row E5), in bytes."""
-    stats = torch.cuda.memory_stats(device)
-    return {name: int(stats.get(key, 0)) for name, key in _CUDA_SIZES.items()}
-
-
-def synchronizer(device: torch.device) -> Callable[[], None] | None:
-    """Return what waits for a device's queue, or None for the CPU, which has none."""
-    if device.type != "cuda":
-        return None
-    return lambda: torch.cuda.synchronize(device)
-
-
-def _trim_heap() -> None:
-    if sys.platform == "linux":
-        try:
-            ctypes.CDLL(None).malloc_trim(0)
-        except AttributeError:  # a libc other than glibc
-            return

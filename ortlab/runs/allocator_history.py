@@ -11,7 +11,8 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from ortlab.errors import StepError
 from ortlab.runs.interrupts import interrupts_kept
-from ortlab.runs.measuring import CudaGauge, Measuring
+from ortlab.runs.process_memory import CudaGauge
+from ortlab.runs.step_memory import Measuring
 
 if TYPE_CHECKING:
     from ortlab.options.options import Options
