@@ -73,7 +73,7 @@ def memory_snapshot(bench: Bench, /, **changes: object) -> MemorySnapshot:
             wished.options,
             include,
             bench.progress.report,
-            CudaHistory(),
+            history=CudaHistory(),
         )
         taken = snapshotting.take()
         if wished.engine != "ort":

@@ -39,22 +39,13 @@ class Configuration:
     def changed(self, changes: Mapping[str, object], have: Collection[Need]) -> Configuration:
         """Return the configuration after some changes, if it can act in this process.
 
-        Parameters
-        ----------
-        changes
-            Options by name; "engine" may be among them.
-        have
-            What is present: `ortlab.engine.installation.have()`.
-
-        Raises
-        ------
-        OptionError
-            If an option or the engine is unknown, has a wrong value, contradicts another, or cannot act here.
+        `changes` are options by name, "engine" may be among them; `have` is what `ortlab.engine.installation.have()`
+        returns. Raises OptionError where an option or the engine is unknown, has a wrong value, contradicts another, or
+        cannot act here.
         """
         wished = dict(changes)
         engine = check_engine(wished.pop("engine", self.engine))
-        options = self.options.replace(**wished)
-        options = with_files(options, changes)
+        options = with_files(self.options.replace(**wished), changes)
         check_needs(options, have)
         return Configuration(engine, options)
 
@@ -63,16 +54,6 @@ class Configuration:
 
         A memory level and a list of plans are two ways to choose plans, so the one that is named takes the place of the
         other that the lab has. For changes that stay, `changed` refuses that, as it would undo a choice unasked.
-
-        Parameters
-        ----------
-        changes, have
-            As for `changed`.
-
-        Raises
-        ------
-        OptionError
-            As for `changed`.
         """
         wished = dict(changes)
         if "memory_plan" not in wished and _is_level(wished.get("memory_level")):
@@ -88,24 +69,12 @@ def _is_level(value: object) -> bool:
 
 
 def check_engine(engine: object) -> str:
-    """Return the name of an engine in its usual spelling, if it is one.
+    """Return the name of an engine in its usual spelling: without spaces, and the budget as Python writes it.
 
-    Parameters
-    ----------
-    engine
-        One of `ENGINES`. "compile:0.5" is `torch.compile` with an activation memory budget of 0.5;
-        "checkpoint:encoder.block+decoder.block" checkpoints these modules, paths as `named_modules()` gives them, each
-        of which may be a pattern, with a plus sign between them.
-
-    Returns
-    -------
-    str
-        The same, without spaces, and the budget as Python writes it.
-
-    Raises
-    ------
-    OptionError
-        If it is none, or is told something that it does not take; the message says what there is.
+    "compile:0.5" is `torch.compile` with an activation memory budget of 0.5; "checkpoint:encoder.block+decoder.block"
+    checkpoints these modules, paths as `named_modules()` gives them, each of which may be a pattern, with a plus sign
+    between them. Raises OptionError, which says what there is, where it is none of `ENGINES`, or is told something that
+    it does not take.
     """
     text = engine.strip() if isinstance(engine, str) else ""
     kind, colon, told = (part.strip() for part in text.partition(":"))

@@ -29,18 +29,12 @@ Batches: TypeAlias = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Timing:
-    """What the ranks measured in one epoch, in ms.
-
-    Attributes
-    ----------
-    busy_ms
-        By rank and step: how long it computed.
-    waited_ms
-        By rank and step: how long it then waited for the slowest.
-    """
+    """What the ranks measured in one epoch, in ms, by rank and step."""
 
     busy_ms: tuple[tuple[float, ...], ...]
+    """How long it computed."""
     waited_ms: tuple[tuple[float, ...], ...]
+    """How long it then waited for the slowest."""
 
     @property
     def epoch_ms(self) -> float:
@@ -55,18 +49,12 @@ class Timing:
 
 @dataclass(frozen=True)
 class Epoch:
-    """One epoch, as a sampler gives it to the ranks.
-
-    Attributes
-    ----------
-    batches
-        By rank: its batches, in order.
-    timing
-        What was measured; None if it was not run.
-    """
+    """One epoch, as a sampler gives it to the ranks."""
 
     batches: tuple[Batches, ...]
+    """By rank: its batches, in order."""
     timing: Timing | None = None
+    """What was measured; None if it was not run."""
 
     @property
     def steps(self) -> int:

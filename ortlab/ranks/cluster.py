@@ -189,7 +189,24 @@ class Cluster(Shown):
         ranks = tuple(range(self.ranks)) if on is None else tuple(on)
         if unknown := [rank for rank in ranks if rank not in range(self.ranks)]:
             raise OptionError(f"There is no rank {unknown[0]!r}.", fix=f"Ranks are 0 to {self.ranks - 1}.")
-        return run_cell(self._lifetime, source, ranks, seen)
+        asked: list[Any] = []
+
+        def ask(view: Any) -> Any:
+            asked.append(view.execute(source, silent=False, block=False))
+            return asked[-1]
+
+        def outputs() -> tuple[RankOutput, ...]:
+            return tuple(rank_output(rank, one.metadata) for rank, one in zip(ranks, asked, strict=False))
+
+        try:
+            over = call(self._lifetime, ranks, ask, lambda: seen(outputs()))
+            for one in asked:  # what was printed comes on a channel of its own
+                one.wait_for_output(_OUTPUT_SECONDS)
+        finally:
+            seen(outputs())
+        # From the replies: a rank shows the error of a magic as words only.
+        over.results()
+        return outputs()
 
     def values(self, expression: str) -> list[Any]:
         """Evaluate a Python expression among the variables of each rank, and bring the values here.
@@ -244,11 +261,9 @@ class Cluster(Shown):
         return Ranks(tuple(RankLedger.from_dict(one) for one in self.run(ledger, lab)))
 
     def __enter__(self) -> Cluster:  # noqa: PYI034 - Self needs Python 3.11
-        """Start."""
         return self.start()
 
     def __exit__(self, *_: object) -> None:
-        """Stop."""
         self.stop()
 
 
@@ -256,33 +271,6 @@ def latest() -> Cluster | None:
     """Return the cluster that was started last and still runs; if none runs, the last one; None if there is none."""
     living = [one for one in (reference() for reference in _clusters) if one is not None]
     return next((one for one in reversed(living) if one.running), living[-1] if living else None)
-
-
-def run_cell(
-    lifetime: Lifetime,
-    source: str,
-    ranks: Sequence[int],
-    seen: Callable[[tuple[RankOutput, ...]], None],
-) -> tuple[RankOutput, ...]:
-    """Run a cell on ranks; parameters, results and errors are those of `Cluster.run_cell`."""
-    asked: list[Any] = []
-
-    def ask(view: Any) -> Any:
-        asked.append(view.execute(source, silent=False, block=False))
-        return asked[-1]
-
-    def outputs() -> tuple[RankOutput, ...]:
-        return tuple(rank_output(rank, one.metadata) for rank, one in zip(ranks, asked, strict=False))
-
-    try:
-        over = call(lifetime, ranks, ask, lambda: seen(outputs()))
-        for one in asked:  # what was printed comes on a channel of its own
-            one.wait_for_output(_OUTPUT_SECONDS)
-    finally:
-        seen(outputs())
-    # From the replies: a rank shows the error of a magic as words only.
-    over.results()
-    return outputs()
 
 
 def cores() -> int:

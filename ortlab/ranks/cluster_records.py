@@ -85,21 +85,14 @@ def rank_output(rank: int, metadata: Mapping[str, Any]) -> RankOutput:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """One process of a cluster.
-
-    Attributes
-    ----------
-    rank
-        Its number, from 0 on.
-    process
-        Id of its process.
-    resident_bytes
-        Its resident set, in bytes, as the operating system says; None where it cannot tell.
-    """
+    """One process of a cluster."""
 
     rank: int
+    """Its number, from 0 on."""
     process: int
+    """Id of its process."""
     resident_bytes: int | None
+    """Its resident set, as the operating system says; None where it cannot tell."""
 
 
 def rank_status(rank: int, process: int) -> RankStatus:
@@ -114,27 +107,17 @@ def rank_status(rank: int, process: int) -> RankStatus:
 
 @dataclass(frozen=True, repr=False)
 class ClusterStatus(Shown):
-    """A cluster at one moment.
-
-    Attributes
-    ----------
-    ranks
-        How many it has when it runs.
-    backend
-        "gloo" or "nccl".
-    threads
-        Threads that each rank computes with.
-    cores
-        Cores that this machine gives them.
-    running
-        Its processes, by rank; empty if it does not run.
-    died
-        Which rank has died, in a sentence; empty if none has.
-    """
+    """A cluster at one moment."""
 
     ranks: int
+    """How many it has when it runs."""
     backend: str
+    """How ranks exchange gradients: "gloo" or "nccl"."""
     threads: int
+    """Threads that each rank computes with."""
     cores: int
+    """Cores that this machine gives them."""
     running: tuple[RankStatus, ...]
+    """Its processes, by rank; empty if it does not run."""
     died: str
+    """Which rank has died, in a sentence; empty if none has."""

@@ -152,15 +152,7 @@ def save_rank(runs: Iterable[Run], folder: str | Path) -> Path:
 
 @dataclass(frozen=True)
 class RankRun:
-    """One run as one rank has measured it.
-
-    Attributes
-    ----------
-    ledger
-        The rank.
-    run
-        The run.
-    """
+    """One run as one rank has measured it: what it computes, and what it waits for."""
 
     ledger: RankLedger
     run: Run
@@ -181,14 +173,12 @@ class RankRun:
 
         That is its forward, its backward up to its last gradient, and its optimizer: in none of them it waits.
         """
-        found = [step_computing_ms(step) for step in self.run.warm_steps]
-        return None if None in found else statistics.median(time for time in found if time is not None)
+        return _median([step_computing_ms(step) for step in self.run.warm_steps])
 
     @property
     def exchange_ms(self) -> float | None:
         """Median time in a warm step from a rank's last gradient to the end of backward; None if not told."""
-        found = [step.exchange_ms for step in self.run.warm_steps]
-        return None if None in found else statistics.median(time for time in found if time is not None)
+        return _median([step.exchange_ms for step in self.run.warm_steps])
 
     @property
     def peak_bytes(self) -> int | None:
@@ -208,6 +198,11 @@ class RankRun:
                 same = (row.step, row.total, row.valid_per_sample)
                 counted[same if (row.step, row.name) in labels else (row.step, row.name)] = row.valid
         return sum(counted.values()) if counted else None
+
+
+def _median(times: list[float | None]) -> float | None:
+    told = [time for time in times if time is not None]
+    return statistics.median(told) if len(told) == len(times) else None
 
 
 def step_computing_ms(step: Step) -> float | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
@@ -13,11 +13,6 @@ from ortlab.errors import StepError
 from ortlab.runs.interrupts import interrupts_kept
 from ortlab.runs.process_memory import CudaGauge
 from ortlab.runs.step_memory import Measuring
-
-if TYPE_CHECKING:
-    from ortlab.options.options import Options
-    from ortlab.runs.experiment import Experiment
-    from ortlab.runs.recording import Engine
 
 _AFTER_FORWARD = "pre_backward"
 """The border at which what is kept for backward is there, and nothing else of the forward."""
@@ -70,18 +65,9 @@ class Taken(NamedTuple):
 class Snapshotting(Measuring):
     """Runs a step and takes snapshots of it; while it does, the lab sends each forward through `forward`."""
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        engine: Engine,
-        experiment: Experiment,
-        options: Options,
-        on_optimizer: Callable[[Any], None],
-        progress: Callable[[str, float], None],
-        history: History,
-    ) -> None:
-        device = next((tensor.device for tensor in module.parameters()), torch.device("cpu"))
-        super().__init__(module, engine, experiment, options, on_optimizer, progress, CudaGauge(device))
+    def __init__(self, *facts: Any, history: History) -> None:
+        super().__init__(*facts)
+        self._gauge = CudaGauge(self._device)
         self._history = history
         self._inputs: dict[int, str] = {}
         self._first: tuple[dict[str, Any], dict[int, str]] | None = None

@@ -106,7 +106,14 @@ class Snapshot:
     @cached_property
     def digest(self) -> str:
         """Digest of weights, buffers, the states that were given, and random state; equal digests, equal starts."""
-        return self._digest()
+        digest = hashlib.blake2b(digest_size=8)
+        for tensor in self._tensors:
+            digest.update(_bytes(tensor.value))
+        for _, state in self._at_first:
+            for leaf in _leaves(state):
+                digest.update(leaf)
+        digest.update(_bytes(self._random.torch_cpu))
+        return digest.hexdigest()
 
     def include(self, thing: Any) -> None:
         """Keep the state of one more object, as it is now, unless it is kept already."""
@@ -148,15 +155,12 @@ class Snapshot:
         digest = hashlib.blake2b(_bytes(self._random.torch_cpu), digest_size=4).digest()
         return 2 + int.from_bytes(digest, "little") % (2**31 - 2)
 
-    def _digest(self) -> str:
-        digest = hashlib.blake2b(digest_size=8)
-        for tensor in self._tensors:
-            digest.update(_bytes(tensor.value))
-        for _, state in self._at_first:
-            for leaf in _leaves(state):
-                digest.update(leaf)
-        digest.update(_bytes(self._random.torch_cpu))
-        return digest.hexdigest()
+    def seed(self, engine: str) -> None:
+        """Let ORT's generator, whose state cannot be read, start from the seed of this point, where ORT executes."""
+        if engine == "ort":
+            from ortlab.engine.sessions import seed
+
+            seed(self.ort_seed)
 
 
 class DataDigest:

@@ -18,7 +18,6 @@ import copyreg
 import dataclasses
 import functools
 import inspect
-import types
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -28,7 +27,7 @@ import torch
 from torch.jit._trace import TracerWarning
 
 from ortlab.errors import StepError, WrapError
-from ortlab.runs.wrapping import is_wrapped
+from ortlab.runs.wrapping import is_wrapped, same_named_subclass
 
 Loss: TypeAlias = Callable[..., torch.Tensor]
 """Called as `loss(outputs, labels)`, and with `num_items_in_batch=` by name if it takes that."""
@@ -204,14 +203,8 @@ def _subclass(original: type, *, takes_items: bool, loss_only: bool) -> type:
         "forward": forward,
         "accepts_loss_kwargs": takes_items,  # transformers' Trainer asks for it
         "__reduce_ex__": reduce_ex,
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
     }
-    subclass: type = types.new_class(
-        original.__name__, (original,), exec_body=lambda names: names.update(members)
-    )
-    known[takes_items, loss_only] = subclass
+    known[takes_items, loss_only] = subclass = same_named_subclass(original, members)
     return subclass
 
 

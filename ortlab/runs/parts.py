@@ -14,7 +14,7 @@ import torch
 
 from ortlab.engine.building import BuildingEngine
 from ortlab.engine.ort import OrtEngine
-from ortlab.errors import OptionError, OrtlabError, WrapError
+from ortlab.errors import OrtlabError, WrapError
 from ortlab.records.coverage import Coverage, Part
 from ortlab.records.messages import MessageLog
 from ortlab.records.runs import EXECUTED_BY_EAGER, EXECUTED_BY_FALLBACK, EXECUTED_BY_ORT, EXECUTED_BY_PARTS
@@ -32,27 +32,13 @@ _SUGGESTED: Final = 3
 
 
 def find_parts(model: torch.nn.Module, only: Wishes) -> dict[str, torch.nn.Module]:
-    """Find the sub-modules of a model that are to be wrapped.
+    """Find the sub-modules of a model that are to be wrapped: by path, in the order of the model.
 
-    Parameters
-    ----------
-    model
-        The model.
-    only
-        Dotted paths as `model.named_modules()` gives them, patterns of such paths ("encoder.layer.*", where a star
-        stands for one name or a part of it), or the sub-modules themselves; one or several. A container without a
-        forward, such as a `ModuleList`, stands for what it holds.
-
-    Returns
-    -------
-    dict
-        Sub-modules by path, in the order of the model.
-
-    Raises
-    ------
-    WrapError
-        If nothing is named, a path leads nowhere or to something that is no module, a module is not in the model or
-        is the model itself, has no forward, or lies inside another one that is named.
+    `only` holds dotted paths as `model.named_modules()` gives them, patterns of such paths ("encoder.layer.*", where a
+    star stands for one name or a part of it), or the sub-modules themselves; one or several. A container without a
+    forward, such as a `ModuleList`, stands for what it holds. Raises WrapError where nothing is named, a path leads
+    nowhere or to something that is no module, a module is not in the model or is the model itself, has no forward, or
+    lies inside another one that is named.
     """
     wishes: list[object] = [only] if isinstance(only, (str, torch.nn.Module)) else _listed(only)
     if not wishes:
@@ -183,6 +169,7 @@ def _refuse_overlaps(paths: list[str], known: dict[str, torch.nn.Module]) -> Non
 
 # ---- their engine ---------------------------------------------------------------------------------------------------
 
+_IN_PART: Final = "In the part"
 _EARLIEST_FIRST: Final = ("export", "graph", "session", "step", "")
 
 
@@ -307,25 +294,22 @@ class PartsEngine:
     @contextmanager
     def beside(self) -> Iterator[None]:
         """Let calls in the block run with other options, and put everything back afterwards; see `OrtEngine.beside`."""
-        options, executed_by = self._options, self.executed_by
-        tallies = [(one, replace(one.last), replace(one.total)) for one in self._parts.values()]
+        options = self._options
         with ExitStack() as stack:
             for engine in self.engines.values():
                 stack.enter_context(engine.beside())
-            try:
-                yield
-            finally:
-                self._options, self.executed_by = options, executed_by
-                for one, last, total in tallies:
-                    one.last, one.total = last, total
+            with self._tallies_kept():
+                try:
+                    yield
+                finally:
+                    self._options = options
 
     @contextmanager
     def building(
         self, path: str, options: Options, progress: Callable[[str, float], None]
     ) -> Iterator[BuildingEngine]:
         """Build one part with other switches while the block runs; the record of who executed what stays as it is."""
-        part, executed_by = self._parts[path], self.executed_by
-        tallies = [(one, replace(one.last), replace(one.total)) for one in self._parts.values()]
+        part = self._parts[path]
         builder = BuildingEngine(
             part.module,
             part.takeover.run_original,
@@ -338,13 +322,24 @@ class PartsEngine:
         )
         engine = part.engine
         try:
-            part.engine = builder
-            yield builder
+            with self._tallies_kept():
+                part.engine = builder
+                yield builder
         finally:
-            part.engine, self.executed_by = engine, executed_by
+            part.engine = engine
+            builder.close()
+
+    @contextmanager
+    def _tallies_kept(self) -> Iterator[None]:
+        """Put back who executed what, however the block ends."""
+        executed_by = self.executed_by
+        tallies = [(one, replace(one.last), replace(one.total)) for one in self._parts.values()]
+        try:
+            yield
+        finally:
+            self.executed_by = executed_by
             for one, last, total in tallies:
                 one.last, one.total = last, total
-            builder.close()
 
     # ---- what was run -----------------------------------------------------------------------------------------
 
@@ -403,12 +398,6 @@ class PartsEngine:
         """What runs each part, by path."""
         return {path: part.engine for path, part in self._parts.items()}
 
-    def engine(self, path: str) -> OrtEngine:
-        """Return what runs one part; raise OptionError if there is no such part."""
-        if path not in self._parts:
-            raise OptionError(f"There is no wrapped part {path!r}.", fix=f"Parts: {', '.join(self._parts)}.")
-        return self._parts[path].engine
-
     def pending_stage(self) -> str:
         """Return what the present options redo first in any part: "export", "graph", "session" or ""."""
         stage = self.stage_of(self._options)
@@ -438,9 +427,6 @@ class PartsEngine:
         self.release()
         for part in self._parts.values():
             part.engine.close(forget=forget)
-
-
-_IN_PART: Final = "In the part"
 
 
 def _with_path(progress: Callable[[str, float], None], path: str, text: str, fraction: float) -> None:

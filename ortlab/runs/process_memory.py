@@ -163,6 +163,11 @@ class CudaAllocated:
         return torch.cuda.max_memory_allocated(self._device) - self._step_start_bytes
 
 
+def device_of(module: torch.nn.Module) -> torch.device:
+    """Return where the parameters of a model are; the CPU where it has none."""
+    return next((tensor.device for tensor in module.parameters()), torch.device("cpu"))
+
+
 def memory_probe(device: torch.device) -> MemoryProbe:
     """Return the probe that fits a device."""
     return CudaAllocated(device) if device.type == "cuda" else ResidentSet()

@@ -7,6 +7,7 @@ else's loop run them, such as transformers' Trainer or one with accelerate.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,7 +24,7 @@ from ortlab.records.runs import EXECUTED_BY_EAGER, EXECUTED_BY_FALLBACK, Initial
 from ortlab.runs.experiment import DataDigest
 from ortlab.runs.interrupts import interrupts_kept
 from ortlab.runs.padded_inputs import DensityProbe
-from ortlab.runs.process_memory import MemoryProbe, PhaseProbe, memory_probe
+from ortlab.runs.process_memory import MemoryProbe, PhaseProbe, device_of, memory_probe
 from ortlab.runs.stopwatch import (
     OtherPrograms,
     Stopwatch,
@@ -87,7 +88,7 @@ class Recording:
         self._engine = engine
         self._experiment = experiment
         self._progress = progress
-        self._device = next((tensor.device for tensor in module.parameters()), torch.device("cpu"))
+        self._device = device_of(module)
         self._probe: MemoryProbe = memory_probe(self._device)
         self._others = OtherPrograms()
         self._rises: list[int | None] = []
@@ -120,10 +121,7 @@ class Recording:
         if options.print_memory_stats:
             self._phases = phases = PhaseProbe(self._device)
             self._stopwatch.on_phase = lambda phase: phases.take(self._number, phase)
-        if self._engine.name == "ort":
-            from ortlab.engine.sessions import seed
-
-            seed(start.ort_seed)
+        start.seed(self._engine.name)
         self._engine.start_over()
         return Run(
             number=number,
@@ -223,17 +221,21 @@ class Recording:
         taken = faults_since(faults)
         self._rises.append(self._probe.rise_of_step() if not watch.initialization_ms else None)
         self._check_step()
+        step = self._timed(total_ms, _loss(result, watch.backward_root))
+        return replace(step, page_faults=taken and taken.minor, swapped_pages=taken and taken.major)
+
+    def _timed(self, total_ms: float, loss: float | None) -> Step:
+        """Write down what the stopwatch shows of a step."""
+        watch = self._stopwatch
         return Step(
             total_ms=total_ms,
             forward_ms=watch.forward_ms,
             backward_ms=watch.backward_ms,
             optimizer_ms=watch.optimizer_ms,
             initialization_ms=watch.initialization_ms,
-            loss=_loss(result, watch.backward_root),
+            loss=loss,
             executed_by=self._who(),
             exchange_ms=watch.exchange_ms,
-            page_faults=taken and taken.minor,
-            swapped_pages=taken and taken.major,
         )
 
     def _step_memory(self) -> int | None:
@@ -415,16 +417,7 @@ class LoopRecording(Recording):
         watch = self._stopwatch
         with watch.excluded():
             self._note_loss()
-        self._measured = Step(
-            total_ms=watch.elapsed_ms(),
-            forward_ms=watch.forward_ms,
-            backward_ms=watch.backward_ms,
-            optimizer_ms=watch.optimizer_ms,
-            initialization_ms=watch.initialization_ms,
-            loss=sum(self._losses) if self._losses else None,
-            executed_by=self._who(),
-            exchange_ms=watch.exchange_ms,
-        )
+        self._measured = self._timed(watch.elapsed_ms(), sum(self._losses) if self._losses else None)
 
     def _note_loss(self) -> None:
         """Add the loss of the last backward to the step's; the loop has scaled each to its part of the batch."""

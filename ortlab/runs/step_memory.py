@@ -19,7 +19,7 @@ from ortlab.memory.measured import PHASE_NAMES, Known, MemoryMeasurement, PhaseP
 from ortlab.records.runs import EXECUTED_BY_FALLBACK, NOT_MEASURED, Initialization
 from ortlab.runs.experiment import Snapshot, iterator_of, leaving_no_trace
 from ortlab.runs.interrupts import interrupts_kept
-from ortlab.runs.process_memory import Gaps, Gauge, gauge_of, resident_bytes
+from ortlab.runs.process_memory import Gaps, Gauge, device_of, gauge_of, resident_bytes
 from ortlab.runs.stopwatch import Stopwatch, synchronizer
 
 if TYPE_CHECKING:
@@ -60,23 +60,20 @@ class Measuring:
         options: Options,
         on_optimizer: Callable[[Any], None],
         progress: Callable[[str, float], None],
-        gauge: Gauge | None = None,
     ) -> None:
         self._module = module
         self._engine = engine
         self._experiment = experiment
         self._options = options
         self._progress = progress
-        self._device = next((tensor.device for tensor in module.parameters()), torch.device("cpu"))
-        self._gauge = gauge or gauge_of(self._device)
+        self._device = device_of(module)
+        self._gauge: Gauge = gauge_of(self._device)
         self._gaps: Gaps | None = None
         self._on_optimizer = on_optimizer
         self._optimizers = [
             thing for thing in experiment.start.stateful if isinstance(thing, torch.optim.Optimizer)
         ]
-        self._stopwatch = Stopwatch(
-            synchronize=synchronizer(self._device), on_optimizer=self._meet, on_backward=lambda _: None
-        )
+        self._stopwatch = Stopwatch(synchronize=synchronizer(self._device), on_optimizer=self._meet)
         self._built = False
         self._executed_by = ""
         self._filled = 0
@@ -149,10 +146,7 @@ class Measuring:
     @contextmanager
     def _prepared(self) -> Iterator[None]:
         """Let steps in the block start as the experiment's did, and report their borders."""
-        from ortlab.engine.sessions import seed
-
-        if self._engine.name == "ort":
-            seed(self._experiment.start.ort_seed)
+        self._experiment.start.seed(self._engine.name)
         self._engine.start_over()
         self._stopwatch.on_phase = self._reach
         with self._gauge.ready() as self._gaps, self._stopwatch.watching():
@@ -358,7 +352,7 @@ def with_step_memory(bench: Bench, run: Run, experiment: Experiment, memory: boo
     finally:
         bench.recording = None
         after.put_back()
-        _seed_again(bench, after)
+        after.seed(bench.engine.name)
 
 
 def without_arena(bench: Bench, configuration: Configuration) -> Configuration:
@@ -366,10 +360,9 @@ def without_arena(bench: Bench, configuration: Configuration) -> Configuration:
 
     Raises StepError where ONNX Runtime keeps a pool of its own on a GPU.
     """
-    device = next((tensor.device.type for tensor in bench.module.parameters()), "cpu")
     if configuration.engine != "ort":
         return configuration
-    if device == "cpu":
+    if device_of(bench.module).type == "cpu":
         return configuration.changed({"cpu_memory_arena": False}, bench.have)
     if not configuration.options.external_gpu_allocator:
         raise StepError(
@@ -401,14 +394,6 @@ def _why_unmeasured(bench: Bench, run: Run, experiment: Experiment, memory: bool
     if run.fell_back:
         return "PyTorch executed steps that ONNX Runtime was asked for."
     return _SEVERAL_PROCESSES if shares_steps() else ""
-
-
-def _seed_again(bench: Bench, at: Snapshot) -> None:
-    """Let ORT's generator, whose state cannot be read, go on from a seed that follows from torch's state."""
-    if bench.engine.name == "ort":
-        from ortlab.engine.sessions import seed
-
-        seed(at.ort_seed)
 
 
 def _why(error: Exception) -> str:
