@@ -204,9 +204,7 @@ def _epoch(record: Mapping[str, Any]) -> Epoch:
     )
 
 
-ByRank = Sequence[Sequence[Sequence[int]]]
-"""By rank, its batches, each the indices of its samples."""
-
+ByRank = Sequence[Sequence[Sequence[int]]]  # batches, each the indices of its samples
 BatchFunction = Callable[[list[int]], Sequence[Sequence[int]]]
 
 MakeStep = Callable[[int], Callable[[Sequence[int]], object]]

@@ -203,12 +203,15 @@ class Recording:
 
     def built(self, done: Initialization) -> None:
         """Write down that the engine has just built something, before it runs the module."""
-        self._stopwatch.initialization_ms += done.total_ms
-        so_far = self._initialization
-        self._initialization = done if so_far is None else so_far.plus(done)
+        self._add_build(done)
         # An export needs more memory than the steps it is for: their peak counts from here on.
         with self._stopwatch.excluded():
             self._probe.start()
+
+    def _add_build(self, done: Initialization) -> None:
+        self._stopwatch.initialization_ms += done.total_ms
+        so_far = self._initialization
+        self._initialization = done if so_far is None else so_far.plus(done)
 
     def _step(self) -> Step:
         watch = self._stopwatch
@@ -405,10 +408,8 @@ class LoopRecording(Recording):
         """Write down that the engine has just built something; the peak starts anew for the first graph only."""
         if self._module.training and not self._done:
             super().built(done)
-            return
-        self._stopwatch.initialization_ms += done.total_ms
-        so_far = self._initialization
-        self._initialization = done if so_far is None else so_far.plus(done)
+        else:
+            self._add_build(done)
 
     def _optimizer_stepped(self, *_: Any) -> None:
         """Measure the open step as it is now; another optimizer may follow before the next forward."""
