@@ -34,11 +34,10 @@ def main() -> None:
 
     torch.set_num_threads(THREADS)
     report = Report("preflight", read)
-    model = bert(1, 32) if read.quick else bert(12, 768)
-    broken = bert(1, 32) if read.quick else bert(12, 768)
+    model, broken = (bert(1, 32, vocabulary=64) if read.quick else bert(12, 768) for _ in range(2))
     layers = broken.bert.encoder.layer
     layers[len(layers) // 2].intermediate.intermediate_act_fn = _branching()
-    batch = tokens(2, 16) if read.quick else tokens(2, 128)
+    batch = tokens(2, 16, 64) if read.quick else tokens(2, 128)
 
     def preflight() -> None:
         exports.forget(model)

@@ -44,7 +44,7 @@ def arguments(description: str, *, rounds: int, resumes: bool = False) -> argpar
     if resumes:
         parser.add_argument("--resume", action="store_true", help="go on with a run that was interrupted")
     read = parser.parse_args()
-    read.rounds = read.rounds or (3 if read.quick else rounds)
+    read.rounds = read.rounds or (2 if read.quick else rounds)
     os.environ["OMP_NUM_THREADS"] = str(THREADS)
     os.environ["HF_HUB_OFFLINE"] = "1"
     if str(REPOSITORY) not in sys.path:
