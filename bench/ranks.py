@@ -136,7 +136,7 @@ def main() -> None:
     from ortlab.ranks.ranks import Ranks
 
     report = Report("ranks", read)
-    sizes = drawn(32 if read.quick else 1024)
+    sizes = drawn(64 if read.quick else 1024)
     record = balance(sizes, BATCH, ranks=2)
     ways = {"as they come": record.without[0], "balanced": record.having[0]}
     with Cluster(2, threads=1) as cluster:
