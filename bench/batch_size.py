@@ -17,7 +17,7 @@ from budget import language_model
 from report import THREADS, Report, arguments, in_own_process
 
 if TYPE_CHECKING:
-    from ortlab.studies.batch_size_search import BatchSizeSearch
+    from ortlab.studies.batch_size import BatchSizeSearch
 
 FAMILIES = ("BERT", "GPT-2")
 SIZES = (2, 4, 8)
@@ -56,7 +56,7 @@ def searched(family: str, *, quick: bool) -> dict[str, Any]:
 
     import ortlab
     from ortlab.render.batch_size_page import closing_sentence
-    from ortlab.studies.batch_size_plan_sets import largest_plan_sets
+    from ortlab.studies.batch_size_trials import largest_plan_sets
 
     torch.set_num_threads(THREADS)
     sizes = tuple(size * 32 for size in SIZES) if quick else SIZES

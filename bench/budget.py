@@ -144,7 +144,7 @@ def budgets(family: str, *, quick: bool) -> dict[str, list[dict[str, Any]]]:
 
 def ticked(lab: Any, family: str) -> list[dict[str, Any]]:
     """Tick one plan more each time, the largest predicted saving first, and measure."""
-    from ortlab.memory.choice import Choice
+    from ortlab.memory.plan import Choice
 
     simulated = lab._bench.simulated[2]  # noqa: SLF001 - times from the profile that the budgets are predicted from
     plan = lab.plan(costs=True, progress=False)
@@ -221,15 +221,14 @@ def language_model(
 
 def solver_rows(*, clusters: int, places: int, instants: int) -> list[dict[str, Any]]:
     """Solve problems of a transformer's shape: activations made layer by layer, and freed in the opposite order."""
-    from ortlab.studies import budget_exact as exact
-    from ortlab.studies import budget_greedy as greedy
+    from ortlab.studies.budget_solvers import solve_exactly, solve_quickly
 
     problem = transformer(clusters, places, instants)
     top = float(problem.live.max())
-    exact.solve(problem, 0.95 * top)  # scipy is imported
+    solve_exactly(problem, 0.95 * top)  # scipy is imported
     rows = []
     for share in (0.9, 0.7, 0.5, 0.3):
-        quick, best = greedy.solve(problem, share * top), exact.solve(problem, share * top)
+        quick, best = solve_quickly(problem, share * top), solve_exactly(problem, share * top)
         rows.append(
             {
                 "budget / peak": share,

@@ -25,7 +25,7 @@ from rounds import Times, interleave, ratio
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ortlab.parity.comparing import Reference
+    from ortlab.parity.tensor_comparison import Reference
 
 ENGINES = ("ort", "eager")
 LARGE = (4, 768, 30522, 8, 128)
@@ -108,8 +108,7 @@ def measure(engine: str, size: tuple[int, ...], rounds: int) -> Measured:
     from models import bert, tokens
 
     import ortlab
-    from ortlab.parity.comparing import Reference
-    from ortlab.parity.tensor_store import stored
+    from ortlab.parity.tensor_comparison import Reference, stored
 
     layers, hidden, vocabulary, batch_size, length = size
     model, batch = bert(layers, hidden, vocabulary=vocabulary), tokens(batch_size, length, vocabulary)
@@ -143,7 +142,7 @@ def measure(engine: str, size: tuple[int, ...], rounds: int) -> Measured:
 @contextlib.contextmanager
 def watching(lab: Any, model: Any, engine: str) -> Iterator[Callable[[Any, Reference], float]]:
     """Make what runs a step, hands its tensors over as a run of `lab.parity()` does, and returns its seconds."""
-    from ortlab.engine.apart import built_apart
+    from ortlab.engine.building import built_apart
     from ortlab.engine.capture import Capture
     from ortlab.parity.observation import Observation
 

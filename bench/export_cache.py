@@ -61,14 +61,13 @@ def in_fresh_process(folder: str, read: argparse.Namespace) -> dict[str, object]
 def first_step(folder: str, *, quick: bool) -> dict[str, object]:
     """Take the first step of this process; return its seconds, its loss and whether an export was read."""
     import torch
-    from models import bert, tokens
+    from models import bert, tiny, tokens
 
     import ortlab
     import ortlab.engine.execution
 
     torch.set_num_threads(THREADS)
-    model = bert(1, 32) if quick else bert(12, 768)
-    batch = tokens(2, 16) if quick else tokens(2, 128)
+    model, batch = tiny() if quick else (bert(12, 768), tokens(2, 128))
     start = time.perf_counter()
     lab = ortlab.wrap(model, export_cache_dir=folder)
     loss = model(**batch)["loss"]

@@ -197,7 +197,7 @@ def trial(family: str, side: str, number: int) -> dict[str, Any]:
     model, lab = lab_of(family, number)
     try:
         if side.startswith("ort"):
-            from ortlab.parity.two_engines import compared
+            from ortlab.parity.parity_run import compared
 
             fault = InGraph(model, draw, backward=side.endswith("backward"))
             found = compared(lab._bench, 1, dropout=False, seeds=False, progress=False, edit=fault)  # noqa: SLF001

@@ -67,8 +67,8 @@ def predictions(family: str, length: int, rounds: int, *, quick: bool) -> list[d
     import torch
 
     import ortlab
-    from ortlab.memory.lifetimes import lifetimes
     from ortlab.memory.recompute import with_places
+    from ortlab.memory.trace import lifetimes
 
     torch.set_num_threads(THREADS)
     model, batch = language_model(family, *((2, 32, 4, length, 128) if quick else (4, 512, 8, length, 8192)))

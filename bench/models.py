@@ -29,6 +29,28 @@ def bert(layers: int, hidden: int, *, heads: int = 8, vocabulary: int = 30522) -
     return BertForMaskedLM(config).train()
 
 
+class Tiny(nn.Module):
+    """What `--quick` measures instead of a BERT: called alike, made without transformers, exported at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2024)
+        self.embedding = nn.Embedding(VOCABULARY, 16)
+        self.hidden = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16), nn.LayerNorm(16))
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Batch:
+        """Return the loss of each token's own label, and the logits."""
+        hidden = self.embedding(input_ids) * attention_mask[..., None]
+        logits = self.head(hidden + self.hidden(hidden))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def tiny() -> tuple[nn.Module, Batch]:
+    """Return the model of `--quick` and a batch for it."""
+    return Tiny().train(), tokens(2, 16, VOCABULARY)
+
+
 def tokens(batch: int, length: int, vocabulary: int = 30522) -> Batch:
     """Return random `input_ids`, `attention_mask` (all ones) and `labels`, each of shape (batch, length), int64."""
     ids = torch.randint(5, vocabulary, (batch, length), generator=torch.Generator().manual_seed(7))

@@ -27,21 +27,20 @@ def main() -> None:
     from rounds import interleave, ratio, rows
 
     import ortlab
-    from ortlab.engine import exports
+    from ortlab.engine import kept_builds
     from ortlab.engine.execution import Execution
     from ortlab.options.options import Options
     from ortlab.records.messages import MessageLog
 
     torch.set_num_threads(THREADS)
     report = Report("preflight", read)
-    model = bert(1, 32) if read.quick else bert(12, 768)
-    broken = bert(1, 32) if read.quick else bert(12, 768)
+    model, broken = (bert(1, 32, vocabulary=64) if read.quick else bert(12, 768) for _ in range(2))
     layers = broken.bert.encoder.layer
     layers[len(layers) // 2].intermediate.intermediate_act_fn = _branching()
-    batch = tokens(2, 16) if read.quick else tokens(2, 128)
+    batch = tokens(2, 16, 64) if read.quick else tokens(2, 128)
 
     def preflight() -> None:
-        exports.forget(model)
+        kept_builds.forget(model)
         found = ortlab.preflight(model, batch, progress=False)
         assert found.ok, found
 

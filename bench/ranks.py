@@ -72,7 +72,7 @@ def dealt(make: Any, sizes: list[int], epochs: list[list[list[int]]]) -> dict[st
     from torch.nn.parallel import DistributedDataParallel
 
     import ortlab
-    from ortlab.ranks.rank_ledger import rank_ledger
+    from ortlab.ranks.ledgers import rank_ledger
 
     model = make(200, 128)
     lab = ortlab.wrap(model, print_input_density=True)
@@ -99,7 +99,7 @@ def killed() -> tuple[float, int]:
     import psutil
 
     from ortlab.ranks import Cluster
-    from ortlab.ranks.waiting import RankDiedError
+    from ortlab.ranks.processes import RankDiedError
 
     before = {one.pid for one in psutil.Process().children(recursive=True)}
     sent = 0.0
@@ -132,8 +132,7 @@ def main() -> None:
     read = arguments(__doc__, rounds=5)
     from ortlab.ranks import Cluster
     from ortlab.ranks.balancing import balance
-    from ortlab.ranks.rank_ledger import RankLedger
-    from ortlab.ranks.ranks import Ranks
+    from ortlab.ranks.ledgers import RankLedger, Ranks
 
     report = Report("ranks", read)
     sizes = drawn(64 if read.quick else 1024)

@@ -48,7 +48,7 @@ def arguments(description: str, *, rounds: int, resumes: bool = False, only: str
     if only:
         parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help=f"only these {only}")
     read = parser.parse_args()
-    read.rounds = read.rounds or (3 if read.quick else rounds)
+    read.rounds = read.rounds or (2 if read.quick else rounds)
     os.environ["OMP_NUM_THREADS"] = str(THREADS)
     os.environ["HF_HUB_OFFLINE"] = "1"
     if str(REPOSITORY) not in sys.path:

@@ -120,8 +120,7 @@ def used(setting: dict[str, Any]) -> dict[str, Any]:
 
 def fresh(setting: dict[str, Any]) -> int:
     """Train in a process where nothing else has run, and return how far a step rises, by the kernel's mark alone."""
-    from ortlab.runs.heap import reset_peak
-    from ortlab.runs.measure import resident_set
+    from ortlab.runs.process_memory import reset_peak, resident_set
 
     lab, step = _trained(setting)
     lab.set(engine=setting["engine"], cpu_memory_arena=False)

@@ -31,8 +31,10 @@ def main() -> None:
     torch.set_num_threads(THREADS)
     report = Report("step_overhead", read)
     layers, hidden, batch, length = (1, 32, 2, 16) if read.quick else (4, 512, 8, 128)
+    vocabulary = 64 if read.quick else 30522
+    model, inputs = bert(layers, hidden, vocabulary=vocabulary), tokens(batch, length, vocabulary)
 
-    times = compare(bert(layers, hidden), tokens(batch, length), read.rounds)
+    times = compare(model, inputs, read.rounds)
     report.table(
         f"One step: BERT, {layers} layers, hidden {hidden}, batch {batch}, length {length}", rows(times)
     )
@@ -45,7 +47,7 @@ def main() -> None:
     # Of the minima: ORTModule's spinning threads make short steps vary by several milliseconds.
     added_us = (min(small["lab.module"]) - min(small["raw ORTModule"] + small["raw ORTModule again"])) * 1e6
     step = min(times["raw ORTModule"])
-    parts = fingerprints(bert(layers, hidden), tokens(batch, length))
+    parts = fingerprints(model, inputs)
     report.table("Of that, looking for what would need another export", rows(parts, unit="us", scale=1e6))
     report.claim("What ortlab adds to a step [us]", added_us)
     report.claim("The same, as 1 + share of the large step", 1 + added_us / 1e6 / step, at_most=1.01)
@@ -87,11 +89,11 @@ def step(module: object, batch: dict) -> Callable[[], object]:
 
 def fingerprints(model: object, batch: dict) -> Times:
     """Time the parts of ortlab's check that the present build still fits."""
-    from ortlab.engine.schema import call_schema, module_state
+    from ortlab.engine.schema import ModuleReader, call_schema
 
     parts = {
         "inputs": lambda: call_schema((), batch),
-        "modules, parameters": lambda: module_state(model),
+        "modules, parameters": lambda: ModuleReader(model).state(),
     }
     return interleave(parts, 200)
 

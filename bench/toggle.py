@@ -42,7 +42,6 @@ def main() -> None:
 
     torch.set_num_threads(THREADS)
     report = Report("toggle", read)
-    layers, hidden, _, _ = size(quick=read.quick)
     subject = Subject(quick=read.quick)
     changes = {
         SESSION: subject.switch_memory_level,
@@ -55,9 +54,10 @@ def main() -> None:
         **{name: subject.timed(name, change) for name, change in changes.items()},
     }
     subject.forward_after()
-    times = interleave(calls, read.rounds, warm_up=2)
+    times = interleave(calls, read.rounds, warm_up=0 if read.quick else 2)
     report.table(
-        f"The call after the change: BERT, {layers} layers, hidden {hidden}", rows(times, unit="s", scale=1)
+        f"The call after the change: {'a tiny model' if read.quick else 'BERT, 12 layers, hidden 768'}",
+        rows(times, unit="s", scale=1),
     )
 
     built = {name: subject.built[name][-read.rounds :] for name in changes}
@@ -100,22 +100,15 @@ def main() -> None:
     report.write()
 
 
-def size(*, quick: bool) -> tuple[int, int, int, int]:
-    """Return layers, hidden size, batch and sequence length."""
-    return (1, 32, 2, 16) if quick else (12, 768, 2, 128)
-
-
 class Subject:
     """A model, its batch and its lab."""
 
     def __init__(self, *, quick: bool) -> None:
-        from models import bert, tokens
+        from models import bert, tiny, tokens
 
         import ortlab
 
-        layers, hidden, batch, length = size(quick=quick)
-        self._model = bert(layers, hidden, heads=4 if quick else 12)
-        self._batch = tokens(batch, length)
+        self._model, self._batch = tiny() if quick else (bert(12, 768, heads=12), tokens(2, 128))
         self._lab = ortlab.wrap(self._model, log_level="ERROR")
         self.built: dict[str, list] = {}
 
@@ -175,7 +168,7 @@ class Subject:
 
     def _prepare(self, change: Callable[[], object]) -> str:
         """Drop graphs that a change would find again; return the stage that it has to redo."""
-        from ortlab.engine.exports import kept_exports
+        from ortlab.engine.kept_builds import kept_exports
 
         if change == self.switch_compute_optimizer:
             for kept in kept_exports(self._model):
@@ -200,17 +193,16 @@ def in_fresh_process(*, quick: bool) -> float:
 def fresh_step(start: float, *, quick: bool) -> dict[str, float]:
     """Import, wrap, take one step; return the seconds since `start` and those of the model's creation."""
     import torch
-    from models import bert, tokens
+    from models import bert, tiny, tokens
 
     import ortlab
 
     torch.set_num_threads(THREADS)
-    layers, hidden, batch, length = size(quick=quick)
-    tensors = tokens(batch, length)
-    import transformers.models.bert.modeling_bert  # noqa: F401 - an import, not the model's creation
+    if not quick:
+        import transformers.models.bert.modeling_bert  # noqa: F401 - an import, not the model's creation
 
     before = time.time()
-    model = bert(layers, hidden, heads=4 if quick else 12)
+    model, tensors = tiny() if quick else (bert(12, 768, heads=12), tokens(2, 128))
     created = time.time() - before
     lab = ortlab.wrap(model, log_level="ERROR")
     model(**tensors)["loss"].backward()

@@ -92,13 +92,12 @@ def toggle(*, quick: bool) -> dict[str, Any]:
     """Make all changes, each with a step; return the resident set after each, and what is alive at the end."""
     import psutil
     import torch
-    from models import bert, tokens
+    from models import bert, tiny, tokens
 
     import ortlab
 
     torch.set_num_threads(THREADS)
-    model = bert(1, 32, heads=4) if quick else bert(12, 768, heads=12)
-    batch = tokens(2, 16) if quick else tokens(2, 128)
+    model, batch = tiny() if quick else (bert(12, 768, heads=12), tokens(2, 128))
     lab = ortlab.wrap(model, log_level="ERROR")
 
     def step() -> None:

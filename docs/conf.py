@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 import ortlab  # noqa: E402 - the checkout's, not an installed one
 from ortlab.options import log_levels, options  # noqa: E402
-from ortlab.records import known_messages  # noqa: E402
+from ortlab.records.messages import known_markdown  # noqa: E402
 
 project = "ortlab"
 copyright = "the ortlab maintainers"  # noqa: A001 - Sphinx's own name for it
@@ -69,7 +69,7 @@ def generate(_: Sphinx) -> None:
     GENERATED.mkdir(exist_ok=True)
     (GENERATED / "options.md").write_text(options.markdown(), encoding="utf-8")
     (GENERATED / "log_levels.md").write_text(log_levels.markdown(), encoding="utf-8")
-    (GENERATED / "known_messages.md").write_text(known_messages.markdown(), encoding="utf-8")
+    (GENERATED / "known_messages.md").write_text(known_markdown(), encoding="utf-8")
     for notebook in (ROOT / "notebooks").glob("*.ipynb"):
         shutil.copy(notebook, GENERATED / f"{notebook.stem.partition('_')[2]}.ipynb")
 

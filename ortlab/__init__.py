@@ -12,21 +12,19 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from ortlab.checks.doctor import doctor
-    from ortlab.checks.preflight_running import preflight
+    from ortlab.checks.preflight import preflight
     from ortlab.checks.recipes import recipe
     from ortlab.errors import OrtlabError
     from ortlab.graphs.onnx_files import open_graph
-    from ortlab.graphs.viewer.embedded import embed_graph
-    from ortlab.lab.lab import Lab
-    from ortlab.lab.wrapped import wrap
+    from ortlab.graphs.viewer.document import embed_graph
+    from ortlab.lab.lab import Lab, wrap
     from ortlab.loading import load
     from ortlab.notebook.widgets.graph_display import show_graph
     from ortlab.notebook.widgets.panel import panel
     from ortlab.options.options import Options
-    from ortlab.render.figures import plot
+    from ortlab.render.pages import plot
     from ortlab.runs.graph_optimizers import register_graph_optimizer, unregister_graph_optimizer
-    from ortlab.runs.loss import with_loss, without_loss
-    from ortlab.runs.token_loss import TokenLoss
+    from ortlab.runs.loss import TokenLoss, with_loss, without_loss
 
 __version__ = "0.1.0"
 
@@ -34,21 +32,21 @@ _HOMES = {
     "Lab": "ortlab.lab.lab",
     "Options": "ortlab.options.options",
     "OrtlabError": "ortlab.errors",
-    "TokenLoss": "ortlab.runs.token_loss",
-    "embed_graph": "ortlab.graphs.viewer.embedded",
+    "TokenLoss": "ortlab.runs.loss",
+    "embed_graph": "ortlab.graphs.viewer.document",
     "doctor": "ortlab.checks.doctor",
     "load": "ortlab.loading",
     "open_graph": "ortlab.graphs.onnx_files",
     "panel": "ortlab.notebook.widgets.panel",
-    "plot": "ortlab.render.figures",
-    "preflight": "ortlab.checks.preflight_running",
+    "plot": "ortlab.render.pages",
+    "preflight": "ortlab.checks.preflight",
     "recipe": "ortlab.checks.recipes",
     "register_graph_optimizer": "ortlab.runs.graph_optimizers",
     "show_graph": "ortlab.notebook.widgets.graph_display",
     "unregister_graph_optimizer": "ortlab.runs.graph_optimizers",
     "with_loss": "ortlab.runs.loss",
     "without_loss": "ortlab.runs.loss",
-    "wrap": "ortlab.lab.wrapped",
+    "wrap": "ortlab.lab.lab",
 }
 
 __all__ = [

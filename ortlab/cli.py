@@ -29,22 +29,10 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run one command: `argv` are its arguments without the program's name, those of the process if None.
 
-    Parameters
-    ----------
-    argv
-        Arguments without the program's name; those of the process if None.
-
-    Returns
-    -------
-    int
-        Exit code: 0 done, 1 not possible (the reason is on standard error), 130 interrupted.
-
-    Raises
-    ------
-    SystemExit
-        With code 2 if the arguments are wrong, with 0 for ``--help`` and ``--version``.
+    Returns the exit code: 0 done, 1 not possible (the reason is on standard error), 130 interrupted. Raises SystemExit
+    with code 2 if the arguments are wrong, with 0 for ``--help`` and ``--version``.
     """
     parser = _parser()
     args, others = parser.parse_known_args(argv)
@@ -81,25 +69,15 @@ def _parser() -> argparse.ArgumentParser:
         description="Train a small BERT on the English text that ships with Python on ONNX Runtime, take 30 %% off the"
         " memory that a step needs, and compare its time and memory with PyTorch's, from the same start.",
     )
-    demo.add_argument(
-        "--steps", type=_positive, default=15, help="training steps of the first run (default: %(default)s)"
-    )
-    demo.add_argument("--layers", type=_positive, default=4, help="transformer layers (default: %(default)s)")
-    demo.add_argument(
-        "--hidden", type=_hidden, default=256, help="hidden size, a multiple of 64 (default: %(default)s)"
-    )
-    demo.add_argument(
-        "--batch", type=_positive, default=8, help="sequences in a batch (default: %(default)s)"
-    )
-    demo.add_argument(
-        "--length", type=_length, default=128, help="tokens in a sequence, 8 to 512 (default: %(default)s)"
-    )
-    demo.add_argument(
-        "--seed",
-        type=_seed,
-        default=2024,
-        help="seed of weights and batches, 2 or more (default: %(default)s)",
-    )
+    for name, kind, default, what in (
+        ("steps", _positive, 15, "training steps of the first run"),
+        ("layers", _positive, 4, "transformer layers"),
+        ("hidden", _hidden, 256, "hidden size, a multiple of 64"),
+        ("batch", _positive, 8, "sequences in a batch"),
+        ("length", _length, 128, "tokens in a sequence, 8 to 512"),
+        ("seed", _seed, 2024, "seed of weights and batches, 2 or more"),
+    ):
+        demo.add_argument(f"--{name}", type=kind, default=default, help=f"{what} (default: %(default)s)")
     demo.add_argument("--save", type=Path, metavar="FILE", help="write the runs to this JSON file")
     demo.set_defaults(action=_demo)
 
@@ -158,11 +136,9 @@ def _parser() -> argparse.ArgumentParser:
 def _demo(args: argparse.Namespace) -> int:
     if args.save is not None:
         _check_writable(args.save)  # now, not after a minute of training
-    from ortlab.checks import demo, masked_language
+    from ortlab.checks import demo
 
-    setting = masked_language.Setting(
-        args.steps, args.layers, args.hidden, args.batch, args.length, args.seed
-    )
+    setting = demo.Setting(args.steps, args.layers, args.hidden, args.batch, args.length, args.seed)
     runs = demo.main(setting)
     if args.save is not None:
         runs.save(args.save)
@@ -203,8 +179,8 @@ def _selftest(args: argparse.Namespace) -> int:
     _check_folder(args.output)  # now, not after ten minutes
     from tqdm import tqdm
 
-    from ortlab.checks import selftest_running as running
-    from ortlab.render.selftest_page import verdict
+    from ortlab.checks import selftest
+    from ortlab.render.check_pages import selftest_verdict
 
     with tqdm(bar_format="{desc}", leave=False, disable=None) as line:  # on a terminal only
 
@@ -212,17 +188,17 @@ def _selftest(args: argparse.Namespace) -> int:
             tqdm.write(words)
             sys.stdout.flush()
 
-        test = running.run_selftest(
+        test = selftest.run_selftest(
             gpu=args.gpu,
             tiny=args.tiny,
-            only=args.only or running.NAMES,
+            only=args.only or selftest.NAMES,
             show=show,
             tick=lambda trial, seconds: line.set_description_str(f"  trying: {trial} ({seconds:.0f} s)"),
-            keep=lambda found: running.write(found, args.output),
+            keep=lambda found: selftest.write(found, args.output),
             limit_s=60 * args.minutes,
         )
-    data, report = running.write(test, args.output)
-    print(f"\n{verdict(test)}")
+    data, report = selftest.write(test, args.output)
+    print(f"\n{selftest_verdict(test)}")
     for one in test.findings:
         if one.outcome in {"failed", "did not hold"}:
             print(f"  {one.outcome:<12}  {one.part}, {one.name}: {one.said}")
@@ -262,20 +238,8 @@ def _build(_: argparse.Namespace) -> int:
 def place_quickstart(folder: Path) -> Path:
     """Copy the quickstart notebook into a folder, unless one of that name is there; never overwrite it.
 
-    Parameters
-    ----------
-    folder
-        Made if it does not exist.
-
-    Returns
-    -------
-    Path
-        The notebook in that folder.
-
-    Raises
-    ------
-    OrtlabError
-        If the folder cannot be written, or the installation lacks the notebook.
+    The folder is made if it does not exist. Raises OrtlabError if it cannot be written, or the installation lacks the
+    notebook.
     """
     target = folder / QUICKSTART
     try:

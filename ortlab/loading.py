@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 HOMES: Final = {
     "bisection": ("ortlab.studies.bisection", "Bisection"),
     "budget": ("ortlab.studies.budget", "Budget"),
-    "comparison of tensors": ("ortlab.parity.record", "Parity"),
+    "comparison of tensors": ("ortlab.parity.parity", "Parity"),
     "difference of graphs": ("ortlab.graphs.diff", "GraphDiff"),
-    "search": ("ortlab.studies.batch_size_search", "BatchSizeSearch"),
+    "search": ("ortlab.studies.batch_size", "BatchSizeSearch"),
     "record of FLOPs": ("ortlab.graphs.flops", "Flops"),
-    "record of a load balance": ("ortlab.ranks.balance", "Balance"),
-    "record of densities": ("ortlab.records.density_report", "DensityReport"),
+    "record of a load balance": ("ortlab.ranks.balancing", "Balance"),
+    "record of densities": ("ortlab.records.density", "DensityReport"),
     "record of candidates": ("ortlab.studies.engine_comparison", "EngineComparison"),
-    "record of saved FLOPs": ("ortlab.graphs.flop_savings", "FlopSavings"),
+    "record of saved FLOPs": ("ortlab.graphs.flops", "FlopSavings"),
     "self-test": ("ortlab.records.selftest", "SelfTest"),
     "sweep": ("ortlab.studies.sweep", "Sweep"),
 }
@@ -51,7 +51,7 @@ def load(path: str | Path) -> Any:
     --------
     >>> lab.sweep(resume=ortlab.load("sweep.json"))
     """
-    from ortlab.ranks.ranks import Ranks
+    from ortlab.ranks.ledgers import Ranks
     from ortlab.records.runs import Ledger
 
     source = Path(path)

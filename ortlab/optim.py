@@ -12,10 +12,10 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from ortlab.engine import fp16_modifiers, fused_ops
+from ortlab.engine import ort_optimizers
 from ortlab.errors import OptionError, StepError
 
-_MODES: Final = (fused_ops.L2, fused_ops.TRANSFORMERS, fused_ops.TORCH)
+_MODES: Final = (ort_optimizers.L2, ort_optimizers.TRANSFORMERS, ort_optimizers.TORCH)
 _ORT_DTYPES: Final = (torch.float16, torch.float32)
 _CHUNK: Final = 2048 * 32
 _Optimizer = TypeVar("_Optimizer")
@@ -40,7 +40,7 @@ class FusedAdam(torch.optim.Optimizer):
         params: Iterable[Any],
         defaults: dict[str, Any],
         *,
-        adam_w_mode: int = fused_ops.TRANSFORMERS,
+        adam_w_mode: int = ort_optimizers.TRANSFORMERS,
         set_grad_none: bool = True,
         instead: str = "",
     ) -> None:
@@ -53,7 +53,9 @@ class FusedAdam(torch.optim.Optimizer):
     def implementation(self) -> str:
         """Who computes the step, and why it is not ORT's kernel."""
         held = [one for group in self.param_groups for one in group["params"]]
-        kernel = "PyTorch's fused kernel" if fused_ops.is_fused(held) else "PyTorch's operators over lists"
+        kernel = (
+            "PyTorch's fused kernel" if ort_optimizers.is_fused(held) else "PyTorch's operators over lists"
+        )
         return f"{kernel}: {self._instead}" if self._instead else kernel
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
@@ -104,7 +106,7 @@ class FusedAdam(torch.optim.Optimizer):
         lists = [[one.grad for one in parameters], parameters]
         beta1, beta2 = group["betas"]
         lists += [[self.state[one][name] for one in parameters] for name in ("exp_avg", "exp_avg_sq")]
-        fused_ops.multi_tensor_adam(
+        ort_optimizers.multi_tensor_adam(
             _CHUNK,
             None,
             lists,
@@ -126,7 +128,7 @@ def fused_adam(
     bias_correction: bool = True,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-6,
-    adam_w_mode: int = fused_ops.TRANSFORMERS,
+    adam_w_mode: int = ort_optimizers.TRANSFORMERS,
     weight_decay: float = 0.0,
     set_grad_none: bool = True,
 ) -> torch.optim.Optimizer:
@@ -190,7 +192,7 @@ def fused_adam(
         _check({**defaults, **group})
     why = _why_not_ort([one for group in groups for one in group["params"]])
     if not why:
-        return fp16_modifiers.ort_fused_adam(
+        return ort_optimizers.ort_fused_adam(
             groups, **defaults, adam_w_mode=adam_w_mode, set_grad_none=set_grad_none
         )
     return FusedAdam(groups, defaults, adam_w_mode=int(adam_w_mode), set_grad_none=set_grad_none, instead=why)
@@ -227,7 +229,7 @@ def fp16_optimizer(optimizer: _Optimizer, **groups: Callable[[], Any]) -> _Optim
     >>> engine, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     >>> optimizer = fp16_optimizer(optimizer)
     """
-    fp16_modifiers.modify(optimizer, **groups)
+    ort_optimizers.modify(optimizer, **groups)
     return optimizer
 
 
@@ -281,6 +283,6 @@ def _why_not_ort(parameters: list[torch.Tensor]) -> str:
     other = next((one.dtype for one in parameters if one.dtype not in _ORT_DTYPES), None)
     if other is not None:
         return f"ORT's kernel is for float16 and float32, not {str(other).removeprefix('torch.')}"
-    if not fp16_modifiers.is_compiled():
+    if not ort_optimizers.is_compiled():
         return "ORT's extension fused_ops is not compiled"
     return ""

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from ortlab.units import fold, printable
+
 if TYPE_CHECKING:
     from ortlab.render.page import Page
 
@@ -21,9 +23,6 @@ class Shown:
 
     def __repr__(self) -> str:
         """Say in one line what it is, and the figure that it is for."""
-        from ortlab.render.page import printable
-        from ortlab.units import fold
-
         return fold(f"{type(self).__name__}({printable(self._headline())})", REPR_LENGTH)
 
     def __str__(self) -> str:
@@ -34,7 +33,7 @@ class Shown:
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, Any]:
         """Return its page in every form that the front end shows; IPython itself leaves out what it was told to."""
-        from ortlab.notebook.widgets.record_display import bundle
+        from ortlab.notebook.widgets.display import bundle
 
         return bundle(self, self._page())
 
@@ -54,12 +53,12 @@ class ShownAsPanel(Shown):
 
     def _ipython_display_(self) -> None:
         """Show the panel; IPython asks for `_repr_mimebundle_` where this is not implemented."""
-        from ortlab.notebook.widgets.lab_display import show_panel
+        from ortlab.notebook.widgets.display import show_panel
 
         show_panel(self)  # type: ignore[arg-type]  # the only subclass is Lab, which this module cannot name
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, Any]:
-        from ortlab.notebook.widgets.lab_display import was_shown
+        from ortlab.notebook.widgets.display import was_shown
 
         if was_shown(self):  # type: ignore[arg-type]
             return {"text/plain": repr(self)}

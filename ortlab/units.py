@@ -7,6 +7,7 @@ Measured numbers keep three significant digits, because the fourth changes from 
 from __future__ import annotations
 
 import math
+from collections.abc import Sized
 from typing import Final
 
 MISSING: Final = "n/a"
@@ -120,6 +121,12 @@ def count(number: float | None) -> str:
     return MISSING if math.isnan(value) else f"{value:,.0f}"
 
 
+def many(of: Sized | int, one: str, several: str = "") -> str:
+    """Write how many there are of something: "1 step", "12 steps"; `several` where the plural has no plain s."""
+    number = of if isinstance(of, int) else len(of)
+    return f"{count(number)} {one if number == 1 else several or f'{one}s'}"
+
+
 def loss(value: float | None) -> str:
     """Write a loss with five significant digits: "6.9315"; enough to see two runs part.
 
@@ -142,6 +149,15 @@ def fold(text: str, limit: int = 160) -> str:
         return text
     head = (limit - 1) * 2 // 3
     return f"{text[:head]}…{text[len(text) - (limit - 1 - head) :]}"
+
+
+def printable(text: str) -> str:
+    r"""Return `text` with control characters written out, so that a name cannot break a table or a terminal.
+
+    A line break becomes a space, and an escape sequence its Python escape: "\\x1b[31m".
+    """
+    flat = " ".join(text.splitlines())
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in flat)
 
 
 def _number(value: float | None) -> float:

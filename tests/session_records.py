@@ -15,16 +15,14 @@ from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
 import ortlab
-from ortlab.memory.device_snapshot import MemorySnapshot
-from ortlab.memory.named_blocks import KeptBuffer, name_blocks
+from ortlab.memory.device_snapshot import KeptBuffer, MemorySnapshot, name_blocks
 from ortlab.memory.saved_plans import read_saved
-from ortlab.options.option_list import OptionList
+from ortlab.options.catalogue import OptionList
 from ortlab.options.options import Options
 from ortlab.ranks import Cluster
 from ortlab.ranks.balancing import balance
-from ortlab.ranks.cluster_status import rank_status
-from ortlab.ranks.rank_ledger import RankLedger
-from ortlab.ranks.ranks import Ranks
+from ortlab.ranks.cluster_records import rank_status
+from ortlab.ranks.ledgers import RankLedger, Ranks
 from ortlab.records.comparison import compare
 from ortlab.records.runs import Ledger, Run
 from ortlab.records.selftest import Finding, SelfTest

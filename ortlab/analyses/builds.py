@@ -13,7 +13,7 @@ from ortlab.options.configuration import Configuration
 from ortlab.records.messages import MessageLog
 from ortlab.runs.experiment import iterator_of, leaving_no_trace
 from ortlab.runs.interrupts import interrupts_kept
-from ortlab.runs.partial import PartsEngine
+from ortlab.runs.parts import PartsEngine
 
 if TYPE_CHECKING:
     from ortlab.engine.execution import Execution

@@ -1,19 +1,97 @@
-"""The memory of a step, phase by phase: the last step is run again from its start, and everything is put back."""
+"""What a step's memory is made of: what the graph keeps for backward, the peaks by phase, and a snapshot of a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ortlab.analyses.activations import activations
+from ortlab.analyses.builds import builds
+from ortlab.errors import BuildError, StepError
+from ortlab.memory.device_snapshot import KeptBuffer, kept_buffers, named_snapshot
+from ortlab.memory.saved_activations import ActivationsSource, SavedActivations, merged
+from ortlab.runs.allocator_history import CudaHistory, Snapshotting
 from ortlab.runs.experiment import Experiment, check_count, leaving_no_trace
-from ortlab.runs.measuring import Measuring
-from ortlab.runs.step_memory import without_arena
+from ortlab.runs.step_memory import Measuring, without_arena
 
 if TYPE_CHECKING:
+    import torch
+
+    from ortlab.engine.execution import Execution
+    from ortlab.memory.device_snapshot import MemorySnapshot
     from ortlab.memory.measured import MemoryMeasurement
+    from ortlab.memory.saved_activations import SavedActivations
     from ortlab.runs.bench import Bench
+
+
+def activations(
+    bench: Bench,
+    part: str | None = None,
+    *,
+    plans: bool = False,
+    sizes: Mapping[str, int] | None = None,
+    progress: bool = True,
+) -> SavedActivations:
+    """Read what the graph of the present switches keeps for its backward, with their memory plans applied.
+
+    If it is not built yet, it is built from the last step, beside what the lab has; see `SavedActivations.note`.
+
+    Parameters
+    ----------
+    part
+        Path of a wrapped part of the model; None for the whole model, or for all its parts together.
+    plans
+        Whether to say which recompute plans remove each activation, and what each keeps instead. Each plan that
+        ORT offers is applied alone, in a session that never runs: some tenths of a second each for a small model.
+        What was found is kept.
+    sizes
+        Bytes by name of a result, as a profiled step has seen them (`Trace.sizes`): for what the graph alone does
+        not tell.
+    progress
+        Whether to show a progress bar on a terminal while plans are looked at.
+
+    Returns
+    -------
+    SavedActivations
+        The activations, the largest first. Bytes are worked out from shapes, for the sizes of the batch that the
+        graph was built with; `SavedActivations.at` evaluates them for others.
+
+    Raises
+    ------
+    OptionError
+        If there is no such part.
+    BuildError
+        If no step has run in this lab yet, or ONNX Runtime cannot build the training graph.
+
+    Examples
+    --------
+    >>> lab.activations().by("operator")[0]
+    ActivationGroup(name='Gelu', count=12, bytes=100663296, unknown=0)
+    """
+    with builds(bench, part) as found:
+        by_part = {
+            path: _activations(bench, execution, path, plans=plans, sizes=sizes or {}, progress=progress)
+            for path, execution in found.executions.items()
+        }
+    if len(by_part) == 1 and not found.missing:
+        kept = next(iter(by_part.values()))
+    else:
+        kept = merged(by_part, missing=found.missing)
+    return replace(kept, note=found.note, source=ActivationsSource(bench.lab, part))
+
+
+def _activations(
+    bench: Bench, execution: Execution, path: str, *, plans: bool, sizes: Mapping[str, int], progress: bool
+) -> SavedActivations:
+    from ortlab.engine.saved_activations import read_activations, with_plans
+
+    kept = read_activations(execution, bench.module, part=path, sizes=sizes)
+    if not plans:
+        return kept
+    configs = sorted(execution.memory_report().savings)
+    with bench.progress.task(show=progress) as bar:
+        return with_plans(kept, execution, bench.module, configs, part=path, tell=bar.report)
 
 
 def memory(
@@ -99,3 +177,94 @@ def _with_named_activations(bench: Bench, measured: MemoryMeasurement) -> Memory
         return measured
     kept = activations(bench, progress=False)
     return measured if kept.unknown else replace(measured, named_activations_bytes=kept.total_bytes)
+
+
+def memory_snapshot(bench: Bench, /, **changes: object) -> MemorySnapshot:
+    """Run the last step again while torch's CUDA allocator writes its history down, and name what is in its blocks.
+
+    The steps do not count, so nothing comes into the ledger. Afterwards, also after a failure or an interrupt,
+    weights, gradients, optimizers, random state, engine and options are as they were before the call. A recording
+    of the allocator's history that the caller has begun ends.
+
+    Parameters
+    ----------
+    **changes
+        Options to run with, and `engine`, as for `set`. Nothing is changed in the lab.
+
+    Returns
+    -------
+    MemorySnapshot
+        The blocks in use when the forward had ended, and what is in each, as far as it can be told; `save` writes
+        the file that torch's memory viewer opens, with the history of the whole step and the names in it.
+
+    Raises
+    ------
+    StepError
+        If the model is not on an NVIDIA GPU, ONNX Runtime keeps a pool of its own there, no step has run yet, a
+        step is running, or the step has no backward.
+    OptionError
+        If a change is none that `set` would take.
+    Exception
+        Whatever the step raises.
+
+    Examples
+    --------
+    >>> snapshot = lab.memory_snapshot()
+    >>> snapshot.save("step.pickle")  # open it at https://pytorch.org/memory_viz
+    """
+    bench.check_usable("take a memory snapshot")
+    device = _gpu_of(bench.module)
+    experiment = bench.last_experiment().times(1)
+    wished = bench.configuration.tried(changes, bench.have)
+    with bench.as_before(experiment) as before, ExitStack() as stack:
+        stack.callback(bench.progress.report, "", 1.0)
+
+        def include(optimizer: Any) -> None:
+            experiment.start.include(optimizer)
+            before.include(optimizer)
+
+        bench.configure(without_arena(bench, wished))
+        experiment.start.put_back()
+        bench.recording = snapshotting = Snapshotting(
+            bench.module,
+            bench.engine,
+            experiment,
+            wished.options,
+            include,
+            bench.progress.report,
+            history=CudaHistory(),
+        )
+        taken = snapshotting.take()
+        if wished.engine != "ort":
+            return named_snapshot(taken, device, wished)
+        kept = activations(bench, progress=False)
+        return named_snapshot(taken, device, wished, _kept_buffers(bench, kept), len(kept.unknown))
+
+
+def _kept_buffers(bench: Bench, kept: SavedActivations) -> list[KeptBuffer]:
+    """Say of each kept activation whose size is known when its memory can have been allocated."""
+    from ortlab.engine.kept_values import earliest_places
+
+    earliest: dict[tuple[str, str], int] = {}
+    for path, engine in bench.engines(None).items():
+        try:
+            execution = engine.execution
+        except BuildError:  # a part that was not called
+            continue
+        values = [row.value for row in kept.rows if row.part == path]
+        places = earliest_places(execution, values)
+        earliest |= {(path, value): place for value, place in places.items()}
+    return kept_buffers(kept, earliest)
+
+
+def _gpu_of(module: torch.nn.Module) -> torch.device:
+    """Return the GPU that a model is on; raises StepError if it is on none."""
+    device = next((tensor.device for tensor in module.parameters()), None)
+    if device is not None and device.type == "cuda":
+        return device
+    raise StepError(
+        "A memory snapshot needs an NVIDIA GPU.",
+        why=f"It is the history of torch's CUDA allocator, and the model is on {device or 'no device'}.",
+        fix="Move model and batch to 'cuda'. On a CPU %ort_memory measures a step, and %ort_activations names what it "
+        "keeps for backward.",
+    )

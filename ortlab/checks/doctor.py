@@ -63,13 +63,21 @@ def doctor(environ: Mapping[str, str] | None = None, *, module: torch.nn.Module 
         One check for each thing; nothing raises.
     """
     environ = os.environ if environ is None else environ
-    checks = [_python(), _packages(), _onnxruntime()]
+    python = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
+    checks = [
+        _installed("Python", installation.check_python, lambda _: python),
+        _installed(
+            "Packages",
+            installation.check_packages,
+            lambda found: ", ".join(f"{name} {version}" for name, version in found.items()),
+        ),
+        _installed("ONNX Runtime", installation.check_onnxruntime, lambda one: f"{one.name} {one.version}"),
+    ]
     if all(check.status == "ok" for check in checks):
         trained = _trained(*_selftest(environ), environ)
         checks += trained
-        if all(
-            check.status != "fail" for check in trained
-        ):  # what follows imports torch and ONNX Runtime here
+        if all(check.status != "fail" for check in trained):
+            # What follows imports torch and ONNX Runtime here.
             checks += _switches(installation.have())
     if module is not None:
         checks.append(examine_wrappers(module))
@@ -85,18 +93,10 @@ def doctor(environ: Mapping[str, str] | None = None, *, module: torch.nn.Module 
 
 
 def examine_wrappers(module: torch.nn.Module) -> Check:
-    """Look at the order of the wrappers around a model, which takes no time.
+    """Look at the order of the wrappers around a model; `module` is the outermost, what the training loop calls.
 
-    Parameters
-    ----------
-    module
-        The outermost module: what the training loop calls.
-
-    Returns
-    -------
-    Check
-        "ok" where ORT is inside what belongs around it, "fail" where the order cannot work, and "warn" where nothing
-        runs on ORT; with the nest in one line, and what mends it.
+    The check is "ok" where ORT is inside what belongs around it, "fail" where the order cannot work, and "warn" where
+    nothing runs on ORT; with the nest in one line, and what mends it.
     """
     from ortlab.runs.wrapper_order import wrapper_order
 
@@ -108,22 +108,6 @@ def examine_wrappers(module: torch.nn.Module) -> Check:
             name, "warn", f"{order.written}: nothing of it runs on ORT", "Wrap it: ortlab.wrap(model)."
         )
     return Check(name, "ok", order.written)
-
-
-def _python() -> Check:
-    found = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
-    return _installed("Python", installation.check_python, lambda _: found)
-
-
-def _packages() -> Check:
-    def shown(versions: dict[str, str]) -> str:
-        return ", ".join(f"{name} {version}" for name, version in versions.items())
-
-    return _installed("Packages", installation.check_packages, shown)
-
-
-def _onnxruntime() -> Check:
-    return _installed("ONNX Runtime", installation.check_onnxruntime, lambda one: f"{one.name} {one.version}")
 
 
 def _installed(name: str, check: Callable[[], Any], shown: Callable[[Any], str]) -> Check:

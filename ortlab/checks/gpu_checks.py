@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from ortlab.engine import cuda_libraries, installation
+from ortlab.engine import devices, installation
 from ortlab.records.checks import Check, Status
 
 _MIB: Final = 2**20
@@ -63,11 +63,9 @@ def gpu_step(findings: Mapping[str, Any], step: Callable[[str], Check]) -> list[
 def _driver(findings: Mapping[str, Any]) -> Check:
     name, driver = "NVIDIA driver", findings["driver"]
     if driver is None:
-        return Check(
-            name, "warn", f"none ({cuda_libraries.DRIVER} is not there): the CPU will be used", _DRIVER
-        )
-    runs, least = installation.dotted(tuple(driver)), installation.dotted(cuda_libraries.LEAST_DRIVER)
-    if tuple(driver) < cuda_libraries.LEAST_DRIVER:
+        return Check(name, "warn", f"none ({devices.DRIVER} is not there): the CPU will be used", _DRIVER)
+    runs, least = installation.dotted(tuple(driver)), installation.dotted(devices.LEAST_DRIVER)
+    if tuple(driver) < devices.LEAST_DRIVER:
         found = f"too old: it runs CUDA up to {runs}, and ONNX Runtime's libraries need one for {least}"
         return Check(name, "warn", f"{found}: the CPU will be used", _DRIVER)
     torch_cuda = findings["torch_cuda"]
@@ -128,7 +126,7 @@ def _memory(gpus: list[Mapping[str, Any]]) -> Check:
 def _kernels(gpus: list[Mapping[str, Any]]) -> Check:
     name, kinds = (
         "GPU kernels",
-        {one["name"]: cuda_libraries.kernels_for(tuple(one["capability"])) for one in gpus},
+        {one["name"]: devices.kernels_for(tuple(one["capability"])) for one in gpus},
     )
     levels = {one["name"]: installation.dotted(tuple(one["capability"])) for one in gpus}
     for gpu, kind in kinds.items():

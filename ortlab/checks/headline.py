@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import torch
 
     from ortlab.lab.lab import Lab
-    from ortlab.studies.batch_size_search import BatchSizeSearch
 
 FREE_SHARE: Final = 0.9
 """Of a GPU's free memory, what the batches may take; the rest is for what no allocator counts."""
@@ -31,27 +30,15 @@ F6: Final = 562.041593991271 / 479.2543353561354
 
 @dataclass(frozen=True)
 class Size:
-    """How large the experiment is.
-
-    Attributes
-    ----------
-    layers, hidden, heads, vocabulary
-        Of the DeBERTa-v2; its feed-forward layers are four times as wide.
-    length
-        Tokens in a sequence.
-    batches
-        Batch sizes to try, upwards.
-    steps
-        Timed steps of each run.
-    """
+    """How large the experiment is: a DeBERTa-v2, whose feed-forward layers are four times as wide as the others."""
 
     layers: int
     hidden: int
     heads: int
     vocabulary: int
-    length: int
-    batches: tuple[int, ...]
-    steps: int = 3
+    length: int  # tokens in a sequence
+    batches: tuple[int, ...]  # sizes to try, upwards
+    steps: int = 3  # timed, of each run
 
 
 TINY: Final = Size(2, 64, 4, 128, 64, (64, 128, 256), steps=1)
@@ -62,49 +49,23 @@ ON_GPU: Final = Size(24, 1024, 16, 128_100, 256, tuple(2**power for power in ran
 
 @dataclass(frozen=True)
 class Row:
-    """One point: a batch size on an engine, perhaps with plans.
+    """One point: a batch size on an engine, perhaps with recompute plans."""
 
-    Attributes
-    ----------
-    engine
-        As `Lab.set` takes it, and `GELU` behind it where it was recomputed.
-    batch
-        Samples.
-    outcome
-        "fits", "over the limit", "ran out of memory", "not run", "fell back" or "failed".
-    rise_bytes
-        How far the peak was above the start, in bytes; None if it was not measured.
-    samples_per_s
-        Measured median; None if it was not timed.
-    plans
-        The recompute plans.
-    """
-
-    engine: str
-    batch: int
-    outcome: str
-    rise_bytes: int | None
-    samples_per_s: float | None
+    engine: str  # as `Lab.set` takes it, and `GELU` behind it where it was recomputed
+    batch: int  # samples
+    outcome: str  # "fits", "over the limit", "ran out of memory", "not run", "fell back" or "failed"
+    rise_bytes: int | None  # how far the peak was above the start; None if it was not measured
+    samples_per_s: float | None  # measured median; None if it was not timed
     plans: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Headline:
-    """What one engine reached.
-
-    Attributes
-    ----------
-    device
-        "cpu" or "cuda".
-    room_bytes
-        What a point may take above the start.
-    rows
-        The points, in the order in which they ran.
-    """
+    """What one engine reached on "cpu" or "cuda"."""
 
     device: str
-    room_bytes: int
-    rows: tuple[Row, ...]
+    room_bytes: int  # what a point may take above the start
+    rows: tuple[Row, ...]  # the points, in the order in which they ran
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types, readable by `from_dict`."""
@@ -124,36 +85,20 @@ def largest(rows: tuple[Row, ...], engine: str) -> Row | None:
 
 
 def run_headline(engine: str, size: Size, device: str, *, room_bytes: int = 0) -> Headline:
-    """Search for the largest batch with one engine, in this process.
+    """Search for the largest batch with one engine, in this process, on "cpu" or "cuda".
 
-    The optimizer is AdamW, and its state, made in a first step, is part of the start.
+    `engine` is as `Lab.set` takes it; "ort" tries each batch that does not fit with GELU recomputed as well. The
+    optimizer is AdamW, and its state, made in a first step, is part of the start.
 
-    Parameters
-    ----------
-    engine
-        As `Lab.set` takes it. "ort" tries each batch that does not fit with GELU recomputed as well.
-    size
-        The model and the batches.
-    device
-        "cpu" or "cuda".
-    room_bytes
-        What a point may take above the start, in bytes; 0 chooses: on a GPU `FREE_SHARE` of what is free, on a CPU a
-        quarter of what recomputing GELU saves less than the largest batch takes without, which needs engine "ort".
+    `room_bytes` is what a point may take above the start; 0 chooses: on a GPU `FREE_SHARE` of what is free, on a CPU a
+    quarter of what recomputing GELU saves less than the largest batch takes without, which needs engine "ort".
 
-    Returns
-    -------
-    Headline
-        What was reached.
-
-    Raises
-    ------
-    OrtlabError
-        If a batch of the first size cannot be trained.
+    Raises OrtlabError if a batch of the first size cannot be trained.
     """
     import torch
 
     import ortlab
-    from ortlab.runs.measure import memory_probe
+    from ortlab.runs.process_memory import memory_probe
 
     model = deberta(size).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
@@ -196,7 +141,18 @@ def run_headline(engine: str, size: Size, device: str, *, room_bytes: int = 0) -
         )
     finally:
         lab.unwrap()
-    return Headline(device, room_bytes, _rows(search, engine, start))
+    rows = tuple(
+        Row(
+            engine + GELU if one.plans else engine,
+            one.size,
+            one.outcome,
+            one.peak_bytes - start if one.peak_bytes else None,
+            one.samples_per_s if one.timed else None,
+            one.plans,
+        )
+        for one in search.points
+    )
+    return Headline(device, room_bytes, rows)
 
 
 def deberta(size: Size) -> Any:
@@ -222,14 +178,10 @@ def deberta(size: Size) -> Any:
 
 
 def gelu_plan(lab: Lab) -> tuple[tuple[str, ...], float]:
-    """Return the plan that recomputes every GELU, and what it saves in the last batch that ran.
+    """Return the plan that recomputes every GELU, and the bytes it saves in the last batch that ran.
 
-    Returns
-    -------
-    plan : tuple of str
-        The shortest of those with a GELU; empty where ORT offers none.
-    saving_bytes : float
-        As worked out from shapes; it goes with the batch.
+    Of several plans with a GELU it is the shortest, and none where ORT offers none. The bytes are worked out from
+    shapes, and go with the batch.
     """
     rows = [row for row in lab.plan().rows if "Gelu" in row.cluster and row.strategy == 1]
     rows.sort(key=lambda row: (row.cluster.count("+"), row.cluster))
@@ -261,17 +213,3 @@ def _room(
             fix="Give the room in bytes.",
         )
     return int(without - saving / 4) - start
-
-
-def _rows(search: BatchSizeSearch, engine: str, start: int) -> tuple[Row, ...]:
-    return tuple(
-        Row(
-            engine + GELU if one.plans else engine,
-            one.size,
-            one.outcome,
-            one.peak_bytes - start if one.peak_bytes else None,
-            one.samples_per_s if one.timed else None,
-            one.plans,
-        )
-        for one in search.points
-    )

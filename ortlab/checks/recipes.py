@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ortlab.engine.installation import have
 from ortlab.errors import OptionError, did_you_mean
 from ortlab.options.switches import REASONS, Need
-from ortlab.records.recipe import Recipe
+from ortlab.records.checks import Recipe
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,7 @@ _TITLES: Final = {
 RECIPES: Final = tuple(_TITLES)
 """Names of the recipes; rows G1, G2, G3 and G4."""
 
-_PACKAGES: Final = {"deepspeed": ("deepspeed",), "apex": ("apex",), "all": ("deepspeed",)}
+_PACKAGES: Final = {"deepspeed": "deepspeed", "apex": "apex", "all": "deepspeed"}
 _INSTALL: Final = {
     "deepspeed": "pip install 'deepspeed<=0.9.2'",
     "apex": "build it with its CUDA extensions, https://github.com/NVIDIA/apex",
@@ -171,9 +171,11 @@ def _apex(model: str, optimizer: str) -> str:
 
 
 def _missing(name: str) -> tuple[str, ...]:
-    packages = _PACKAGES.get(name, ())
-    absent = [one for one in packages if importlib.util.find_spec(one) is None]
-    said = [f"{one} is not installed: {_INSTALL[one]}." for one in absent]
-    if packages and Need.CUDA not in have():
+    package = _PACKAGES.get(name)
+    if package is None:
+        return ()
+    absent = importlib.util.find_spec(package) is None
+    said = [f"{package} is not installed: {_INSTALL[package]}."] if absent else []
+    if Need.CUDA not in have():
         said.append(f"Training in float16 {REASONS[Need.CUDA]}.")
     return tuple(said)

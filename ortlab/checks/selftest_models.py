@@ -25,7 +25,7 @@ def small_model(
 
     torch.manual_seed(2024)
     layers, hidden, batch, length = (4, 256, 8, 128) if wide else (2, 64, 2, 16)
-    module: torch.nn.Module = _MAKERS[name](layers, hidden).train().to(device)
+    module: torch.nn.Module = _made(name, layers, hidden).train().to(device)
     if name == "ViT":
         labels = torch.tensor([0, 1] * (batch // 2), device=device)
         return module, {"pixel_values": torch.randn(batch, 3, 16, 16, device=device), "labels": labels}
@@ -78,82 +78,37 @@ def parted(
     return torch.tensor([*by_loss, by_weights.item()]).max().item()  # unlike Python's, it keeps a nan
 
 
-def _common(layers: int, hidden: int) -> dict[str, Any]:
-    return {
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": 4,
-        "vocab_size": _IDS,
-    }
+def _made(name: str, layers: int, hidden: int) -> Any:
+    import transformers
 
-
-def _still(hidden: int) -> dict[str, Any]:
-    return {
+    common: dict[str, Any] = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": 4}
+    words: dict[str, Any] = {"vocab_size": _IDS}
+    still: dict[str, Any] = {
         "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0,
         "intermediate_size": 4 * hidden,
     }
-
-
-_ENDS: Final[dict[str, Any]] = {"bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
-
-
-def _bert(layers: int, hidden: int) -> Any:
-    import transformers as t
-
-    return t.BertForMaskedLM(t.BertConfig(**_common(layers, hidden), **_still(hidden)))
-
-
-def _gpt2(layers: int, hidden: int) -> Any:
-    import transformers as t
-
-    sizes: dict[str, Any] = {"n_layer": layers, "n_embd": hidden, "n_head": 4, "vocab_size": _IDS}
-    still: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return t.GPT2LMHeadModel(t.GPT2Config(**sizes, **still, **_ENDS))
-
-
-def _llama(layers: int, hidden: int) -> Any:
-    import transformers as t
-
-    more: dict[str, Any] = {
-        "intermediate_size": 3 * hidden,
-        "num_key_value_heads": 2,
-        "pad_token_id": 0,
-    }
-    return t.LlamaForCausalLM(t.LlamaConfig(**_common(layers, hidden), **more, **_ENDS))
-
-
-def _t5(layers: int, hidden: int) -> Any:
-    import transformers as t
-
-    sizes: dict[str, Any] = {"num_layers": layers, "d_model": hidden, "d_kv": 16, "num_heads": 4, "d_ff": 128}
-    still: dict[str, Any] = {"dropout_rate": 0.0, "decoder_start_token_id": 0, "use_cache": False}
-    return t.T5ForConditionalGeneration(t.T5Config(vocab_size=_IDS, **sizes, **still))
-
-
-def _vit(layers: int, hidden: int) -> Any:
-    import transformers as t
-
-    sizes: dict[str, Any] = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": 4}
-    return t.ViTForImageClassification(t.ViTConfig(image_size=16, patch_size=8, **sizes, **_still(hidden)))
-
-
-def _deberta(layers: int, hidden: int) -> Any:
-    import transformers as t
-
-    relative: dict[str, Any] = {
+    ends: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
+    gpt2: dict[str, Any] = {"n_layer": layers, "n_embd": hidden, "n_head": 4}
+    gpt2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    llama: dict[str, Any] = {"intermediate_size": 3 * hidden, "num_key_value_heads": 2, "pad_token_id": 0}
+    t5: dict[str, Any] = {"num_layers": layers, "d_model": hidden, "d_kv": 16, "num_heads": 4, "d_ff": 128}
+    t5 |= {"dropout_rate": 0.0, "decoder_start_token_id": 0, "use_cache": False}
+    deberta: dict[str, Any] = {
         "relative_attention": True,
         "pos_att_type": ["p2c", "c2p"],
         "position_buckets": 16,
     }
-    return t.DebertaV2ForMaskedLM(t.DebertaV2Config(**_common(layers, hidden), **_still(hidden), **relative))
-
-
-_MAKERS: Final[dict[str, Callable[[int, int], Any]]] = {
-    "BERT": _bert,
-    "GPT-2": _gpt2,
-    "Llama": _llama,
-    "T5": _t5,
-    "ViT": _vit,
-    "DeBERTa-v2": _deberta,
-}
+    config, model, sizes = {
+        "BERT": ("BertConfig", "BertForMaskedLM", common | words | still),
+        "GPT-2": ("GPT2Config", "GPT2LMHeadModel", gpt2 | words | ends),
+        "Llama": ("LlamaConfig", "LlamaForCausalLM", common | words | llama | ends),
+        "T5": ("T5Config", "T5ForConditionalGeneration", t5 | words),
+        "ViT": (
+            "ViTConfig",
+            "ViTForImageClassification",
+            common | still | {"image_size": 16, "patch_size": 8},
+        ),
+        "DeBERTa-v2": ("DebertaV2Config", "DebertaV2ForMaskedLM", common | words | still | deberta),
+    }[name]
+    return getattr(transformers, model)(getattr(transformers, config)(**sizes))

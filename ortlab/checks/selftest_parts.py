@@ -2,22 +2,336 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any, Final
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-from ortlab.checks.selftest_memory import headline, memory
-from ortlab.checks.selftest_optimizers import optimizers
-from ortlab.checks.selftest_training import models, switches
-from ortlab.checks.selftest_trial import Trial, report
+from ortlab.checks.selftest_models import NAMES, parted, small_model, step_of, weights
+from ortlab.records.selftest import Finding
+
+if TYPE_CHECKING:
+    import torch
+
+    from ortlab.lab.lab import Lab
+    from ortlab.options.options import Switch
+    from ortlab.records.runs import Run
+
+
+Device: TypeAlias = Literal["cpu", "cuda"]
+Size: TypeAlias = Literal["small", "tiny"]
+"""Of what is tried."""
+
+SAME: Final = {"cpu": 1e-5, "cuda": 1e-3}
+"""Largest relative difference of two trainings that should be one. On a GPU other kernels sum in another order, and
+some multiply in TF32."""
+
+TRYING: Final = "TRYING"
+FINDING: Final = "FINDING"
+"""What a line of a part's process begins with; JSON stands behind: a name ("" after each trial), a finding."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One thing to try."""
+
+    part: str
+    name: str
+    run: Callable[[], Iterable[Finding]]  # an error that it raises is a finding, too
+
+
+def not_run(part: str, name: str, why: str) -> Trial:
+    """Return a trial that only says why it is not run."""
+    return Trial(part, name, lambda: [Finding(part, name, "not run", why)])
+
+
+def report(trials: Iterable[Trial], tried: Collection[str]) -> None:
+    """Run trials, and print a line before and after each, and a line for each finding.
+
+    Trials may be made one by one, while others run. Those named in `tried` are left out, because an earlier process got
+    as far.
+    """
+    for one in trials:
+        if one.name in tried:
+            continue
+        _print(TRYING, one.name)
+        try:
+            findings = list(one.run())
+        except Exception as error:  # noqa: BLE001 - it is a finding
+            findings = [Finding.of_error(one.part, one.name, error)]
+        for found in findings:
+            _print(FINDING, dataclasses.asdict(found))
+        _print(TRYING, "")  # what ends the process from here on is not this trial
+
+
+def _print(kind: str, content: object) -> None:
+    sys.stdout.write(kind + json.dumps(content) + "\n")
+    sys.stdout.flush()
+
+
+_STEPS: Final = 4
+_FEW: Final = 2
+"""Steps with a switch turned: the second loss has the first one's gradients in it."""
+
+_LEFT_ALONE: Final = {
+    "cast_allow": "it takes names of operators, and acts on mixed precision",
+    "custom_autograd": "off, it refuses models that need it",
+    "export_cache_dir": "it takes a folder",
+    "fallback_policy": "it acts only where something fails",
+    "fallback_retry": "it acts only where something fails",
+    "log_level": "it changes only what is written",
+    "memory_plan": "the headline experiment runs with one",
+    "save_onnx": "it writes into the folder that it is run in",
+    "save_onnx_path": "it takes a folder",
+    "save_onnx_prefix": "it takes a file's name",
+    "skip_check": "it leaves out checks, and changes no figure",
+    "triton_config_file": "it takes a file",
+    "triton_debug": "it writes into the folder that it is run in",
+    "tuning": "it takes minutes",
+    "tuning_max_duration_ms": "tuning takes minutes",
+    "tuning_results_path": "it takes a folder",
+}
+"""Switches that are not tried, and why."""
+
+
+def models(device: Device, size: Size) -> Iterator[Trial]:
+    """Train models of the zoo's core by ONNX Runtime and by PyTorch from one start."""
+    for name in NAMES:
+        if size == "tiny" and name != NAMES[0]:
+            yield not_run("models", name, "the tiny form trains one model")
+        else:
+            yield Trial("models", name, partial(_trained, name, device))
+
+
+def _trained(name: str, device: Device) -> list[Finding]:
+    import ortlab
+
+    module, batch = small_model(name, device)
+    start = weights(module)
+    lab = ortlab.wrap(module, name=name, log_level="ERROR")
+    try:
+        run = lab.step(step_of(module, batch), n=_STEPS, progress=False)
+        by_ort = weights(module)
+        again = lab.set(engine="eager").rerun(progress=False)
+        by_torch = weights(module)
+    finally:
+        lab.unwrap()
+    if run.executed_by != "ort":
+        return [_not_ort("models", name, run)]
+    apart = parted((run.losses, again.losses), (by_ort, by_torch), start)
+    said = f"losses, and what {_STEPS} steps did to the weights, differ from PyTorch's by {apart:.2g}"
+    return [Finding.held_to(SAME[device], "models", name, said, apart)]
+
+
+def switches(device: Device, size: Size) -> Iterator[Trial]:
+    """Turn each switch the other way, and take the same steps; those that cannot act here say why."""
+    import ortlab
+    from ortlab.options.options import switches as declared
+    from ortlab.options.options import unmet
+
+    module, batch = small_model("BERT", device)
+    start = weights(module)
+    lab = ortlab.wrap(module, name="BERT", log_level="ERROR")
+    default = lab.step(step_of(module, batch), n=_FEW, progress=False)
+    end = weights(module)
+    tried = 0
+    for one in declared():
+        why = unmet(one.name, lab.have) or (one.part_of and unmet(one.part_of, lab.have))
+        why = why or _LEFT_ALONE.get(one.name, "")
+        if not why and size == "tiny" and tried:
+            why = "the tiny form tries one switch"
+        if why:
+            yield not_run("switches", one.name, why)
+            continue
+        tried += 1
+        yield Trial("switches", one.name, partial(_turned, lab, one, default, (start, end), device))
+    lab.unwrap()
+
+
+def other_value(one: Switch) -> Any:
+    """Return a value of a switch that is not its default: False for True, another choice, the least number."""
+    if one.type is bool:
+        return not one.default
+    others = [value for value in one.choices if value != one.default]
+    return others[0] if others else one.minimum
+
+
+def _turned(
+    lab: Lab, one: Switch, default: Run, ends: tuple[torch.Tensor, torch.Tensor], device: Device
+) -> list[Finding]:
+    from ortlab.options.options import Options, declaration
+
+    change: dict[str, Any] = {one.name: other_value(one)}
+    if one.part_of and not declaration(one.part_of).default:
+        change[one.part_of] = True
+    start, end = ends
+    try:
+        run = lab.set(**change).rerun(progress=False)
+        here = weights(lab.module)
+    finally:
+        usual = Options()
+        lab.set(**{name: getattr(usual, name) for name in change})
+    if run.executed_by != "ort":
+        return [_not_ort("switches", one.name, run)]
+    apart = parted((run.losses, default.losses), (here, end), start)
+    turned = ", ".join(f"{name}={value}" for name, value in change.items())
+    said = f"{turned}: losses and weights differ from those of the default by {apart:.2g}"
+    return [Finding.held_to(SAME[device], "switches", one.name, said, apart)]
+
+
+def _not_ort(part: str, name: str, run: Run) -> Finding:
+    return Finding(part, name, "did not hold", f"executed by {run.title}: {run.fallback_reason}")
+
+
+_MODES: Final = {0: "L2", 1: "decay as in transformers", 2: "decay as in torch"}
+_AS_TORCH: Final = 2
+_LR, _DECAY, _EPS = 1e-2, 0.1, 1e-6
+_BOUND: Final = 1e-5
+"""Largest difference from float64, relative to the largest number: some roundings of float32 (6e-8) in five steps."""
+
+
+def optimizers(device: Device, size: Size) -> Iterator[Trial]:
+    """Take steps of FusedAdam in each of its modes; take a norm as FP16_Optimizer does."""
+    for mode, words in _MODES.items():
+        name = f"FusedAdam, {words}"
+        if size == "tiny" and mode:
+            yield not_run("optimizers", name, "the tiny form tries one mode")
+        else:
+            yield Trial("optimizers", name, partial(_steps, name, mode, device))
+    name = "FP16_Optimizer's norm of float16 gradients"
+    yield Trial("optimizers", name, partial(_norm, name, device))
+    for library, what in {"DeepSpeed": "DeepSpeed ZeRO", "Apex": "Apex O2"}.items():
+        yield not_run("optimizers", f"FP16_Optimizer, {what}", f"the self-test does not start {library}")
+
+
+def _steps(name: str, mode: int, device: Device) -> list[Finding]:
+    import torch
+
+    from ortlab.optim import fused_adam
+    from ortlab.records.runs import optimizer_name
+
+    torch.manual_seed(5)
+    value = torch.nn.Parameter(torch.randn(4096, device=device))
+    optimizer = fused_adam([value], lr=_LR, adam_w_mode=mode, weight_decay=_DECAY, eps=_EPS)
+    exact = _Adam(value.detach().double(), mode)
+    for _ in range(5):
+        value.grad = torch.randn_like(value) * 1e-3
+        exact.step(value.grad.double())
+        optimizer.step()
+    apart = _apart(value.detach().double(), exact.value)
+    said = f"{optimizer_name(optimizer)}; differs from float64 by {apart:.2g}"
+    return [Finding.held_to(_BOUND, "optimizers", name, said, apart)]
+
+
+class _Adam:
+    """Adam in float64 as ``multi_tensor_adam.cu`` of 1.19.2 writes it, with bias correction and torch's betas."""
+
+    def __init__(self, value: torch.Tensor, mode: int) -> None:
+        import torch
+
+        self.value = value.clone()
+        self._mean, self._square = torch.zeros_like(value), torch.zeros_like(value)
+        self._mode, self._count = mode, 0
+
+    def step(self, slope: torch.Tensor) -> None:
+        self._count += 1
+        first, second = 1 - 0.9**self._count, 1 - 0.999**self._count
+        if self._mode == 0:
+            slope = slope + _DECAY * self.value
+        if self._mode == _AS_TORCH:
+            self.value = self.value * (1 - _LR * _DECAY)
+        self._mean = 0.9 * self._mean + 0.1 * slope
+        self._square = 0.999 * self._square + 0.001 * slope * slope
+        if self._mode == _AS_TORCH:
+            root = (self._square / second).sqrt() + _EPS
+            self.value = self.value - _LR * self._mean / (first * root)
+        else:
+            root = self._square.sqrt() + _EPS
+            self.value = self.value - _LR * math.sqrt(second) / first * self._mean / root
+        if self._mode == 1:
+            self.value = self.value * (1 - _LR * _DECAY)
+
+
+def _norm(name: str, device: Device) -> list[Finding]:
+    import torch
+
+    from ortlab.engine import ort_optimizers
+
+    torch.manual_seed(6)
+    tensors = [(100 * torch.randn(size, device=device)).half() for size in (30_000, 17, 1)]
+    norm, _ = ort_optimizers.multi_tensor_l2norm(2048 * 32, None, [tensors])
+    exact = torch.cat([one.double() for one in tensors]).norm()
+    apart = _apart(norm.double(), exact.reshape(1))
+    return [Finding.held_to(_BOUND, "optimizers", name, f"differs from float64 by {apart:.2g}", apart)]
+
+
+def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    return ((one - other).abs().max() / other.abs().max()).item()
+
+
+_MIB: Final = 2**20
+_LEVEL_1: Final = "ONNX Runtime, memory level 1"
+
+
+def memory(device: Device, size: Size) -> Iterator[Trial]:
+    """Measure how far a step rises above its start: ONNX Runtime, PyTorch, and ONNX Runtime at memory level 1."""
+    import ortlab
+
+    module, batch = small_model("BERT", device, wide=size != "tiny")
+    lab = ortlab.wrap(module, name="BERT", log_level="ERROR")
+    lab.step(step_of(module, batch), n=1, progress=False)
+    changes: dict[str, dict[str, Any]] = {"ONNX Runtime": {}, "PyTorch": {"engine": "eager"}}
+    for name, change in changes.items():
+        yield Trial("memory", name, partial(_risen, name, lab, change))
+    if size == "tiny":
+        yield not_run("memory", _LEVEL_1, "the tiny form leaves it out")
+    else:
+        yield Trial("memory", _LEVEL_1, partial(_risen, _LEVEL_1, lab, {"memory_level": 1}))
+    lab.unwrap()
+
+
+def _risen(name: str, lab: Lab, change: dict[str, Any]) -> list[Finding]:
+    found = lab.memory(**change)
+    said = f"a step rises by {found.rise_bytes / _MIB:,.1f} MiB above its start ({found.label})"
+    return [Finding("memory", name, "stated", said, float(found.rise_bytes))]
+
+
+def headline(device: Device, size: Size) -> Iterator[Trial]:
+    """Look for the largest batch under a limit, without plans and with GELU recomputed."""
+    yield Trial("headline", "largest batch", partial(_searched, device, size))
+
+
+def _searched(device: Device, size: Size) -> list[Finding]:
+    from ortlab.checks import headline as experiment
+
+    small = experiment.SMALL_ON_GPU if device == "cuda" else experiment.ON_CPU
+    found = experiment.run_headline("ort", experiment.TINY if size == "tiny" else small, device)
+    alone = experiment.largest(found.rows, "ort")
+    recomputed = experiment.largest(found.rows, "ort" + experiment.GELU)
+    findings = []
+    for name, row in {"without plans": alone, "GELU recomputed": recomputed}.items():
+        if row is None:
+            findings.append(Finding("headline", name, "did not hold", "no batch fits"))
+        else:
+            said = f"largest batch {row.batch}, {row.samples_per_s:.3g} samples per second"
+            findings.append(Finding("headline", name, "stated", said, float(row.batch)))
+    if alone and recomputed and alone.samples_per_s and recomputed.samples_per_s:
+        pace = recomputed.samples_per_s / alone.samples_per_s
+        said = f"without plans it is {alone.batch / recomputed.batch:.2g} of that with GELU recomputed"
+        findings.append(
+            Finding.held_to(0.5, "headline", "largest batch", said, alone.batch / recomputed.batch)
+        )
+        said = f"{pace:.3g} times those without plans (row F6 states {experiment.F6:.3g}, on 16 A100)"
+        findings.append(Finding("headline", "samples per second, GELU recomputed", "stated", said, pace))
+    return findings
+
 
 PARTS: Final[dict[str, Callable[[Any, Any], Iterator[Trial]]]] = {
-    "models": models,
-    "switches": switches,
-    "optimizers": optimizers,
-    "memory": memory,
-    "headline": headline,
+    part.__name__: part for part in (models, switches, optimizers, memory, headline)
 }
 """The parts that train, in the order in which they run; "installation", the doctor, comes before."""
 

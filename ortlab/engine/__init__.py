@@ -35,7 +35,7 @@ def load() -> ModuleType:
 
 def _load() -> ModuleType:
     from ortlab.engine import (
-        cuda_libraries,
+        devices,
         exporter,
         extensions,
         gradient_release,
@@ -49,7 +49,7 @@ def _load() -> ModuleType:
     from ortlab.engine.tracing import taps
 
     installation.check()
-    cuda_libraries.preload()
+    devices.preload()
     # Without the user's variables: 1.19.2 takes some for the whole process here, and takes a number only (int("on")).
     with _root_logger_kept(), build_environment({}):
         exporter.prepare_torch()  # the torch.onnx of torch 2.4 imports onnxruntime itself

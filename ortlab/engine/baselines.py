@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, TypeAlias
 
 import torch
 
-from ortlab.engine.checkpointing import CheckpointEngine
-from ortlab.errors import BuildError
-from ortlab.options.engine_names import activation_memory_budget, checkpointed_paths, engine_kind
+from ortlab.errors import BuildError, OptionError, StepError
+from ortlab.options.configuration import activation_memory_budget, checkpointed_paths, engine_kind
 from ortlab.records.coverage import Coverage
 from ortlab.records.runs import Initialization
 
 
-class EagerEngine:
-    """Run the module's own forward."""
+class _PyTorchEngine:
+    """What engines have in common that build no ONNX graph."""
 
-    name = "eager"
-    executed_by = "eager"
     fallback_reason = ""
     coverage = total_coverage = Coverage()
-
-    def __init__(self, original_forward: Callable[..., Any]) -> None:
-        self._forward = original_forward
-
-    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run the forward in PyTorch."""
-        return self._forward(*args, **kwargs)
 
     def start_over(self) -> None:
         """Do nothing: torch's own random state is all there is."""
@@ -43,7 +38,21 @@ class EagerEngine:
         return ""
 
 
-class CompileEngine:
+class EagerEngine(_PyTorchEngine):
+    """Run the module's own forward."""
+
+    name = "eager"
+    executed_by = "eager"
+
+    def __init__(self, original_forward: Callable[..., Any]) -> None:
+        self._forward = original_forward
+
+    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the forward in PyTorch."""
+        return self._forward(*args, **kwargs)
+
+
+class CompileEngine(_PyTorchEngine):
     """Run the module's forward through `torch.compile`.
 
     Compilation happens inside the first forward and cannot be told apart from running, so all of that forward counts as
@@ -51,9 +60,6 @@ class CompileEngine:
     keep, as it counts them (`torch._functorch.config.activation_memory_budget`, from torch 2.4 on); None leaves torch's
     setting alone.
     """
-
-    fallback_reason = ""
-    coverage = total_coverage = Coverage()
 
     def __init__(
         self,
@@ -108,13 +114,6 @@ class CompileEngine:
             self._on_built(Initialization("graph", 0.0, 0.0, 0.0, elapsed, 0.0, elapsed))
         return outputs
 
-    def start_over(self) -> None:
-        """Do nothing: torch's own random state is all there is."""
-
-    def graph_digests(self) -> dict[str, str]:
-        """Return nothing: there is no ONNX graph."""
-        return {}
-
     def pending_stage(self) -> str:
         """Return "graph" while nothing has been compiled."""
         return "" if self._called else "graph"
@@ -142,6 +141,247 @@ class CompileEngine:
         return backend
 
 
+_SMALLEST_SHARE: Final = 0.1
+"""Lists with fewer parameters than this share of the largest list's are adapters or heads, not layers."""
+
+_CONTAINERS: Final = (torch.nn.ModuleList, torch.nn.Sequential)
+
+
+class CheckpointEngine(_PyTorchEngine):
+    """Run the module's own forward, with each layer under `torch.utils.checkpoint.checkpoint`.
+
+    Of each layer only the inputs are kept for the backward pass, which runs its forward again. The random state is kept
+    with them, so that dropout draws the same masks and all numbers are those of plain PyTorch, bit for bit. Layers get
+    their other forward for the time of a call only; between calls the model is as the user made it.
+
+    Layers run plainly where no gradients are recorded. In training, a layer gets no cache of keys and values, which the
+    second forward would fill once more; transformers' own checkpointing does the same, and is off in the meantime.
+
+    `paths` are those that the user named; see `find_layers`. Raises `OptionError` where the model has no such layers.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        original_forward: Callable[..., Any],
+        name: str = "checkpoint",
+        paths: Sequence[str] = (),
+    ) -> None:
+        self.name = self.executed_by = name
+        self._module = module
+        self._forward = original_forward
+        self.layers = find_layers(module, paths)
+
+    @property
+    def detail(self) -> str:
+        """What is checkpointed, in words: "6 T5Block in encoder.block"."""
+        return ", ".join(map(str, self.layers))
+
+    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the forward in PyTorch, its layers checkpointed.
+
+        Raises `StepError` where a layer in training is given a cache that holds something.
+        """
+        with ExitStack() as meanwhile:
+            meanwhile.enter_context(_own_checkpointing_off(self._module))
+            for layers in self.layers:
+                for layer in layers.modules:
+                    meanwhile.enter_context(_replaced(layer))
+            return self._forward(*args, **kwargs)
+
+
+@contextmanager
+def _replaced(layer: torch.nn.Module) -> Iterator[None]:
+    """Put a checkpointed forward on a layer in the block; it calls the one that a library may have put there."""
+    on_instance = {name: value for name, value in vars(layer).items() if name == "forward"}
+    vars(layer)["forward"] = partial(_checkpointed, layer, layer.forward)
+    try:
+        yield
+    finally:
+        vars(layer).pop("forward", None)
+        vars(layer).update(on_instance)
+
+
+def _checkpointed(layer: torch.nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a layer's forward so that only its inputs are kept."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    if layer.training:
+        args = tuple(None if _is_cache(layer, value) else value for value in args)
+        kwargs = {name: None if _is_cache(layer, value) else value for name, value in kwargs.items()}
+        kwargs |= {name: False for name in ("use_cache",) if kwargs.get(name)}
+    elif any(_is_cache(layer, value) for value in (*args, *kwargs.values())):
+        return forward(*args, **kwargs)  # generation, with gradients recorded by oversight
+    from torch.utils.checkpoint import checkpoint
+
+    # Keyword arguments are bound here, because checkpoint has some of its own.
+    return checkpoint(
+        partial(forward, **kwargs),
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=True,
+        context_fn=lambda: (nullcontext(), _SecondForward(layer)),
+    )
+
+
+def _is_cache(layer: torch.nn.Module, value: object) -> bool:
+    """Tell whether an argument is a cache of transformers.
+
+    Raises `StepError` if it holds something and the layer trains: with it, the layer's outputs depend on more than its
+    inputs.
+    """
+    caches = sys.modules.get("transformers.cache_utils")
+    if caches is None or not isinstance(value, caches.Cache):
+        return False
+    if layer.training and value.get_seq_length():
+        raise StepError(
+            f"A {type(layer).__name__} that is given a filled cache cannot be checkpointed.",
+            why="The backward pass would run the layer again, and the cache has changed by then.",
+            fix='Train without past_key_values, or with engine="eager".',
+        )
+    return True
+
+
+class _SecondForward(AbstractContextManager[None]):
+    """Around a layer's second forward: its buffers stay as they are, and nothing inside it is checkpointed again.
+
+    Running statistics must not be updated twice by one step, so what has changed since the first forward began is
+    hidden behind copies. A backward that is repeated (`retain_graph=True`) enters it several times.
+    """
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        self._layer = layer
+        self._versions = {name: buffer._version for name, buffer in layer.named_buffers()}
+        self._inside = ExitStack()
+
+    def __enter__(self) -> None:
+        changed = {
+            id(buffer)
+            for name, buffer in self._layer.named_buffers()
+            if self._versions.get(name) != buffer._version
+        }
+        with ExitStack() as inside:
+            inside.enter_context(_own_checkpointing_off(self._layer))
+            for part in self._layer.modules():
+                # A normalisation's statistics change without a new version, the count of its batches with one.
+                if getattr(part, "track_running_stats", False) or any(
+                    id(buffer) in changed for buffer in part.buffers(recurse=False)
+                ):
+                    kept = dict(part._buffers)
+                    inside.callback(part._buffers.update, kept)
+                    part._buffers.update(
+                        {name: None if buffer is None else buffer.clone() for name, buffer in kept.items()}
+                    )
+            self._inside = inside.pop_all()
+
+    def __exit__(self, *raised: object) -> None:
+        self._inside.close()
+
+
+@contextmanager
+def _own_checkpointing_off(module: torch.nn.Module) -> Iterator[None]:
+    """Switch transformers' own checkpointing off in the block: layers would be recomputed twice."""
+    on = [part for part in module.modules() if getattr(part, "gradient_checkpointing", None) is True]
+    try:
+        for part in on:
+            part.gradient_checkpointing = False  # type: ignore[assignment]
+        yield
+    finally:
+        for part in on:
+            part.gradient_checkpointing = True  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Modules that are checkpointed one by one, and where they are in the model."""
+
+    path: str  # "encoder.block"
+    modules: tuple[torch.nn.Module, ...]
+
+    def __str__(self) -> str:
+        """Write "6 T5Block in encoder.block"; of a module that was named itself, "T5Block encoder.block.0"."""
+        kinds = ", ".join(dict.fromkeys(type(module).__name__ for module in self.modules))
+        if len(self.modules) == 1:
+            return f"{kinds} {self.path}"
+        return f"{len(self.modules)} {kinds} in {self.path}"
+
+
+def find_layers(model: torch.nn.Module, paths: Sequence[str] = ()) -> tuple[Layers, ...]:
+    """Find the layers of a model, in the model's order.
+
+    The user names `paths` as `model.named_modules()` gives them, or patterns of such; a `ModuleList` or a `Sequential`
+    stands for what it holds. Without them: the largest (by parameters) `ModuleList` or `Sequential` of at least two
+    modules of one class that have parameters, and every other such list with at least a tenth of its parameters; lists
+    inside a layer of another one do not count. Raises OptionError if there is no such list, a path leads nowhere, or
+    two paths have modules in common.
+    """
+    known = dict(model.named_modules())
+    known.pop("")
+    if not paths:
+        return _repeated(model, known)
+    chosen: dict[str, Layers] = {}
+    for path in paths:
+        matching = fnmatch.filter(known, path)
+        if not matching:
+            raise OptionError(
+                f"{type(model).__name__} has no module {path!r} to checkpoint.",
+                why="After the colon stand paths as model.named_modules() gives them, or patterns of such.",
+                fix=f'For example {", ".join(repr(one) for one in list(known)[:3])}; or engine="checkpoint" alone.',
+            )
+        for name in matching:
+            module = known[name]
+            inner = tuple(dict.fromkeys(module)) if isinstance(module, _CONTAINERS) else (module,)
+            if inner:
+                chosen[name] = Layers(name, inner)
+    _refuse_nests(chosen)
+    return tuple(chosen[name] for name in known if name in chosen)
+
+
+def _repeated(model: torch.nn.Module, known: Mapping[str, torch.nn.Module]) -> tuple[Layers, ...]:
+    lists = {name: one for name, one in known.items() if isinstance(one, _CONTAINERS) and _alike(list(one))}
+    outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    sizes = {name: _numbers(lists[name]) for name in outermost}
+    if not sizes:
+        others = [name for name, one in known.items() if isinstance(one, _CONTAINERS)]
+        seen = f" It has {', '.join(others[:3])}, which hold no such modules." if others else ""
+        raise OptionError(
+            f"{type(model).__name__} has no repeated layers to checkpoint.",
+            why="Looked for a torch.nn.ModuleList or Sequential with at least two modules of one class that have "
+            f"parameters.{seen}",
+            fix="Name modules yourself, with a plus sign between them: "
+            f'engine="checkpoint:{(others or ["+".join(list(known)[:2]) or "path"])[0]}".',
+        )
+    smallest = max(sizes.values()) * _SMALLEST_SHARE
+    return tuple(
+        Layers(name, tuple(dict.fromkeys(lists[name]))) for name, size in sizes.items() if size >= smallest
+    )
+
+
+def _alike(modules: Sequence[torch.nn.Module]) -> bool:
+    kinds = {type(module) for module in modules}
+    apart = len({id(module) for module in modules})
+    return apart > 1 and len(kinds) == 1 and all(next(one.parameters(), None) is not None for one in modules)
+
+
+def _numbers(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _refuse_nests(chosen: Mapping[str, Layers]) -> None:
+    """Refuse a module that is named twice, or inside another one: it would be recomputed twice."""
+    owner: dict[int, str] = {}
+    for name, layers in chosen.items():
+        held = [part for layer in layers.modules for part in layer.modules()]
+        other = next((owner[id(part)] for part in held if id(part) in owner), None)
+        if other is not None:
+            raise OptionError(
+                f"{name} and {other} have modules in common.",
+                why="What lies inside a checkpointed module is recomputed with it already.",
+                fix="Name one of the two.",
+            )
+        owner |= {id(part): name for part in held}
+
+
 Baseline: TypeAlias = "EagerEngine | CheckpointEngine | CompileEngine"
 """An engine that ONNX Runtime is compared with."""
 
@@ -155,8 +395,8 @@ def baseline(
 ) -> Baseline:
     """Make the engine of a name that is not "ort"; raises `OptionError` where the engine cannot run this model.
 
-    `engine` is as `ortlab.options.engine_names.check_engine` returns it. torch.compile compiles `original_forward`; the
-    other engines call `run_original`, which runs the module's own forward as it is at that moment.
+    `engine` is as `check_engine` returns it. torch.compile compiles `original_forward`; the other engines call
+    `run_original`, which runs the module's own forward as it is at that moment.
     """
     kind = engine_kind(engine)
     if kind == "compile":

@@ -1,12 +1,25 @@
-"""The `ORTMODULE_*` environment variables that ORTModule 1.19.2 reads, set for one build only."""
+"""What one build sees: the `ORTMODULE_*` variables that ORTModule 1.19.2 reads, and the options behind them.
+
+1.19.2 reads some switches while it is imported, for the whole process and for good. What they switch is replaced by
+functions that ask here (`acts`, `present`): each build, of each lab, has its own answer.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Final
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Final
+
+from ortlab.engine.patching import set_to
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ortlab.options.options import Options
+
 
 PREFIX: Final = "ORTMODULE_"
 
@@ -35,3 +48,22 @@ def _replace(variables: Mapping[str, str]) -> None:
     for name in [name for name in os.environ if name.startswith(PREFIX)]:
         del os.environ[name]
     os.environ.update(variables)
+
+
+_options: Final[ContextVar[Options | None]] = ContextVar("options", default=None)
+
+
+def building_with(options: Options) -> AbstractContextManager[None]:
+    """Let these options answer in the block."""
+    return set_to(_options, options)
+
+
+def present() -> Options | None:
+    """Return the options of the build that is going on; None outside of one."""
+    return _options.get()
+
+
+def acts(name: str) -> bool:
+    """Tell whether a switch is on in the build that is going on; outside of one, none is."""
+    options = _options.get()
+    return options is not None and options.acts(name)

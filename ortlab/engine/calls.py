@@ -1,21 +1,22 @@
-"""What a call of a model can be refused for before anything is built, and why its own forward may have failed."""
+"""What a call of a model is refused for before anything is built or run: devices, empty inputs, transforms, labels."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from onnx import numpy_helper
+from torch.autograd import forward_ad
 
-from ortlab.engine.providers import check_device
-from ortlab.errors import BuildError
+from ortlab.engine.devices import check_device
+from ortlab.errors import BuildError, ExecutionError
 
-_SHOWN = 6
-"""How many inputs an error lists."""
+if TYPE_CHECKING:
+    import onnx
 
-_ARRAYS = frozenset({"list", "tuple", "ndarray", "int", "float", "bool"})
-"""Types that `torch.as_tensor` takes."""
 
 _META = torch.device("meta")
 _LOAD = "Load the weights first: model.to_empty(device='cpu'), then model.load_state_dict(...)."
@@ -67,26 +68,11 @@ def check_call(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str
             )
         if not value.numel():
             raise BuildError(
-                f"`{name}` is empty: its shape is {_shape(value)}.",
+                f"`{name}` is empty: its shape is {shape_words(value)}.",
                 why="ONNX Runtime 1.19.2 divides by sizes: an empty batch can end the whole process.",
                 fix="Leave such batches out (drop_last, or a filter in the data loader), or let PyTorch run them: "
                 "lab.set(engine='eager').",
             )
-
-
-def explain(
-    fault: Exception,
-    module: torch.nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> tuple[str, str]:
-    """Return why a module's own forward failed, as far as its inputs show it, and what repairs that: sentences."""
-    inputs = list(named_inputs(module, args, kwargs))
-    why, fix = _misfit(fault, module, args, kwargs) or (
-        f"It was called with {_listed(inputs)}.",
-        "Mend the model or the batch; weights, optimizer and the last working build are untouched.",
-    )
-    return f"{why} It fails in plain PyTorch too; ONNX Runtime had no part in it.", fix
 
 
 def named_inputs(
@@ -97,7 +83,7 @@ def named_inputs(
     Names are "input_ids", "past[0]", "batch['labels']"; "argument 1" where the forward has no name. A leaf is whatever
     is neither a mapping nor a list or tuple that holds a tensor or mapping, at any depth.
     """
-    names = _names(module, args, kwargs)
+    names = argument_names(module, args, kwargs)
     for name, value in zip(names, (*args, *kwargs.values()), strict=True):
         yield from _leaves(name, value)
 
@@ -120,76 +106,7 @@ def _holds_tensors(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, Mapping))
 
 
-def _misfit(
-    fault: Exception,
-    module: torch.nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> tuple[str, str] | None:
-    """Find what is certainly wrong with a call: its names, its devices, or a value that is no tensor."""
-    found = _wrong_names(module, args, kwargs)
-    if found is None and isinstance(fault, RuntimeError):
-        found = _wrong_devices(module, args, kwargs)
-    if found is None and isinstance(fault, (TypeError, AttributeError)):
-        found = _wrong_kinds(fault, module, args, kwargs)
-    return found
-
-
-def _wrong_names(
-    module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[str, str] | None:
-    try:
-        signature = inspect.signature(module.forward)
-        signature.bind(*args, **kwargs)
-    except ValueError:
-        return None
-    except TypeError:
-        takes = ", ".join(
-            str(one).partition(":")[0].partition("=")[0].strip()
-            + ("" if one.default is one.empty else " (optional)")
-            for one in signature.parameters.values()
-        )
-        given = [f"{len(args)} without a name"] * bool(args) + list(kwargs)
-        return (
-            f"Its forward takes {takes or 'nothing'}; the call gave {', '.join(given) or 'nothing'}.",
-            "Give the batch the names that forward takes; a dict goes in as model(**batch).",
-        )
-    return None
-
-
-def _wrong_devices(
-    module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[str, str] | None:
-    home = next((one.device for one in module.parameters()), None)
-    strays = [
-        f"`{name}` is on {value.device}"
-        for name, value in named_inputs(module, args, kwargs)
-        if isinstance(value, torch.Tensor) and home is not None and value.device != home
-    ]
-    if not strays:
-        return None
-    return (
-        f"The model is on {home}, and {_and(strays)}.",
-        f"Move the batch to the model: batch = {{name: value.to({str(home)!r}) for name, value in batch.items()}}.",
-    )
-
-
-def _wrong_kinds(
-    fault: Exception, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[str, str] | None:
-    names = _names(module, args, kwargs)
-    for name, value in zip(names, (*args, *kwargs.values()), strict=True):
-        kind = type(value).__name__
-        if isinstance(value, torch.Tensor) or kind not in str(fault):
-            continue
-        if isinstance(value, Mapping):
-            return f"`{name}` is a whole {kind}, not a tensor.", "Unpack it: model(**batch)."
-        fix = f"Pass torch.as_tensor({name})." if kind in _ARRAYS else f"Pass a tensor as `{name}`."
-        return f"`{name}` is a {kind}, not a tensor.", fix
-    return None
-
-
-def _names(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+def argument_names(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
     """Name each argument of a call."""
     try:
         parameters = [*inspect.signature(module.forward).parameters.values()]
@@ -200,22 +117,99 @@ def _names(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
     return [*known[: len(args)], *unknown, *kwargs]
 
 
-def _listed(inputs: Sequence[tuple[str, Any]]) -> str:
-    words = [f"{name} ({_describe(value)})" for name, value in inputs[:_SHOWN]]
-    if len(inputs) > _SHOWN:
-        words.append(f"{len(inputs) - _SHOWN} more")
-    return _and(words) or "no input"
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}, {_shape(value)}, {value.device}"
-    return "None" if value is None else type(value).__name__
-
-
-def _shape(tensor: torch.Tensor) -> str:
+def shape_words(tensor: torch.Tensor) -> str:
+    """Write a shape as an error does: "2 x 3"."""
     return " x ".join(str(size) for size in tensor.shape) or "a single number"
 
 
-def _and(words: Sequence[str]) -> str:
-    return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
+def refuse_transforms() -> None:
+    """Raise ExecutionError if a call comes from inside a transform, whose tensors ONNX Runtime cannot see through.
+
+    That is in `torch.func.grad`, `vmap`, `jvp`, `jacrev` and their like, and in `torch.autograd.forward_ad.dual_level`.
+    """
+    functorch: Any = torch._C._functorch
+    layer = functorch.peek_interpreter_stack()
+    if layer is not None:
+        name = f"torch.func's {str(layer.key()).rpartition('.')[2].lower()} transform"
+    elif forward_ad._current_level >= 0:
+        name = "forward-mode differentiation (torch.autograd.forward_ad)"
+    else:
+        return
+    raise ExecutionError(
+        f"A wrapped model was called inside {name}.",
+        why="ONNX Runtime computes outputs and, with backward(), gradients; a transform needs PyTorch's own operators.",
+        fix="Call it outside, or with PyTorch: lab.set(engine='eager').",
+    )
+
+
+_LOSSES: Final = frozenset({"SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"})
+_KEEPS_VALUES: Final = frozenset(
+    "Cast Flatten Gather Identity Pad Reshape Slice Split Squeeze Transpose Unsqueeze".split()  # noqa: SIM905 - so many words are easier to read without quotes
+)
+
+_IGNORED: Final = 3
+"""Position of the input `ignore_index` of ORT's own losses."""
+
+
+@dataclass(frozen=True)
+class LabelRange:
+    """What the labels of a graph's input may be: 0 to `classes` - 1, or `ignored`.
+
+    PyTorch raises an IndexError for others. ``SoftmaxCrossEntropyLoss`` and ``NegativeLogLikelihoodLoss`` of 1.19.2
+    take ``scores[label]`` on the CPU unchecked (``cross_entropy.cc``): a label one too high gives a loss that looks
+    like one, a higher one ends the process. So the labels of a batch are looked at before it runs.
+    """
+
+    read: Callable[[Sequence[Any], Mapping[str, Any]], Any]  # returns the labels from the arguments of a call
+    classes: int
+    ignored: int | None  # None where the loss leaves none out
+
+    def holds(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Tell whether all labels of a call are allowed; on other devices than the CPU the kernels check them."""
+        labels = self.read(args, kwargs)
+        if not isinstance(labels, torch.Tensor) or labels.device.type != "cpu" or not labels.numel():
+            return True
+        if labels.is_floating_point() or labels.dtype is torch.bool:
+            return True
+        low, high = (one.item() for one in labels.aminmax())
+        if low >= 0 and high < self.classes:
+            return True
+        strange = (labels < 0) | (labels >= self.classes)
+        if self.ignored is not None:
+            strange &= labels != self.ignored
+        return not bool(strange.any())
+
+
+def label_ranges(model: onnx.ModelProto, readers: Mapping[str, Any]) -> tuple[LabelRange, ...]:
+    """Find the inputs of a graph whose values its losses take for numbers of classes.
+
+    `model` is the exported graph with inferred shapes, before its optimisation; `readers` has, for each input that a
+    user gives, a function that returns it from the arguments of a call. Labels that are computed inside the model, and
+    losses over an unknown number of classes, are left out.
+    """
+    graph = model.graph
+    made_by = {output: node for node in graph.node for output in node.output}
+    shapes = {value.name: value.type.tensor_type.shape.dim for value in (*graph.value_info, *graph.input)}
+    found = []
+    for node in graph.node:
+        if node.op_type.removesuffix("Internal") not in _LOSSES:
+            continue
+        scores, labels = node.input[0], node.input[1]
+        while labels in made_by and made_by[labels].op_type in _KEEPS_VALUES:
+            labels = made_by[labels].input[0]
+        sizes = shapes.get(scores, ())
+        classes = sizes[1].dim_value if len(sizes) > 1 else 0
+        if labels in readers and classes:
+            found.append(LabelRange(readers[labels], classes, _ignored(graph, node)))
+    return tuple(found)
+
+
+def _ignored(graph: onnx.GraphProto, loss: onnx.NodeProto) -> int | None:
+    """Return the label that a loss leaves out: an attribute in ONNX, the fourth input of ORT's own operators."""
+    for attribute in loss.attribute:
+        if attribute.name == "ignore_index":
+            return int(attribute.i)
+    name = loss.input[_IGNORED] if len(loss.input) > _IGNORED else ""
+    constants = {one.name: one for one in graph.initializer}
+    constants |= {node.output[0]: node.attribute[0].t for node in graph.node if node.op_type == "Constant"}
+    return int(numpy_helper.to_array(constants[name]).item()) if name in constants else None

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -22,13 +22,14 @@ import torch
 
 from ortlab.engine.inspection.places import Places
 from ortlab.engine.logs.build_log import runtime_messages
-from ortlab.engine.passes.exact_places import HIDING
 from ortlab.engine.passes.graph_edits import FLOAT_TYPES, GraphFacts
+from ortlab.engine.passes.training_graph import HIDING
+from ortlab.engine.patching import set_to
 from ortlab.engine.tracing.taps import Mark, Taps, marks_of
 from ortlab.records.messages import MessageLog
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from ortlab.engine.execution import Execution
 
@@ -63,14 +64,9 @@ class Capture:
         self.missing: dict[Mark, str] = {}  # why a value is not handed over
         self._calls: Counter[str] = Counter()
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self) -> AbstractContextManager[None]:
         """Capture in the block what is built in it."""
-        token = CAPTURE.set(self)
-        try:
-            yield
-        finally:
-            CAPTURE.reset(token)
+        return set_to(CAPTURE, self)
 
     def start_step(self) -> None:
         """Count the calls of modules from 1 again."""
@@ -241,15 +237,12 @@ class Scopes:
 def _captured_agent(execution: Execution, names: list[str], edit: Edit | None) -> Any:
     """Create another session whose graph returns these values as well, and return its agent."""
     manager, choice = execution._manager, execution.recompute_choice()
-    models, agent, recomputes = manager._onnx_models, manager._execution_agent, manager.recomputes
-    manager._onnx_models = copy.copy(models)
-    manager._onnx_models.optimized_model = _returning(models.optimized_model, names, edit)
-    try:
+    models = copy.copy(manager._onnx_models)
+    models.optimized_model = _returning(models.optimized_model, names, edit)
+    with manager.another_session(_onnx_models=models):
         with runtime_messages(MessageLog(), "session"):  # it has said it all when it was created first
             manager.create_session(choice.plans, choice.kept)
         return manager._execution_agent
-    finally:
-        manager._onnx_models, manager._execution_agent, manager.recomputes = models, agent, recomputes
 
 
 def _returning(model: onnx.ModelProto, names: list[str], edit: Edit | None) -> onnx.ModelProto:

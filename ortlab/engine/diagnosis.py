@@ -1,17 +1,19 @@
-"""Why a build or a run failed, in the user's words: their own forward, their outputs, or what ORT cannot express."""
+"""Why a build or a run failed, in the user's words: their own forward, their inputs, or what ORT cannot express."""
 
 from __future__ import annotations
 
+import errno
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
-from ortlab.engine import calls
 from ortlab.engine.callback_error import take_error
-from ortlab.engine.exhaustion import place, ran_out
+from ortlab.engine.calls import argument_names, named_inputs, shape_words
 from ortlab.engine.random_state import RandomState
+from ortlab.engine.tracing.buffers import Buffers
 from ortlab.errors import BuildError, ExecutionError, OrtlabError
 
 
@@ -41,13 +43,15 @@ def explain_build_failure(
     The module's own forward is run once more in PyTorch, without gradients and with its buffers put back, because
     1.19.2 reports the user's exception, an output it cannot flatten and an operator it cannot export alike.
     """
-    said = _said_by_ortlab(error)
+    chain = list(causes(error))
+    # What ortlab's own code in a forward has raised explains it best.
+    said = next((one for one in chain if isinstance(one, OrtlabError)), None)
     if said is not None:
         return said
     own = own_fault(module, original_forward, args, kwargs)
     if own is not None:
         return own
-    message = _message(error)
+    message = "\n".join(map(str, chain))
     operator = re.search(r"operator '?([\w:]+)'?.{0,40}(?:not supported|unsupported)", message)
     gradient = re.search(
         r"gradient (?:builder|definition)[^.\n]*?(?:for|op)[ :]+(\w+)", message, re.IGNORECASE
@@ -66,7 +70,7 @@ def explain_build_failure(
         what = f"ONNX Runtime could not build {type(module).__name__}: {_first_line(message)}"
     return BuildError(
         what,
-        why=f"ORTModule raised {type(_root(error)).__name__}; plain PyTorch runs the same call.",
+        why=f"ORTModule raised {type(chain[-1]).__name__}; plain PyTorch runs the same call.",
         fix="Wrap a part of the model that does not use it, or allow PyTorch to step in: lab.set(fallback=True).",
     )
 
@@ -91,6 +95,31 @@ def explain_execution_failure(error: Exception) -> BaseException:
     )
 
 
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and what led to it, the latest first."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _first_line(message: str) -> str:
+    """Return the line of a message that says something: the last that looks like "SomeError: ...", else the first."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    telling = [line for line in lines if re.match(r"[\w.]*(?:Error|Exception): \S", line)]
+    return (telling or lines or [""])[-1 if telling else 0]
+
+
+# ---- a forward that fails in PyTorch, too ----------------------------------------------------------------------------
+
+_SHOWN: Final = 6
+"""How many inputs an error lists."""
+
+_ARRAYS: Final = frozenset({"list", "tuple", "ndarray", "int", "float", "bool"})
+"""Types that `torch.as_tensor` takes."""
+
+
 def own_fault(
     module: torch.nn.Module,
     original_forward: Callable[..., Any],
@@ -101,26 +130,24 @@ def own_fault(
 
     Gradients are off; buffers and random state are put back.
     """
-    random = RandomState.read()
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    random, buffers = RandomState.read(), Buffers(module)
     name = type(module).__name__
     try:
         with torch.no_grad():
             outputs = original_forward(*args, **kwargs)
     except Exception as fault:  # noqa: BLE001 - a user's forward may raise anything
-        why, fix = calls.explain(fault, module, args, kwargs)
+        why, fix = _explain(fault, module, args, kwargs)
         fix = _LESS if ran_out(fault) else fix
         own = ForwardError(f"The forward of {name} failed: {type(fault).__name__}: {fault}", why=why, fix=fix)
         own.__cause__ = fault
         return own
     finally:
         random.put_back()
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-    if not any(True for _ in _tensors(outputs)):
+        buffers.restore()
+    if next(_tensors(outputs), None) is None:
+        kind = "None" if outputs is None else f"a {type(outputs).__name__}"
         return ForwardError(
-            f"The forward of {name} returned no tensor, but {_kind(outputs)}.",
+            f"The forward of {name} returned no tensor, but {kind}.",
             why="Only tensors can carry a loss and gradients.",
             fix="Return the loss or the outputs as tensors, in a tuple, a dict or a dataclass.",
         )
@@ -141,36 +168,151 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(getattr(value, name))
 
 
-def _kind(value: Any) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
+def _explain(
+    fault: Exception,
+    module: torch.nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> tuple[str, str]:
+    """Return why a module's own forward failed, as far as its inputs show it, and what repairs that: sentences."""
+    why, fix = (
+        _wrong_names(module, args, kwargs)
+        or (isinstance(fault, RuntimeError) and _wrong_devices(module, args, kwargs))
+        or (isinstance(fault, (TypeError, AttributeError)) and _wrong_kinds(fault, module, args, kwargs))
+        or (
+            f"It was called with {_listed(list(named_inputs(module, args, kwargs)))}.",
+            "Mend the model or the batch; weights, optimizer and the last working build are untouched.",
+        )
+    )
+    return f"{why} It fails in plain PyTorch too; ONNX Runtime had no part in it.", fix
 
 
-def _root(error: BaseException) -> BaseException:
-    cause = error.__cause__ or error.__context__
-    return error if cause is None else _root(cause)
-
-
-def _said_by_ortlab(error: BaseException) -> OrtlabError | None:
-    """Return what ortlab's own code in a forward has raised, which explains it best; None if nothing."""
-    link: BaseException | None = error
-    while link is not None:
-        if isinstance(link, OrtlabError):
-            return link
-        link = link.__cause__ or link.__context__
+def _wrong_names(
+    module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[str, str] | None:
+    try:
+        signature = inspect.signature(module.forward)
+        signature.bind(*args, **kwargs)
+    except ValueError:
+        return None
+    except TypeError:
+        takes = ", ".join(
+            str(one).partition(":")[0].partition("=")[0].strip()
+            + ("" if one.default is one.empty else " (optional)")
+            for one in signature.parameters.values()
+        )
+        given = [f"{len(args)} without a name"] * bool(args) + list(kwargs)
+        return (
+            f"Its forward takes {takes or 'nothing'}; the call gave {', '.join(given) or 'nothing'}.",
+            "Give the batch the names that forward takes; a dict goes in as model(**batch).",
+        )
     return None
 
 
-def _message(error: BaseException) -> str:
-    chain: list[str] = []
-    link: BaseException | None = error
-    while link is not None:
-        chain.append(str(link))
-        link = link.__cause__ or link.__context__
-    return "\n".join(chain)
+def _wrong_devices(
+    module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[str, str] | None:
+    home = next((one.device for one in module.parameters()), None)
+    strays = [
+        f"`{name}` is on {value.device}"
+        for name, value in named_inputs(module, args, kwargs)
+        if isinstance(value, torch.Tensor) and home is not None and value.device != home
+    ]
+    if not strays:
+        return None
+    return (
+        f"The model is on {home}, and {_and(strays)}.",
+        f"Move the batch to the model: batch = {{name: value.to({str(home)!r}) for name, value in batch.items()}}.",
+    )
 
 
-def _first_line(message: str) -> str:
-    """Return the line of a message that says something: the last that looks like "SomeError: ...", else the first."""
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    telling = [line for line in lines if re.match(r"[\w.]*(?:Error|Exception): \S", line)]
-    return (telling or lines or [""])[-1 if telling else 0]
+def _wrong_kinds(
+    fault: Exception, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[str, str] | None:
+    names = argument_names(module, args, kwargs)
+    for name, value in zip(names, (*args, *kwargs.values()), strict=True):
+        kind = type(value).__name__
+        if isinstance(value, torch.Tensor) or kind not in str(fault):
+            continue
+        if isinstance(value, Mapping):
+            return f"`{name}` is a whole {kind}, not a tensor.", "Unpack it: model(**batch)."
+        fix = f"Pass torch.as_tensor({name})." if kind in _ARRAYS else f"Pass a tensor as `{name}`."
+        return f"`{name}` is a {kind}, not a tensor.", fix
+    return None
+
+
+def _listed(inputs: Sequence[tuple[str, Any]]) -> str:
+    words = [f"{name} ({_describe(value)})" for name, value in inputs[:_SHOWN]]
+    if len(inputs) > _SHOWN:
+        words.append(f"{len(inputs) - _SHOWN} more")
+    return _and(words) or "no input"
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}, {shape_words(value)}, {value.device}"
+    return "None" if value is None else type(value).__name__
+
+
+def _and(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
+
+
+# ---- memory that ran out ---------------------------------------------------------------------------------------------
+
+# What torch's CPU and CUDA allocators, C++, ONNX Runtime's arena and its CUDA provider, cuBLAS and cuDNN say, and first
+# what ortlab says of them.
+_SAYINGS: Final = (
+    "memory ran out while",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "not enough memory",
+    "std::bad_alloc",
+    "bad allocation",
+    "failed to allocate memory for requested buffer",
+    "cuda out of memory",
+    "cuda failure 2: out of memory",
+    "cudaerrormemoryallocation",
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
+)
+_NODE: Final = re.compile(r"while running (\w+) node\. Name:\s*'([^']*)'")
+_PASS: Final = re.compile(r"Error in (forward|backward) pass execution")
+_TRIED: Final = re.compile(r"(?:tried to allocate (\d+) bytes|Tried to allocate ([\d.]+ [KMGT]iB))")
+
+
+def ran_out(error: BaseException) -> bool:
+    """Tell whether an error, or one that led to it, means that memory ran out."""
+    return any(
+        isinstance(one, MemoryError)
+        or (isinstance(one, OSError) and one.errno == errno.ENOMEM)
+        or type(one).__name__ == "OutOfMemoryError"  # torch's, which is not imported for that
+        or any(saying in str(one).lower() for saying in _SAYINGS)
+        for one in causes(error)
+    )
+
+
+def says_ran_out(text: str) -> bool:
+    """Tell whether the words of an error, such as the reason of a fallback, mean that memory ran out."""
+    return any(saying in text.lower() for saying in _SAYINGS)
+
+
+def place(error: BaseException) -> str:
+    """Say where memory ran out, as far as the error tells: "in backward, at FusedMatMul (/encoder/...)"; or ""."""
+    text = "\n".join(map(str, causes(error)))
+    where = []
+    if found := _PASS.search(text):
+        where.append(f"in {found[1]}")
+    if found := _NODE.search(text):
+        where.append(f"at {found[1]} ({found[2]})")
+    elif found := _TRIED.search(text):
+        where.append(f"at a request for {found[1] + ' bytes' if found[1] else found[2]}")
+    return ", ".join(where)
+
+
+def reason(error: BaseException) -> str:
+    """Say in one line why a point failed."""
+    if isinstance(error, OrtlabError):
+        return " ".join(filter(None, (error.what, error.why)))
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

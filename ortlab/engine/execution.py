@@ -20,22 +20,22 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from ortlab.engine import applied_plans, load
-from ortlab.engine.build_environment import build_environment
-from ortlab.engine.build_options import building_with
+from ortlab.engine import load, recompute_plans
+from ortlab.engine.build_environment import build_environment, building_with
+from ortlab.engine.calls import label_ranges
 from ortlab.engine.capture import CAPTURE
+from ortlab.engine.devices import device_made_current
 from ortlab.engine.execution_view import ExecutionView
-from ortlab.engine.exports import BuiltGraph, Export
-from ortlab.engine.functions.own_backward import own_backwards
-from ortlab.engine.labels import label_ranges
+from ortlab.engine.functions.export import own_backwards
+from ortlab.engine.kept_builds import BuiltGraph, Export
 from ortlab.engine.logs.build_log import exporter_messages, runtime_messages
 from ortlab.engine.operators.symbolics import ATEN_CROSS_ENTROPY
 from ortlab.engine.passes.label_density import valid_label_counts
-from ortlab.engine.passes.static_shapes import with_sizes
-from ortlab.engine.providers import device_made_current
+from ortlab.engine.passes.shapes import with_sizes
+from ortlab.engine.patching import set_to
 from ortlab.engine.sessions import make_manager, register_operators, released_agent
-from ortlab.engine.tracing.hooks import TensorHooks, check_hooks
-from ortlab.engine.tracing.input_sizes import FIXED_ONES, NumbersMade
+from ortlab.engine.tracing.arguments import FIXED_ONES, NumbersMade
+from ortlab.engine.tracing.autograd import TensorHooks, check_hooks
 from ortlab.engine.tracing.source_lines import source_lines
 from ortlab.options.log_levels import log_level
 from ortlab.records.messages import ORTLAB, MessageLog
@@ -76,7 +76,7 @@ class Execution(ExecutionView):
         self.training = training
         self.has_run = False
         self._part = part
-        self.recomputed = applied_plans.Recomputed()
+        self.recomputed = recompute_plans.Recomputed()
         self._export: Export
         self._graph: BuiltGraph
         self._state: tuple[object, ...] = ()
@@ -91,11 +91,11 @@ class Execution(ExecutionView):
         """Trace the module to ONNX and infer shapes; the result is not taken yet."""
         manager = self._manager
         autograd = custom_autograd_function_enabler.state
-        cross_entropy = ATEN_CROSS_ENTROPY.set(self.options.aten_cross_entropy)
-        fixed_ones = FIXED_ONES.set(True)
         functions = own_backwards() if self.training and self.options.custom_autograd else nullcontext()
         try:
             with (
+                set_to(ATEN_CROSS_ENTROPY, self.options.aten_cross_entropy),
+                set_to(FIXED_ONES, True),  # noqa: FBT003 - its value
                 functions,
                 self._environment(),
                 _without_hooks(self.module),
@@ -113,8 +113,6 @@ class Execution(ExecutionView):
                 self._leave_out_frozen_parameters(transition)
         finally:
             enable_custom_autograd_support(autograd)
-            ATEN_CROSS_ENTROPY.reset(cross_entropy)
-            FIXED_ONES.reset(fixed_ones)
         flattened = manager._flattened_module
         return Export(
             options=self.options,
@@ -188,7 +186,7 @@ class Execution(ExecutionView):
         manager = self._manager
         choice = self.recompute_choice()
         with device_made_current(self._export.device), runtime_messages(self.log, "session"):
-            self.recomputed = applied_plans.create_session(manager, choice)
+            self.recomputed = recompute_plans.create_session(manager, choice)
         manager._gradient_accumulation_manager.initialize(
             manager._runtime_options.enable_grad_acc_optimization,
             manager._flattened_module,
@@ -207,7 +205,7 @@ class Execution(ExecutionView):
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], state: tuple[object, ...]) -> Any:
         """Run the forward graph; the result's backward runs the gradient graph.
 
-        `state` is what `schema.module_state` returned; another object than in the last call if any tensor was replaced.
+        `state` is what `ModuleReader.state` returned; another object than in the last call if any tensor was replaced.
         """
         if state is not self._state:
             # The manager keeps references to parameters and buffers from its first run on: make it look again.

@@ -15,11 +15,10 @@ import onnx
 from ortlab.engine import load
 from ortlab.engine.inspection.places import forward_line
 from ortlab.engine.logs.build_log import runtime_messages
-from ortlab.engine.memory_report import PROBE_ANYWHERE, MemoryReport
 from ortlab.engine.passes.label_density import label_totals
-from ortlab.engine.recompute_places import check_places, find_places
-from ortlab.graphs.traced_model import TracedModel
-from ortlab.memory.recompute_places import NOTHING, RecomputeChoice, are_partial
+from ortlab.engine.recompute_plans import PROBE_ANYWHERE, MemoryReport, check_places, find_places
+from ortlab.graphs.stages import TracedModel
+from ortlab.memory.recompute import NOTHING, RecomputeChoice, are_partial
 from ortlab.records.messages import MessageLog
 from ortlab.records.runs import Initialization
 
@@ -30,8 +29,8 @@ from onnxruntime.training.ortmodule._logger import ORTModuleInitPhase
 if TYPE_CHECKING:
     import torch
 
-    from ortlab.engine.exports import BuiltGraph, Export
-    from ortlab.memory.recompute_places import RecomputePlaces
+    from ortlab.engine.kept_builds import BuiltGraph, Export
+    from ortlab.memory.recompute import RecomputePlaces
     from ortlab.options.options import Options
 
 

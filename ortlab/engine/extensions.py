@@ -4,20 +4,27 @@ ORTModule wants its users to compile ``aten_op_executor`` and ``torch_interop_ut
 (``python -m onnxruntime.training.ortmodule.torch_cpp_extensions.install``), which takes minutes, needs a
 compiler and fails beside today's torch. Without them it falls back to PyTorch. It uses five functions of
 them, four of which only return addresses of C functions; :mod:`ortlab.engine.operators.aten_executor` and
-:mod:`ortlab.engine.functions.abi` make those. On a GPU it asks for ``torch_gpu_allocator`` as well, which needs CUDA's
-headers: :mod:`ortlab.engine.gpu_allocator`.
+:mod:`ortlab.engine.functions.abi` make those.
+
+On a GPU it asks for ``torch_gpu_allocator`` as well, which needs CUDA's headers: three addresses of plain C functions
+that allocate, free, and empty the cache, so that ORT takes its GPU memory from torch's pool. ctypes makes them of
+torch's own Python functions, which allocate on the current device and stream, as the extension does.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from ortlab.engine import gpu_allocator
+import torch
+
+from ortlab.engine.callback_error import keep_error
 from ortlab.engine.functions import abi as function_abi
 from ortlab.engine.functions import export as function_export
 from ortlab.engine.functions import library as function_library
@@ -28,6 +35,7 @@ from ortlab.errors import BuildError
 
 if TYPE_CHECKING:
     from ortlab.engine.functions.library import Progress
+
 
 _PACKAGE: Final = "onnxruntime.training.ortmodule.torch_cpp_extensions"
 _ATEN: Final = "aten_op_executor"
@@ -82,7 +90,7 @@ def install() -> None:
         use_runners(_choose_runners())
     _Installed.allocator = _OWN if _imports(_ALLOCATOR) else "ctypes"
     if _Installed.allocator != _OWN:
-        _insert(_ALLOCATOR, gpu_allocator)
+        _insert(_ALLOCATOR, sys.modules[__name__])
     function_export.install()
     importlib.import_module(_PACKAGE).is_installed = lambda _path: True  # type: ignore[attr-defined]
     # Set when the package was imported, because its folder holds no library.
@@ -152,3 +160,98 @@ def _imports(name: str) -> bool:
 def _insert(name: str, extension: ModuleType) -> None:
     sys.modules[f"{_PACKAGE}.{name}"] = extension
     setattr(importlib.import_module(_PACKAGE), name, extension)
+
+
+Allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)
+Free = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+EmptyCache = ctypes.CFUNCTYPE(None)
+
+_NAME: Final = "allocation from torch's pool"
+_PROBE_BYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True)
+class Bridge:
+    """Three C functions, callable from C and from Python; they live as long as this record."""
+
+    allocate: Any
+    free: Any
+    empty_cache: Any
+
+
+def bridge(
+    allocate: Callable[[int], int], free: Callable[[int], object], empty_cache: Callable[[], object]
+) -> Bridge:
+    """Make C functions of Python's.
+
+    `allocate` takes bytes and returns an address, `free` takes the address, and `empty_cache` gives unused memory back
+    to the device. What one of them raises, such as torch's OutOfMemoryError, is kept for whoever called ORT
+    (`callback_error`); where `allocate` raises, ORT gets no memory.
+    """
+
+    def allocating(size: int) -> int | None:
+        try:
+            return allocate(size)
+        except BaseException as error:  # noqa: BLE001 - nothing passes the border to C
+            keep_error(_NAME, error)
+            return None
+
+    def freeing(address: int | None) -> None:
+        try:
+            if address:
+                free(address)
+        except BaseException as error:  # noqa: BLE001
+            keep_error(_NAME, error)
+
+    def emptying() -> None:
+        try:
+            empty_cache()
+        except BaseException as error:  # noqa: BLE001
+            keep_error(_NAME, error)
+
+    return Bridge(Allocate(allocating), Free(freeing), EmptyCache(emptying))
+
+
+_torch: Final = bridge(
+    torch.cuda.caching_allocator_alloc, torch.cuda.caching_allocator_delete, torch.cuda.empty_cache
+)
+
+
+def gpu_caching_allocator_raw_alloc_address() -> int:
+    """Return the address of the C function that allocates."""
+    return _address(_torch.allocate)
+
+
+def gpu_caching_allocator_raw_delete_address() -> int:
+    """Return the address of the C function that frees."""
+    return _address(_torch.free)
+
+
+def gpu_caching_allocator_empty_cache_address() -> int:
+    """Return the address of the C function that gives unused memory back to the device."""
+    return _address(_torch.empty_cache)
+
+
+def _address(function: Any) -> int:
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None  # noqa: S101 - ctypes made it
+    return address
+
+
+def allocator_fault() -> str:
+    """Try the bridge on the current GPU: take 1 MiB through its address, as ORT does, and give it back.
+
+    Returns what is wrong, in words; "" if torch's pool has grown by that, and shrunk again.
+    """
+    allocate = Allocate(gpu_caching_allocator_raw_alloc_address())
+    free = Free(gpu_caching_allocator_raw_delete_address())
+    before = torch.cuda.memory_allocated()
+    address = allocate(_PROBE_BYTES)
+    if not address:
+        return "torch's pool gave no memory"
+    held = torch.cuda.memory_allocated() - before
+    free(address)
+    left = torch.cuda.memory_allocated() - before
+    if held < _PROBE_BYTES or left:
+        return f"torch's pool grew by {held} bytes for {_PROBE_BYTES}, and kept {left}"
+    return ""

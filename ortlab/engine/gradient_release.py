@@ -14,7 +14,7 @@ import weakref
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from ortlab.engine.patching import replace
+from ortlab.engine.patching import replace, set_to
 from ortlab.errors import ExecutionError
 
 if TYPE_CHECKING:
@@ -38,11 +38,8 @@ def install() -> None:
 
 def _note_module(original: Callable[..., Any]) -> Callable[..., Any]:
     def post_export_process(flatten_module: Any, *args: Any, **kwargs: Any) -> Any:
-        token = _exported.set(flatten_module)
-        try:
+        with set_to(_exported, flatten_module):
             return original(flatten_module, *args, **kwargs)
-        finally:
-            _exported.reset(token)
 
     return post_export_process
 

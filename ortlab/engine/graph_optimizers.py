@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any, Final
 
-from ortlab.engine.build_options import acts
+from ortlab.engine.build_environment import acts
 from ortlab.engine.patching import replace
 from ortlab.errors import BuildError
 
@@ -76,7 +76,9 @@ def registered(module_name: str) -> tuple[tuple[str, str], ...]:
 
 def _run_chosen(_original: Callable[..., None]) -> Callable[..., None]:
     def optimize_all(module_name: str, device: str, graph: GraphProto) -> None:
-        entries = [entry for entry in _for_module(module_name) if _meant_for(device, entry[1])]
+        entries = [
+            entry for entry in _for_module(module_name) if entry[1] == "all" or device in entry[1].split("|")
+        ]
         # Sorting keeps the order of registration among equals, as ORT does.
         for function, _, _ in sorted(entries, key=lambda entry: entry[2], reverse=True):
             switch = _switch(function)
@@ -111,10 +113,6 @@ def _switch(function: Callable[[GraphProto], Any]) -> str:
 def _for_module(name: str) -> list[tuple[Callable[[GraphProto], None], str, int]]:
     table = _registry()._OPTIMIZER_FUNCS
     return [*table.get("all", ()), *table.get(name, ())]
-
-
-def _meant_for(device: str, devices: str) -> bool:
-    return devices == "all" or device in devices.split("|")
 
 
 def _name(function: Any) -> str:

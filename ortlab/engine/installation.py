@@ -15,6 +15,7 @@ import shlex
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -249,3 +250,17 @@ def have() -> frozenset[Need]:
     if getattr(_pybind_state, "is_triton_enabled", bool)():
         present.add(Need.TRITON_BUILD)
     return frozenset(present)
+
+
+def versions() -> dict[str, str]:
+    """Return package versions by name: the installed ONNX Runtime distribution, torch, onnx, numpy.
+
+    They are read once in a process, which keeps what it has imported, and takes half a second among many packages.
+    """
+    return dict(_versions())
+
+
+@cache
+def _versions() -> tuple[tuple[str, str], ...]:
+    training = {one.name: one.version for one in distributions()}
+    return tuple((training | {name: metadata.version(name) for name in ("torch", "onnx", "numpy")}).items())

@@ -1,4 +1,4 @@
-"""Where the values of an execution graph come from, and which buffers the backward finds there from the forward.
+"""Where the values of an execution graph come from, which buffers outlive the forward, and when they are allocated.
 
 A session saves its graph in the order in which it executes it, so what stands before the YieldOp, which hands the
 outputs to PyTorch, is the forward, and what stands behind it the backward. Only the copies of nodes that a plan
@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from ortlab.graphs.phases import YIELD, is_copy
-from ortlab.memory.lifetimes import ONNX_VIEWS
+import onnx
+
+from ortlab.graphs.nodes import YIELD, is_copy
+from ortlab.memory.trace import ONNX_VIEWS
 
 if TYPE_CHECKING:
-    import onnx
+    from collections.abc import Iterable, Mapping
+
+    from ortlab.engine.execution import Execution
 
 
 @dataclass
@@ -81,3 +85,47 @@ class ForwardOfGraph:
 def name_of(node: onnx.NodeProto) -> str:
     """Return the name of a node, or of its first result where ORT has given it none."""
     return node.name or next(filter(None, node.output), "")
+
+
+_NEVER_IN_PLACE: Final = frozenset(
+    "Concat ConcatTraining Conv FusedMatMul Gather GatherElements Gemm MatMul Shape Split Transpose".split()  # noqa: SIM905 - so many words are easier to read without quotes
+)
+"""Operators whose results cannot be written over what they are still read from."""
+
+
+def earliest_places(execution: Execution, values: Iterable[str]) -> dict[str, int]:
+    """Return for each kept value the place of the first node in whose turn its memory can have been allocated.
+
+    An activation has memory of its own, from its node on, unless its operator works in place: ORT then lets it write
+    into the buffer of an input that nobody reads any more (`MayInplace`; ``allocation_planner.cc``,
+    `FindReusableInput`), also where buffers are otherwise not reused, as in ORTModule's sessions. Which operators may
+    do so is not told, so that every one may that could: an activation's memory is from some node between the first of
+    such a chain and its own.
+
+    Places count from 0 in the order of execution. `values` are names of results that fill a buffer
+    (`SavedActivation.value`); those that the forward does not make are left out.
+    """
+    graph = onnx.load_model_from_string(execution.serialized_graph("execution"))
+    forward = ForwardOfGraph(graph)
+    outliving = {one.root for one in forward.kept()}
+    last_read = {forward.root(name): place for place, node in enumerate(forward.nodes) for name in node.input}
+    dies = {root: place for root, place in last_read.items() if root not in outliving}
+    return {value: _earliest(forward, dies, value) for value in values if value in forward.made}
+
+
+def _earliest(forward: ForwardOfGraph, dies: Mapping[str, int], value: str) -> int:
+    """Follow the chain of nodes that can have worked in place; `dies` has the last reader of each buffer."""
+    earliest = place = forward.made[value][0]
+    waiting, seen = [place], {value}
+    while waiting:
+        place = waiting.pop()
+        earliest = min(earliest, place)
+        node = forward.nodes[place]
+        if node.op_type in _NEVER_IN_PLACE:
+            continue
+        for name in node.input:
+            root = forward.root(name)
+            if root in forward.made and root not in seen and dies.get(root) == place:
+                seen.add(root)
+                waiting.append(forward.made[root][0])
+    return earliest

@@ -13,25 +13,22 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _StopRecomputationError
 
-from ortlab.engine import exports, graph_optimizers
+from ortlab.engine import graph_optimizers, kept_builds
 from ortlab.engine.build_environment import one_build_at_a_time
-from ortlab.engine.built_sessions import Built, BuiltSessions
 from ortlab.engine.callback_error import border_watched, take_error
-from ortlab.engine.calls import check_call, check_module
+from ortlab.engine.calls import check_call, check_module, refuse_transforms
 from ortlab.engine.diagnosis import (
     ForwardError,
     explain_build_failure,
     explain_execution_failure,
     own_fault,
 )
-from ortlab.engine.exports import KeptExport
-from ortlab.engine.passes.static_shapes import batch_sizes
+from ortlab.engine.kept_builds import Built, BuiltSessions, KeptExport
+from ortlab.engine.patching import with_attributes
 from ortlab.engine.random_state import restored_on_failure
 from ortlab.engine.schema import ModuleReader, Schema, call_schema, difference, module_schema, surroundings
-from ortlab.engine.tracing import input_sizes
-from ortlab.engine.tracing.checkpoints import saving_apart
-from ortlab.engine.tracing.input_sizes import sizes
-from ortlab.engine.transforms import refuse_transforms
+from ortlab.engine.tracing.arguments import batch_sizes, size_difference, sizes
+from ortlab.engine.tracing.autograd import saving_apart
 from ortlab.errors import BuildError, ExecutionError, FallbackWarning, OrtlabError, PlanWarning
 from ortlab.options.options import Effect, Options
 from ortlab.records.coverage import Coverage
@@ -40,19 +37,12 @@ from ortlab.records.runs import EXECUTED_BY_FALLBACK, EXECUTED_BY_ORT, Initializ
 
 if TYPE_CHECKING:
     from ortlab.engine.execution import Execution, Progress
-    from ortlab.engine.tracing.input_sizes import Sizes
+    from ortlab.engine.tracing.arguments import Sizes
 
 STAGES: Final = {Effect.STEP: "step", Effect.SESSION: "session", Effect.GRAPH: "graph"}
 """What is redone for a change with that effect; everything earlier means a new export."""
 
-_STATE: Final = (
-    "options",
-    "executed_by",
-    "fallback_reason",
-    "rebuild_reason",
-    "_failed",
-    "_starts_over",
-)
+_STATE: Final = ("options", "executed_by", "fallback_reason", "rebuild_reason", "_failed")
 """What `OrtEngine.beside` puts back."""
 
 _NOTHING: Final = ("", "step")
@@ -170,7 +160,7 @@ class OrtEngine:
 
     def _say_absent_plans(self, execution: Execution) -> None:
         """Say which recompute plans this model does not have: ORT passes over them silently."""
-        from ortlab.engine.applied_plans import absent_words
+        from ortlab.engine.recompute_plans import absent_words
 
         words = absent_words(execution)
         if words:
@@ -198,14 +188,11 @@ class OrtEngine:
         A session that differs from the present one in that it has no arena stays beside it, so that the next
         measurement of memory builds nothing.
         """
-        before = {name: getattr(self, name) for name in _STATE}
-        with self._sessions.beside(usable=self._may_serve):
-            try:
-                self._starts_over = False
-                yield
-            finally:
-                for name, value in before.items():
-                    setattr(self, name, value)
+        with (
+            self._sessions.beside(usable=self._may_serve),
+            with_attributes(self, _STATE, _starts_over=False),
+        ):
+            yield
 
     # ---- building ---------------------------------------------------------------------------------------------
 
@@ -308,7 +295,7 @@ class OrtEngine:
         """Free all sessions; the exports and graphs are kept for the module's next lab, unless `forget` drops them."""
         self._sessions.release()
         if forget:
-            exports.forget(self._module)
+            kept_builds.forget(self._module)
 
     def _execution(self, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Execution:
         training = self._trains(args, kwargs)
@@ -404,7 +391,7 @@ class OrtEngine:
         present = sizes(args, kwargs)
         kept = self._find(schema, self.options, training=execution.training, present=present)
         if kept is not None:
-            exports.keep(self._module, kept)
+            kept_builds.keep(self._module, kept)
             return kept, False
         self._progress("Exporting the model to ONNX", 0.0)
         if self.options.export_cache_dir:
@@ -416,11 +403,11 @@ class OrtEngine:
         # A forward may settle an attribute in its first call, which was the trace: a `config.problem_type`, for one.
         bound_to = present if export.numbers else frozenset()
         made = KeptExport(self._schema(args, kwargs), export, bound_to)
-        made = made.loosened_by(exports.kept_exports(self._module))
+        made = made.loosened_by(kept_builds.kept_exports(self._module))
         if (
             not self.options.zero_stage3
         ):  # DeepSpeed's table of parameters stays with the execution that exported
-            exports.keep(self._module, made)
+            kept_builds.keep(self._module, made)
         return made, True
 
     def _find(
@@ -428,8 +415,8 @@ class OrtEngine:
     ) -> KeptExport | None:
         mine = self._sessions.exports()
         # Files of graphs are written while these are made: others' exports would leave a folder empty.
-        others = () if options.save_onnx else exports.kept_exports(self._module)
-        return exports.find((*mine, *others), schema, options, training=training, sizes=present)
+        others = () if options.save_onnx else kept_builds.kept_exports(self._module)
+        return kept_builds.find((*mine, *others), schema, options, training=training, sizes=present)
 
     def _stage(self, built: Built, options: Options) -> str:
         if built.options is options:  # as in every step but those after a change
@@ -446,7 +433,7 @@ class OrtEngine:
         changed = difference(current.kept.schema, schema)
         if changed or not current.kept.bound_to:
             return changed
-        return input_sizes.difference(current.kept.bound_to, sizes(args, kwargs))
+        return size_difference(current.kept.bound_to, sizes(args, kwargs))
 
     def _why(self, current: Built | None) -> str:
         if current is None:

@@ -1,4 +1,4 @@
-"""Replace functions of other packages: once, in one way, with the original kept.
+"""Replace functions of other packages for good, and attributes and context variables while a block runs.
 
 onnxruntime 1.19.2 is the last release of its training module, so its faults are mended from outside: a
 function is replaced by one that calls it. Everything that ortlab replaces goes through :func:`replace`,
@@ -8,11 +8,16 @@ which makes each replacement idempotent.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import update_wrapper
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
+
+T = TypeVar("T")
 
 _done: set[tuple[str, str, str]] = set()
 
@@ -32,3 +37,26 @@ def replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable
     static = isinstance(inspect.getattr_static(owner, name), staticmethod)
     setattr(owner, name, staticmethod(replacement) if static else replacement)
     _done.add(key)
+
+
+@contextmanager
+def with_attributes(owner: Any, names: Iterable[str] = (), **values: object) -> Iterator[None]:
+    """Give an object other attributes in the block; at its end these, and those in `names`, are as they were."""
+    before = {name: getattr(owner, name) for name in (*names, *values)}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+@contextmanager
+def set_to(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Let a context variable have a value in the block."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)

@@ -1,4 +1,4 @@
-"""A session that ORT's profiler watches, and what the profiler saw as the trace of one step.
+"""A session that ORT's profiler watches: the trace of one step, and the FLOPs of each of its nodes.
 
 `InferenceSession.end_profiling` writes for training sessions, too: one `<node>_kernel_time` event for each kernel, in
 the order of execution, with its duration in us and the shapes of its results (``sequential_executor.cc``).
@@ -18,15 +18,22 @@ from typing import TYPE_CHECKING, Any, Final
 
 import onnx
 import torch
+from onnx import helper
 from torch.utils._pytree import tree_leaves
 
+from ortlab.engine.inspection.places import Places
 from ortlab.errors import ExecutionError
-from ortlab.graphs.scopes import executed_operator
+from ortlab.graphs.flop_formulas import Shape, flops
+from ortlab.graphs.flops import NodeFlops
+from ortlab.graphs.nodes import YIELD, executed_operator, layer_of, node_names
 from ortlab.memory.recompute import COPY
 from ortlab.memory.trace import Trace, TracedNode
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from ortlab.engine.execution import Execution
+
 
 _KERNEL: Final = "_kernel_time"
 _END: Final = "SequentialExecutor::Execute"
@@ -102,18 +109,50 @@ class Profile:
         shortest time of its kernel in the profiled steps. Raises ExecutionError if no step has run to its end
         meanwhile.
         """
-        rounds = _steps(self._events, len(self._graph.node) - 1)
+        rounds = self._rounds()
         if not rounds:
-            raise _nothing_profiled()
+            raise ExecutionError(
+                "Nothing was profiled: no forward was followed by its backward.",
+                fix="Profile a step that trains: forward, backward, optimizer.",
+            )
         last, behind = rounds[-1]
         for position, (event, node) in enumerate(zip(last, _in_order(last, self._graph), strict=True)):
             yield node, event, position >= behind, min(one[position]["dur"] for one, _ in rounds) / 1000
 
     def trace(self, plans: Sequence[str], order: str) -> Trace:
-        """Return what the profiler saw; raises ExecutionError if no step has run to its end meanwhile."""
-        return read_trace(
-            self._events, self._graph, held=self._held, given=self._given, plans=tuple(plans), order=order
+        """Return what the profiler saw as the trace of one step; raises ExecutionError as `kernels`."""
+        sizes: dict[str, int] = {}
+        traced = []
+        for node, event, backward, ms in self.kernels():
+            present = [name for name in node.output if name]
+            for name, shape in zip(present, event["args"]["output_type_shape"], strict=False):
+                sizes[name] = _bytes(shape)
+            traced.append(
+                TracedNode(
+                    name=node.name,
+                    operator=executed_operator(node),
+                    inputs=tuple(node.input),
+                    outputs=tuple(node.output),
+                    backward=backward,
+                    ms=ms,
+                    recomputes=node.name.removesuffix(COPY) if node.name.endswith(COPY) else "",
+                )
+            )
+        boundary = next(node for node in self._graph.node if node.op_type == YIELD)
+        return Trace(
+            nodes=tuple(traced),
+            sizes=sizes,
+            returned=frozenset(boundary.input),
+            held=frozenset(boundary.input[i] for i in self._held if i < len(boundary.input)),
+            gradients=frozenset(value.name for value in self._graph.output),
+            given=dict(zip(boundary.output, self._given, strict=False)),
+            plans=tuple(plans),
+            engine_order=order,
+            steps=len(self._rounds()),
         )
+
+    def _rounds(self) -> list[tuple[list[Mapping[str, Any]], int]]:
+        return _steps(self._events, len(self._graph.node) - 1)
 
 
 @contextmanager
@@ -129,69 +168,11 @@ def profiled(execution: Execution, *, memory_efficient_order: bool = False) -> I
             yield profile
 
 
-def read_trace(
-    events: Sequence[Mapping[str, Any]],
-    graph: onnx.GraphProto,
-    *,
-    held: frozenset[int] = frozenset(),
-    given: Sequence[int] = (),
-    plans: tuple[str, ...] = (),
-    order: str = "default",
-) -> Trace:
-    """Make the trace of one step from a profile of several alike.
-
-    `events` are the profiler's, in order; `held` says which inputs of the YieldOp PyTorch still held when the backward
-    started, by position; `given` has the bytes of each output of the YieldOp, as PyTorch gave them. Raises
-    ExecutionError if there is no forward with a backward behind it.
-    """
-    boundary = next(node for node in graph.node if node.op_type == "YieldOp")
-    rounds = _steps(events, len(graph.node) - 1)
-    if not rounds:
-        raise _nothing_profiled()
-    last, behind = rounds[-1]
-    nodes = _in_order(last, graph)
-    sizes: dict[str, int] = {}
-    traced = []
-    for position, (event, node) in enumerate(zip(last, nodes, strict=True)):
-        present = [name for name in node.output if name]
-        for name, shape in zip(present, event["args"]["output_type_shape"], strict=False):
-            sizes[name] = _bytes(shape)
-        traced.append(
-            TracedNode(
-                name=node.name,
-                operator=executed_operator(node),
-                inputs=tuple(node.input),
-                outputs=tuple(node.output),
-                backward=position >= behind,
-                ms=min(one[position]["dur"] for one, _ in rounds) / 1000,
-                recomputes=node.name.removesuffix(COPY) if node.name.endswith(COPY) else "",
-            )
-        )
-    return Trace(
-        nodes=tuple(traced),
-        sizes=sizes,
-        returned=frozenset(boundary.input),
-        held=frozenset(boundary.input[i] for i in held if i < len(boundary.input)),
-        gradients=frozenset(value.name for value in graph.output),
-        given=dict(zip(boundary.output, given, strict=False)),
-        plans=plans,
-        engine_order=order,
-        steps=len(rounds),
-    )
-
-
-def _nothing_profiled() -> ExecutionError:
-    return ExecutionError(
-        "Nothing was profiled: no forward was followed by its backward.",
-        fix="Profile a step that trains: forward, backward, optimizer.",
-    )
-
-
 def _in_order(events: Sequence[Mapping[str, Any]], graph: onnx.GraphProto) -> list[onnx.NodeProto]:
     """Find the node of each event; those that ORT left without a name go by operator, once their inputs are there."""
     named = {node.name: node for node in graph.node if node.name}
     nameless = [node for node in graph.node if not node.name]
-    made_here = {name for node in graph.node for name in node.output if name and node.op_type != "YieldOp"}
+    made_here = {name for node in graph.node for name in node.output if name and node.op_type != YIELD}
     done: set[str] = set()
     found = []
     for event in events:
@@ -239,3 +220,75 @@ def _bytes(shape: Mapping[str, Sequence[int]]) -> int:
 def _ort_value_bytes(value: Any) -> int:
     element = value.data_type().removeprefix("tensor(").removesuffix(")")
     return int(prod(value.shape())) * _BYTES.get(element, 0)
+
+
+def node_flops(profile: Profile, model: torch.nn.Module, part: str = "") -> tuple[NodeFlops, ...]:
+    """Count the FLOPs of the step that was profiled last, node by node.
+
+    `model` is the whole model, which modules are named in; `part` is the path of the wrapped part that was executed,
+    empty for the whole model. Raises ExecutionError if no step has run to its end meanwhile.
+    """
+    origins = _Origins(Places(model, part))
+    graph = profile.graph
+    names = {_result(node): name for name, node in zip(node_names(graph), graph.node, strict=True)}
+    found = []
+    for node, event, backward, ms in profile.kernels():
+        operator = executed_operator(node)
+        inputs, outputs = (_shapes(event["args"][key]) for key in ("input_type_shape", "output_type_shape"))
+        attributes = {
+            one.name: helper.get_attribute_value(one) for one in node.attribute if not one.HasField("g")
+        }
+        reads = origins.of_value(next(iter(node.input), ""))
+        module = origins.of(node)
+        found.append(
+            NodeFlops(
+                name=names[_result(node)],
+                operator=operator,
+                module=module,
+                layer=layer_of(module),
+                backward=backward,
+                inputs=inputs,
+                outputs=outputs,
+                flops=flops(operator, inputs, outputs, attributes),
+                elements=sum(map(prod, outputs)),
+                ms=ms,
+                recomputed=node.name.endswith(COPY),
+                reads=reads,
+            )
+        )
+    return tuple(found)
+
+
+class _Origins:
+    """Finds the module of each node; nodes have to be asked for in the order in which they ran.
+
+    Nodes are named after their module, and so are those of their gradients. Those that ORT puts in without such a name
+    take the module of what they read.
+    """
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+        self._of_value: dict[str, str] = {}
+
+    def of_value(self, name: str) -> str:
+        """Return the path of the module that made a value; empty for what no node has made."""
+        return self._of_value.get(name, "")
+
+    def of(self, node: onnx.NodeProto) -> str:
+        """Return the path of a node's module; empty for the model itself."""
+        named = next((name for name in (node.name, *node.output) if "/" in name), "")
+        if named:
+            module = self._places.of_name(named[named.index("/") :]).module
+        else:
+            module = next((self._of_value[name] for name in node.input if name in self._of_value), "")
+        self._of_value.update(dict.fromkeys(filter(None, node.output), module))
+        return module
+
+
+def _result(node: onnx.NodeProto) -> str:
+    """Return the name of a node's first result, which no other node makes."""
+    return next(filter(None, node.output), "")
+
+
+def _shapes(described: Sequence[Mapping[str, Iterable[Any]]]) -> tuple[Shape, ...]:
+    return tuple(tuple(int(size) for size in shape) for one in described for shape in one.values())

@@ -17,7 +17,7 @@ class RandomState:
     """The state of every generator that a training step may draw from.
 
     ONNX Runtime's own generator has no state that can be read. ORTModule seeds it from `torch.manual_seed`, so a
-    restart from the same point seeds it again; see `ortlab.runs.snapshot`.
+    restart from the same point seeds it again; see `ortlab.runs.experiment`.
     """
 
     python: Any

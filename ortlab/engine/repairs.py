@@ -13,17 +13,16 @@ from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from ortlab.engine import memory_arena, statistics_files
+from ortlab.engine import subscriptions
 from ortlab.engine.logs import build_log
-from ortlab.engine.passes import constant_outputs, label_density, shape_inference, untold_shapes
-from ortlab.engine.patching import replace
+from ortlab.engine.passes import label_density, shapes
+from ortlab.engine.patching import replace, set_to
 from ortlab.engine.tracing import (
     arguments,
+    autograd,
     buffers,
-    checkpoints,
     gradient_stops,
     guards,
-    input_sizes,
     outputs,
     source_lines,
 )
@@ -38,23 +37,20 @@ def install_all() -> None:
     arguments.install()
     buffers.install()
     gradient_stops.install()
-    input_sizes.install()
     outputs.install()
     guards.install()
     source_lines.install()
-    constant_outputs.install()
-    shape_inference.install()
-    untold_shapes.install()
+    shapes.install()
     label_density.install()
-    statistics_files.install()
-    memory_arena.install()
+    subscriptions.install()
+    install_arena()
     install_refusals()
     install_sparsity_switches()
     install_export_cleanup()
     install_export_silence()
     install_log_levels()
     build_log.install()
-    checkpoints.install()
+    autograd.install()
     install_seed()
     install_buffer_inputs()
 
@@ -122,8 +118,8 @@ def install_sparsity_switches() -> None:
     from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
 
     replace(GraphTransitionManager, "_export_model", _read_sparsity_switches)
-    replace(GraphTransitionManager, "_add_check_label_sparsity_hook", _label_hook)
-    replace(GraphTransitionManager, "_add_check_embedding_sparsity_hook", _embedding_hook)
+    replace(GraphTransitionManager, "_add_check_label_sparsity_hook", _hook_of("label"))
+    replace(GraphTransitionManager, "_add_check_embedding_sparsity_hook", _hook_of("embedding"))
 
 
 def _read_sparsity_switches(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -135,36 +131,26 @@ def _read_sparsity_switches(original: Callable[..., Any]) -> Callable[..., Any]:
             label=options.enable_compute_optimizer and options.enable_label_sparse_optimizer,
             embedding=options.enable_compute_optimizer and options.enable_embedding_sparse_optimizer,
         )
-        token = _sparsity.set(switches)
-        try:
+        with set_to(_sparsity, switches):
             return original(**kwargs)
-        finally:
-            _sparsity.reset(token)
 
     return export_model
 
 
-def _label_hook(original: Callable[..., Any]) -> Callable[..., list[Any]]:
-    def add_check_label_sparsity_hook(enable: bool, *args: Any) -> list[Any]:  # noqa: FBT001 - ORT's signature
-        switches = _sparsity.get()
-        return _remember(original(enable if switches is None else switches.label, *args))
+def _hook_of(kind: str) -> Callable[[Callable[..., Any]], Callable[..., list[Any]]]:
+    """Return what replaces the function that adds the hook of a kind: it asks that kind's switch."""
 
-    return add_check_label_sparsity_hook
+    def asking_its_switch(original: Callable[..., Any]) -> Callable[..., list[Any]]:
+        def add_check_sparsity_hook(enable: bool, *args: Any) -> list[Any]:  # noqa: FBT001 - ORT's signature
+            switches = _sparsity.get()
+            added = original(enable if switches is None else getattr(switches, kind), *args) or []
+            if (hooks := _hooks.get()) is not None:
+                hooks.extend(added)
+            return list(added)
 
+        return add_check_sparsity_hook
 
-def _embedding_hook(original: Callable[..., Any]) -> Callable[..., list[Any]]:
-    def add_check_embedding_sparsity_hook(enable: bool, *args: Any) -> list[Any]:  # noqa: FBT001 - ORT's signature
-        switches = _sparsity.get()
-        return _remember(original(enable if switches is None else switches.embedding, *args))
-
-    return add_check_embedding_sparsity_hook
-
-
-def _remember(handles: list[Any] | None) -> list[Any]:
-    added = handles or []
-    if (hooks := _hooks.get()) is not None:
-        hooks.extend(added)
-    return added
+    return asking_its_switch
 
 
 # --- an export that fails -----------------------------------------------------------------------------------------
@@ -187,16 +173,14 @@ def _clean_up_after_failure(original: Callable[..., Any]) -> Callable[..., Any]:
 
         random_states = _utils.get_random_states()
         hooks: list[Any] = []
-        token = _hooks.set(hooks)
         try:
-            return original(**kwargs)
+            with set_to(_hooks, hooks):
+                return original(**kwargs)
         except BaseException:
             for hook in hooks:
                 hook.remove()
             _utils.set_random_states(random_states)
             raise
-        finally:
-            _hooks.reset(token)
 
     return export_model
 
@@ -331,3 +315,40 @@ class _ParametersAndBuffers:
         """Yield the names and tensors of the parameters, then of the buffers."""
         yield from self._module.named_parameters()
         yield from self._module.named_buffers()
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+_arena: bool | None = None
+"""Whether the provider that the process keeps has an arena; None while nobody knows."""
+
+
+def install_arena() -> None:
+    """Give each session an arena of CPU memory if its own options say so (`enable_cpu_mem_arena`).
+
+    1.19.2's training module keeps one CPU execution provider for the whole process
+    (``orttraining_python_module.cc``, ``GetProviderInstanceHash``: its key is 0 whatever the options), and whether
+    there is an arena is the provider's. So the first session of the process decided it for all later ones. A provider
+    that was made for the other setting is dropped before a session is made; the sessions that have it keep it.
+    """
+    from onnxruntime import InferenceSession
+
+    replace(InferenceSession, "_create_inference_session", _with_its_own_arena)
+
+
+def _with_its_own_arena(original: Callable[..., Any]) -> Callable[..., Any]:
+    def create_inference_session(self: Any, *args: Any, **kwargs: Any) -> Any:
+        options = self._sess_options
+        _drop_provider_of_other_kind(arena=options is None or bool(options.enable_cpu_mem_arena))
+        return original(self, *args, **kwargs)
+
+    return create_inference_session
+
+
+def _drop_provider_of_other_kind(*, arena: bool) -> None:
+    global _arena  # noqa: PLW0603 - the provider is the process's
+    if arena != _arena:
+        from onnxruntime.capi import _pybind_state
+
+        _pybind_state.clear_training_ep_instances()
+        _arena = arena

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Final
@@ -17,19 +17,21 @@ from ortlab.engine.kept_values import ForwardOfGraph, Kept, name_of
 from ortlab.engine.passes.graph_edits import aten_operator
 from ortlab.engine.value_shapes import Inferred, ValueShapes
 from ortlab.errors import BuildError
-from ortlab.graphs.scopes import layer_of
-from ortlab.memory.activations import KeptInput, PlanEffect, SavedActivation, largest_first
-from ortlab.memory.saved_activations import SavedActivations
-from ortlab.memory.shapes import Shape, shape_at
+from ortlab.graphs.nodes import layer_of
+from ortlab.memory.saved_activations import (
+    KeptInput,
+    PlanEffect,
+    SavedActivation,
+    SavedActivations,
+    largest_first,
+)
+from ortlab.memory.symbolic_sizes import Shape, shape_at
 
 if TYPE_CHECKING:
     import torch
 
-    from ortlab.engine.execution import Execution
-    from ortlab.engine.exports import BuiltGraph
-
-Progress = Callable[[str, float], None]
-"""Called with what is being done and the fraction done so far, 0 to 1."""
+    from ortlab.engine.execution import Execution, Progress
+    from ortlab.engine.kept_builds import BuiltGraph
 
 _IN_WORDS: Final = "com.microsoft"
 """Domain of ORT's own operators, which plans and logs name without it."""
@@ -180,8 +182,6 @@ def _shape(
 
 
 def _with_sizes(activations: SavedActivations, sizes: Mapping[str, int]) -> SavedActivations:
-    if not any(row.bytes is None and row.value in sizes for row in activations.rows):
-        return activations
     rows = [
         replace(row, bytes=sizes[row.value], measured=True)
         if row.bytes is None and row.value in sizes

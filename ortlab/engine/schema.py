@@ -31,8 +31,8 @@ def call_schema(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Schema:
     """Describe the inputs of a call as far as an export depends on them.
 
     Sizes are left out, since they are symbolic in the exported graph, except those of 1, which are not (see
-    `input_sizes`), and of 0; dtype, number of dimensions, device and `requires_grad` of each tensor are in. So are the
-    values of Python numbers, strings, booleans and None, because tracing follows one branch for one value.
+    `tracing.arguments`), and of 0; dtype, number of dimensions, device and `requires_grad` of each tensor are in. So
+    are the values of Python numbers, strings, booleans and None, because tracing follows one branch for one value.
     """
     entries = list(_leaves("input", list(args)))
     for name, value in kwargs.items():
@@ -160,11 +160,6 @@ class ModuleReader:
         self._cells = baked_in.closures(
             [*self._functions, *(one for functions in found.values() for one in functions.values())]
         )
-
-
-def module_state(module: torch.nn.Module) -> tuple[object, ...]:
-    """Read the state of a module once; see `ModuleReader`."""
-    return ModuleReader(module).state()
 
 
 def difference(before: Schema, after: Schema) -> str:

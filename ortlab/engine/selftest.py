@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from ortlab.engine import cuda_libraries
+from ortlab.engine import devices as cuda
 
 if TYPE_CHECKING:
     import torch
@@ -40,15 +40,15 @@ def load() -> Findings:
 def devices() -> Findings:
     """Look for the driver, GPUs, and what ONNX Runtime needs to use them.
 
-    "driver" and "driver_fault" are those of `ortlab.engine.cuda_libraries.Driver`; "gpus" are those that torch sees,
+    "driver" and "driver_fault" are those of `ortlab.engine.devices.Driver`; "gpus" are those that torch sees,
     with free and total memory in bytes (None where it cannot be asked); "torch_cuda" is the CUDA that torch was built
-    for, or None; "libraries" are `ortlab.engine.cuda_libraries.Found`, none unless ORT has a CUDA provider.
+    for, or None; "libraries" are `ortlab.engine.devices.Found`, none unless ORT has a CUDA provider.
     """
     import onnxruntime
     import torch
 
-    driver = cuda_libraries.driver()
-    found = cuda_libraries.examine() if cuda_libraries.provider() else ()
+    driver = cuda.driver()
+    found = cuda.examine() if cuda.provider() else ()
     return {
         "driver": driver.cuda,
         "driver_fault": driver.fault,
@@ -79,12 +79,12 @@ def provider() -> Findings:
 
     "why" says why it was not tried.
     """
-    file = cuda_libraries.provider()
+    file = cuda.provider()
     if file is None:
         return {"loaded": False, "why": "this ONNX Runtime has none"}
-    if cuda_libraries.driver().cuda is None:
+    if cuda.driver().cuda is None:
         return {"loaded": False, "why": "there is no driver"}
-    if not all(one.serves for one in cuda_libraries.preload()):
+    if not all(one.serves for one in cuda.preload()):
         return {"loaded": False, "why": "libraries are missing"}
     import ctypes
 
@@ -102,12 +102,12 @@ def on_gpu() -> Findings:
     """
     import torch
 
-    if not torch.cuda.is_available() or cuda_libraries.provider() is None:
+    if not torch.cuda.is_available() or cuda.provider() is None:
         return {}
-    from ortlab.engine import gpu_allocator
+    from ortlab.engine.extensions import allocator_fault
 
     model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4)).cuda()
-    allocator = gpu_allocator.fault()
+    allocator = allocator_fault()
     return _compare(model, torch.arange(6, device="cuda").reshape(2, 3)) | {"allocator": allocator}
 
 

@@ -11,7 +11,7 @@ import copy
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -20,13 +20,14 @@ import torch
 
 from ortlab.engine import load, triton
 from ortlab.engine.backward_guard import GuardedBackward
-from ortlab.engine.build_options import building_with
+from ortlab.engine.build_environment import building_with
 from ortlab.engine.callback_error import border_watched, take_error
 from ortlab.engine.diagnosis import explain_execution_failure
 from ortlab.engine.logs.build_log import ortmodule_logger, runtime_lines, runtime_messages, user_code
-from ortlab.engine.memory_report import PROBE_ANYWHERE
 from ortlab.engine.operators.torch_backward import TorchBackward
-from ortlab.engine.passes.exact_places import leaving_alone
+from ortlab.engine.passes.training_graph import leaving_alone
+from ortlab.engine.patching import with_attributes
+from ortlab.engine.recompute_plans import PROBE_ANYWHERE
 from ortlab.errors import BuildError, ExecutionError
 from ortlab.options.log_levels import log_level
 from ortlab.options.option_files import check_onnx_folder
@@ -115,31 +116,35 @@ class _SessionOptions:
     memory_efficient_order = False
     profile: Profile | None = None
 
+    def another_session(self, **settings: object) -> AbstractContextManager[None]:
+        """Let a session be made with other attributes in the block; afterwards the manager has its own again."""
+        return with_attributes(self, ("_execution_agent", "recomputes"), **settings)
+
+    @contextmanager
+    def graph_written(self) -> Iterator[Path]:
+        """Let sessions that are made in the block write the graph that they execute to a file, which is then gone."""
+        with tempfile.TemporaryDirectory(prefix="ortlab-") as folder:
+            file = Path(folder) / "execution.onnx"
+            with with_attributes(self, execution_graph_file=str(file)):
+                yield file
+
     def profiled_agent(
         self, profile: Profile, plans: Sequence[str], kept: Kept, *, memory_efficient_order: bool
     ) -> Any:
         """Create another session, one that ORT's profiler watches, and return its agent."""
-        agent, recomputes = self._execution_agent, self.recomputes
-        self.profile, self.execution_graph_file = profile, str(profile.graph_file)
-        self.memory_efficient_order = memory_efficient_order
-        try:
+        with self.another_session(
+            profile=profile,
+            execution_graph_file=str(profile.graph_file),
+            memory_efficient_order=memory_efficient_order,
+        ):
             self.create_session(plans, kept)
             return _ProfiledAgent(self._execution_agent, profile)
-        finally:
-            self.profile, self.execution_graph_file, self.memory_efficient_order = None, "", False
-            self._execution_agent, self.recomputes = agent, recomputes
 
-    def execution_graph(self, plans: Sequence[str], kept: Kept = ()) -> bytes:
+    def execution_graph(self, plans: Sequence[str], kept: Kept) -> bytes:
         """Create another session, only to have it write the graph that it executes."""
-        agent, recomputes = self._execution_agent, self.recomputes
-        with tempfile.TemporaryDirectory(prefix="ortlab-") as folder:
-            self.execution_graph_file = str(Path(folder) / "execution.onnx")
-            try:
-                self.create_session(plans, kept)
-                return Path(self.execution_graph_file).read_bytes()
-            finally:
-                self.execution_graph_file = ""
-                self._execution_agent, self.recomputes = agent, recomputes
+        with self.another_session(), self.graph_written() as file:
+            self.create_session(plans, kept)
+            return file.read_bytes()
 
     def create_session(self, plans: Sequence[str], kept: Kept = ()) -> None:
         """Create the session that the manager runs; each plan acts in all its places, but for results in `kept`."""
@@ -180,47 +185,45 @@ class _SessionOptions:
             self._onnx_models = models
 
 
-class _ExplainingAgent:
-    """A training agent whose backward failures name the operator or Function that raised, not ORT's wrapper of it."""
+class _WrappedAgent:
+    """A training agent that does more around its calls than the one of ONNX Runtime inside it."""
 
-    def __init__(self, agent: Any, collecting: Collecting | None) -> None:
+    def __init__(self, agent: Any) -> None:
         self._agent = agent
-        self._collecting = collecting
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._agent, name)
 
+
+class _ExplainingAgent(_WrappedAgent):
+    """Its backward failures name the operator or Function that raised, not ORT's wrapper of it."""
+
+    def __init__(self, agent: Any, collecting: Collecting | None) -> None:
+        super().__init__(agent)
+        self._collecting = collecting or nullcontext
+
     def run_backward(self, feeds: Any, fetches: Any, state: Any) -> None:
-        """Run the backward graph, as `TrainingAgent.run_backward`."""
         take_error()
         with border_watched():
             try:
-                if self._collecting is None:
+                with self._collecting():
                     self._agent.run_backward(feeds, fetches, state)
-                else:
-                    with self._collecting():
-                        self._agent.run_backward(feeds, fetches, state)
             except Exception as error:
                 raise explain_execution_failure(error) from error
 
 
-class _ProfiledAgent:
-    """A training agent that tells a profile what goes in and out."""
+class _ProfiledAgent(_WrappedAgent):
+    """It tells a profile what goes in and out."""
 
     def __init__(self, agent: Any, profile: Profile) -> None:
-        self._agent = agent
+        super().__init__(agent)
         self._profile = profile
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._agent, name)
-
     def run_forward(self, feeds: Any, fetches: Any, state: Any, cache: Any) -> None:
-        """Run the forward graph, as `TrainingAgent.run_forward`."""
         self._agent.run_forward(feeds, fetches, state, cache)
         self._profile.after_forward(fetches)
 
     def run_backward(self, feeds: Any, fetches: Any, state: Any) -> None:
-        """Run the backward graph, as `TrainingAgent.run_backward`."""
         self._profile.before_backward(feeds)
         self._agent.run_backward(feeds, fetches, state)
 
@@ -229,7 +232,6 @@ class _ReleasedAgent:
     """What is left of an agent whose session was freed: it tells a backward that comes too late why it cannot run."""
 
     def run_backward(self, feeds: Any, fetches: Any, state: Any) -> None:  # noqa: ARG002 - as TrainingAgent
-        """Raise an ExecutionError that says why."""
         raise ExecutionError(
             "The ONNX Runtime session that ran this forward has been freed.",
             why="A switch or the input's schema was changed and the model called again, or the model was unwrapped, "
@@ -248,17 +250,11 @@ class _Training(_SessionOptions, TorchBackward, GuardedBackward, TrainingManager
 
     def probe_memory(self, probe: str) -> Answer:
         """Ask a session without plans, since the answer of one with plans lacks what those have removed."""
-        agent, recomputes = self._execution_agent, self.recomputes
-        level = self._runtime_options.memory_optimization_level
-        try:
-            if agent is None or self._runtime_options.memory_optimizer_is_enabled():
-                self._runtime_options.memory_optimization_level = 0
-                self.create_session([])
-            answer: Answer = self._execution_agent.get_serialized_ortmodule_memory_stat("", probe, True)  # noqa: FBT003
-        finally:
-            self._runtime_options.memory_optimization_level = level
-            self._execution_agent, self.recomputes = agent, recomputes
-        return answer
+        if self._execution_agent is not None and not self._runtime_options.memory_optimizer_is_enabled():
+            return self._asked(probe)
+        with self._without_plans():
+            self.create_session([])
+            return self._asked(probe)
 
     def probe_places(self) -> tuple[list[Line], bytes, Answer]:
         """Ask a session without plans where it would recompute, and have it explain every place.
@@ -266,23 +262,25 @@ class _Training(_SessionOptions, TorchBackward, GuardedBackward, TrainingManager
         Returns what ORT's memory optimizer said, the graph that the session executes, as a serialised ONNX model, and
         what it answered, as `probe_memory`.
         """
-        agent, level = self._execution_agent, self._runtime_options.memory_optimization_level
-        recomputes = self.recomputes
-        self._runtime_options.memory_optimization_level = 0
-        self.explains_places = True
-        with tempfile.TemporaryDirectory(prefix="ortlab-") as folder:
-            self.execution_graph_file = str(Path(folder) / "execution.onnx")
-            try:
-                with runtime_lines("session"):
-                    self.create_session([])
-                with runtime_lines("session") as lines:
-                    session = self._execution_agent
-                    answer = session.get_serialized_ortmodule_memory_stat("", PROBE_ANYWHERE, True)  # noqa: FBT003
-                return lines, Path(self.execution_graph_file).read_bytes(), answer
-            finally:
-                self.explains_places, self.execution_graph_file = False, ""
-                self._runtime_options.memory_optimization_level = level
-                self._execution_agent, self.recomputes = agent, recomputes
+        with self._without_plans(explains_places=True), self.graph_written() as file:
+            with runtime_lines("session"):
+                self.create_session([])
+            with runtime_lines("session") as lines:
+                answer = self._asked(PROBE_ANYWHERE)
+            return lines, file.read_bytes(), answer
+
+    def _asked(self, probe: str) -> Answer:
+        answer: Answer = self._execution_agent.get_serialized_ortmodule_memory_stat("", probe, True)  # noqa: FBT003
+        return answer
+
+    @contextmanager
+    def _without_plans(self, **settings: object) -> Iterator[None]:
+        """Let another session be made at memory level 0 in the block."""
+        with (
+            with_attributes(self._runtime_options, memory_optimization_level=0),
+            self.another_session(**settings),
+        ):
+            yield
 
 
 class _Inference(_SessionOptions, InferenceManager):  # type: ignore[misc] # untyped base

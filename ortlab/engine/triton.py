@@ -13,7 +13,7 @@ import json
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
-from ortlab.engine.build_options import acts, building_with, present
+from ortlab.engine.build_environment import acts, building_with, present
 from ortlab.engine.patching import replace
 from ortlab.options.option_files import triton_configuration
 

@@ -16,14 +16,14 @@ from onnxruntime.training.ortmodule import _graph_transition_manager as _transit
 
 from ortlab.engine import load
 from ortlab.engine.operators.aten_executor import Operator
-from ortlab.engine.operators.call_gradients import call_text
+from ortlab.engine.operators.gradients import call_text
 from ortlab.engine.operators.torch_calls import CallableCall
 from ortlab.engine.passes.graph_edits import aten_operator
-from ortlab.engine.passes.static_shapes import with_sizes
-from ortlab.memory.shapes import Shape, shape_at, simplified
+from ortlab.engine.passes.shapes import with_sizes
+from ortlab.memory.symbolic_sizes import Shape, shape_at, simplified
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     import onnx
 
@@ -150,10 +150,13 @@ class ValueShapes:
         if aten_operator(node) in _EMBEDDINGS:  # of the weight, then of the indices
             places = self.shape(node.input[1])
             return None if places is None else (*places, *inner[1:])
-        rule = {"Size": _none, "Shape": _rank, "Gather": self._gathered, "Slice": self._sliced}.get(
-            node.op_type
-        )
-        return None if rule is None else rule(node, inner)
+        rules: dict[str, Callable[[onnx.NodeProto, Shape], Shape | None]] = {
+            "Size": lambda _node, _inner: (),
+            "Shape": lambda _node, inner: (len(inner),),
+            "Gather": self._gathered,
+            "Slice": self._sliced,
+        }
+        return rules[node.op_type](node, inner) if node.op_type in rules else None
 
     def _gathered(self, node: onnx.NodeProto, inner: Shape) -> Shape | None:
         axis = _attribute(node, "axis", 0) % len(inner)
@@ -220,14 +223,6 @@ _COUNTING: Final = frozenset({"Shape", "Size", "BroadcastGradientArgs"})
 _CHOOSING: Final = frozenset({"Gather", "Slice"})
 
 _SAME_NUMBERS: Final = frozenset({"Unsqueeze", "Squeeze", "Reshape", "Identity", "Cast"})
-
-
-def _none(_node: onnx.NodeProto, _inner: Shape) -> Shape:
-    return ()
-
-
-def _rank(_node: onnx.NodeProto, inner: Shape) -> Shape:
-    return (len(inner),)
 
 
 def _attribute(node: onnx.NodeProto, name: str, default: int) -> int:

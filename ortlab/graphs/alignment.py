@@ -42,28 +42,25 @@ class Alignment:
         self.back: dict[int, int] = {}  # the other way round
         self._ids: dict[Hashable, int] = {}
         self._inputs = _same_inputs(before, after)
-        up = self._computed(before, left=True), self._computed(after, left=False)
-        down = self._used(before, left=True), self._used(after, left=False)
-        self._match(
-            lambda one: (up[0][one], down[0][one]), lambda one: (up[1][one], down[1][one]), several=True
-        )
+        up = self._computed(before), self._computed(after)
+        down = self._used(before), self._used(after)
+        both = [list(zip(up[side], down[side], strict=True)) for side in (0, 1)]
+        self._match(both[0].__getitem__, both[1].__getitem__, several=True)
         self.names_trusted = self._names_hold()
         self._match(up[0].__getitem__, up[1].__getitem__, several=True)
         if self.names_trusted:
             for name in (_result, lambda node: node.name):
                 self._match(_by(before, name), _by(after, name))
         self._match(down[0].__getitem__, down[1].__getitem__)
-        self._match(self._parameters(before, left=True), self._parameters(after, left=False))
+        self._match(self._parameters(before), self._parameters(after))
         for _ in range(_ROUNDS):
             known = len(self.forth)
             self._spread()
             for wide in (True, False):
-                self._match(self._around(before, self.forth, wide), self._around(after, self.back, wide))
+                self._match(self._around(before, wide), self._around(after, wide))
             if len(self.forth) == known:
                 break
-        self.matched_values = MatchedValues(
-            before, after, self.forth, self._inputs, names_trusted=self.names_trusted
-        )
+        self.matched_values = MatchedValues(self, self._inputs)
 
     def value(self, name: str) -> str | None:
         """Return the name in `after` of a value of `before`; None if it has none there."""
@@ -78,26 +75,24 @@ class Alignment:
     def _id(self, key: Hashable) -> int:
         return self._ids.setdefault(key, len(self._ids))
 
-    def _source(self, graph: Wiring, name: str, *, left: bool) -> Hashable:
+    def _source(self, graph: Wiring, name: str) -> Hashable:
         """Return what identifies a value that no node makes."""
         if name in graph.constants:
             return graph.constants[name]
-        return self._inputs.get(name, name) if left else name
+        return self._inputs.get(name, name) if graph is self.before else name
 
-    def _computed(self, graph: Wiring, *, left: bool) -> list[int]:
+    def _computed(self, graph: Wiring) -> list[int]:
         """Give each node a number, the same for nodes that compute the same, in both graphs."""
         found = [0] * len(graph.nodes)
         for number in graph.order:
             node, inputs = graph.nodes[number], []
             for name in node.inputs:
                 place = graph.made.get(name)
-                inputs.append(
-                    (found[place[0]], place[1]) if place else (-1, self._source(graph, name, left=left))
-                )
+                inputs.append((found[place[0]], place[1]) if place else (-1, self._source(graph, name)))
             found[number] = self._id((node.operator, node.attributes, len(node.outputs), tuple(inputs)))
         return found
 
-    def _used(self, graph: Wiring, *, left: bool) -> list[int]:
+    def _used(self, graph: Wiring) -> list[int]:
         """Give each node a number, the same for nodes with whose results the same is done, in both graphs."""
         found = [0] * len(graph.nodes)
         outputs = {name: place for place, name in enumerate(graph.outputs)}
@@ -109,41 +104,37 @@ class Alignment:
                 for reader, place in graph.readers.get(name, ())
             ]
             ends = [(slot, outputs[name]) for slot, name in enumerate(node.outputs) if name in outputs]
-            sources = tuple(
-                "" if name in graph.made else self._source(graph, name, left=left) for name in node.inputs
-            )
+            sources = tuple("" if name in graph.made else self._source(graph, name) for name in node.inputs)
             key = node.operator, node.attributes, sources, tuple(sorted(uses)), tuple(ends)
             found[number] = self._id(("used", key))
         return found
 
-    def _parameters(self, graph: Wiring, *, left: bool) -> Key:
+    def _parameters(self, graph: Wiring) -> Key:
         """Return what tells nodes by the inputs of the graph that they read: its parameters are named alike."""
 
         def key(number: int) -> Hashable:
             node = graph.nodes[number]
-            read = tuple(
-                self._source(graph, name, left=left) if name in graph.inputs else None for name in node.inputs
-            )
+            read = tuple(self._source(graph, name) if name in graph.inputs else None for name in node.inputs)
             return (node.operator, read) if any(read) else None
 
         return key
 
-    def _around(self, graph: Wiring, matched: dict[int, int], wide: bool) -> Key:  # noqa: FBT001
+    def _around(self, graph: Wiring, wide: bool) -> Key:  # noqa: FBT001
         """Return what tells nodes by what is next to them: matched nodes by themselves, others by their operator."""
         left = graph is self.before
+        matched = self.forth if left else self.back
 
         def label(number: int) -> Hashable:
-            other = matched.get(number)
-            if other is None:
+            if number not in matched:
                 return graph.nodes[number].operator
-            return number if left else other
+            return number if left else matched[number]
 
         def key(number: int) -> Hashable:
             node = graph.nodes[number]
             inputs = tuple(
                 (label(graph.made[name][0]), graph.made[name][1])
                 if name in graph.made
-                else self._source(graph, name, left=left)
+                else self._source(graph, name)
                 for name in node.inputs
             )
             uses = sorted(
@@ -181,19 +172,14 @@ class Alignment:
     def _pair_group(self, ours: Sequence[int], theirs: Sequence[int]) -> None:
         """Pair nodes that compute the same, those with equal names first; a copy comes behind what it repeats."""
         named = {self.after.nodes[number].name: number for number in theirs}
-        rest, taken = [], set()
         for number in ours:
             other = named.get(self.before.nodes[number].name)
-            if other is None or other in taken:
-                rest.append(number)
-            else:
-                taken.add(other)
+            if other is not None and other not in self.back:
                 self._pair(number, other)
-        left = sorted(rest, key=lambda number: is_copy(self.before.nodes[number]))
-        right = sorted(
-            (number for number in theirs if number not in taken),
-            key=lambda number: is_copy(self.after.nodes[number]),
-        )
+        left = [number for number in ours if number not in self.forth]
+        right = [number for number in theirs if number not in self.back]
+        left.sort(key=lambda number: is_copy(self.before.nodes[number]))
+        right.sort(key=lambda number: is_copy(self.after.nodes[number]))
         for one, other in zip(left, right, strict=False):
             if is_copy(self.before.nodes[one]) == is_copy(self.after.nodes[other]):
                 self._pair(one, other)
@@ -282,27 +268,15 @@ def _same_inputs(before: Wiring, after: Wiring) -> dict[str, str]:
 
 
 class MatchedValues:
-    """The values of two graphs that are the same.
+    """The values of two graphs that are the same; `inputs` gives for each input of the first that of the second."""
 
-    `nodes` and `inputs` give, by the number of a node or the name of an input in `before`, that of the same one in
-    `after`. `names_trusted` says whether a name means the same in both graphs.
-    """
-
-    def __init__(
-        self,
-        before: Wiring,
-        after: Wiring,
-        nodes: Mapping[int, int],
-        inputs: Mapping[str, str],
-        *,
-        names_trusted: bool,
-    ) -> None:
-        self._before, self._after, self._nodes = before, after, nodes
-        self._of_both = nodes.keys(), set(nodes.values())
+    def __init__(self, both: Alignment, inputs: Mapping[str, str]) -> None:
+        before, after = both.before, both.after
+        self._both, self._before, self._after = both, before, after
         self.forth: dict[str, str] = {}  # by name of a value of `before`: its name in `after`
         self.back: dict[str, str] = {}  # the other way round
         self._add(chain(inputs.items(), self._results()))
-        if names_trusted:  # a fused node makes the result of the last one that went into it
+        if both.names_trusted:  # a fused node makes the result of the last one that went into it
             self._add((name, name) for name in before.made if name in after.made)
         if len(before.outputs) == len(after.outputs):
             self._add(zip(before.outputs, after.outputs, strict=True))
@@ -314,11 +288,11 @@ class MatchedValues:
                 self.forth[one], self.back[other] = other, one
 
     def _results(self) -> Iterator[tuple[str, str]]:
-        for left, right in self._nodes.items():
+        for left, right in self._both.forth.items():
             yield from zip(self._before.nodes[left].outputs, self._after.nodes[right].outputs, strict=False)
 
     def _read_alike(self) -> Iterator[tuple[str, str]]:
-        for left, right in self._nodes.items():
+        for left, right in self._both.forth.items():
             pairs = zip(self._before.nodes[left].inputs, self._after.nodes[right].inputs, strict=False)
             yield from (
                 pair for pair in pairs if pair[0] in self._before.made and pair[1] in self._after.made
@@ -356,5 +330,5 @@ class MatchedValues:
         makers = self._before.made.get(left), self._after.made.get(right)
         if not (makers[0] and makers[1]):
             return not self.same(left, right)
-        of_both = makers[0][0] in self._of_both[0] and makers[1][0] in self._of_both[1]
+        of_both = makers[0][0] in self._both.forth and makers[1][0] in self._both.back
         return of_both and self.forth.get(left) != right

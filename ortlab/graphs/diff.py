@@ -2,20 +2,127 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from ortlab.graphs.diff_parts import Change, DiffNode, Kind, Move, Rewrite, Side, nodes_of
 from ortlab.records.record_files import JsonRecord
 from ortlab.shown import Shown
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from ortlab.graphs.alignment import Alignment
     from ortlab.graphs.stages import Graph
     from ortlab.graphs.wiring import Wiring
+
+Kind = Literal["added", "removed", "moved", "changed", "fused"]
+"""What a node is shown as, in a table and in a graph."""
+
+
+@dataclass(frozen=True)
+class DiffNode:
+    """A node of one of the two graphs."""
+
+    name: str  #: As `ortlab.graphs.node_names` gives it
+    operator: str  #: What it computes - "Gelu", "com.microsoft.BiasGelu", "aten::gelu"
+    #: Paths of the module and of the layer that it comes from; empty where they are not known, or outside the layers.
+    module: str = ""
+    layer: str = ""
+    backward: bool = False  #: Whether it runs in the backward
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """Nodes whose results are made by others."""
+
+    #: The nodes that made them, and those that do now.
+    before: tuple[DiffNode, ...]
+    after: tuple[DiffNode, ...]
+
+    @property
+    def is_fusion(self) -> bool:
+        """Whether one node does what several did."""
+        return len(self.before) > 1 and len(self.after) == 1
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Rewrite:
+        """Rebuild it from plain JSON types."""
+        return cls(nodes_of(record["before"]), nodes_of(record["after"]))
+
+
+@dataclass(frozen=True)
+class Move:
+    """A node that does the same elsewhere."""
+
+    #: The node, where it was and where it is; more than one where the nodes that it has passed read several values.
+    before: tuple[DiffNode, ...]
+    after: tuple[DiffNode, ...]
+    past: tuple[DiffNode, ...]  #: The nodes that it passed, as they are called in the first graph
+    #: Whether it now comes before the nodes that it followed; otherwise it follows those that it came before.
+    up: bool
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Move:
+        """Rebuild it from plain JSON types."""
+        return cls(
+            nodes_of(record["before"]),
+            nodes_of(record["after"]),
+            nodes_of(record["past"]),
+            bool(record["up"]),
+        )
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing that is different about a node that is in both graphs."""
+
+    #: The node in both graphs.
+    before: DiffNode
+    after: DiffNode
+    #: "dtype" or "shape" of a result, "input 1", "constant 1" (an input that holds other numbers), or the name of an
+    #: attribute.
+    what: str
+    #: What it was and is, in words; "none" where it was or is not there.
+    old: str
+    new: str
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Change:
+        """Rebuild it from plain JSON types."""
+        return cls(
+            DiffNode(**record["before"]),
+            DiffNode(**record["after"]),
+            record["what"],
+            record["old"],
+            record["new"],
+        )
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two graphs."""
+
+    name: str  #: What it is called - "execution", or the switches that it was built with
+    digest: str  #: Of the graph; see `Graph.digest`
+    nodes: int  #: How many nodes it has
+    #: How many of them are ``Constant`` nodes, and how many constants are stored in the graph.
+    constant_nodes: int
+    constants: int
+    #: Names of those that the other graph does not have.
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Side:
+        """Rebuild it from plain JSON types."""
+        lists = {name: tuple(record[name]) for name in ("inputs", "outputs")}
+        return cls(**{**record, **lists})
+
+
+def nodes_of(records: Iterable[Mapping[str, Any]]) -> tuple[DiffNode, ...]:
+    """Rebuild nodes from plain JSON types."""
+    return tuple(DiffNode(**one) for one in records)
+
 
 _BETWEEN: Final = "com.microsoft.YieldOp"
 """The node that hands the forward's results to PyTorch; what depends on it is backward."""
@@ -95,10 +202,9 @@ class GraphDiff(Shown, JsonRecord, noun="difference of graphs", layout=1):
         """One row for each difference: what was done, the nodes before and after, operators, module, and more."""
         import pandas as pd
 
-        from ortlab.graphs.diff_words import rows
+        from ortlab.graphs.diff_words import Row, rows
 
-        columns = ["difference", "before", "after", "operators", "module", "backward", "more"]
-        return pd.DataFrame([tuple(row) for row in rows(self)], columns=columns)
+        return pd.DataFrame(list(rows(self)), columns=Row._fields)
 
     def _fields(self) -> dict[str, Any]:
         before, after = self.colours()
@@ -149,9 +255,11 @@ def diff(before: Graph, after: Graph, *, names: tuple[str, str] | None = None) -
     aligned = Alignment(one, other)
     found = Changes(aligned)
     old, new = _nodes_of(before, one), _nodes_of(after, other)
-    sides = _sides(before, after, aligned, names or _names(before, after))
+    called = names or _names(before, after)
+    gone, come = aligned.matched_values.other_outputs()
     return GraphDiff(
-        *sides,
+        _side(before, one, called[0], aligned.value, gone),
+        _side(after, other, called[1], aligned.earlier, come),
         matched=tuple((old[left].name, new[aligned.forth[left]].name) for left in sorted(aligned.forth)),
         added=_chosen(new, found.added),
         removed=_chosen(old, found.removed),
@@ -184,11 +292,6 @@ def _chosen(nodes: list[DiffNode], numbers: Iterable[int]) -> tuple[DiffNode, ..
 
 
 def _nodes_of(graph: Graph, wiring: Wiring) -> list[DiffNode]:
-    origins = graph.origins
-    nodes = [
-        DiffNode(node.name, node.operator, origins[node.name].module, origins[node.name].layer)
-        for node in wiring.nodes
-    ]
     behind = [node.number for node in wiring.nodes if node.operator == _BETWEEN]
     backward = set(behind)
     for number in behind:  # it grows meanwhile
@@ -196,29 +299,23 @@ def _nodes_of(graph: Graph, wiring: Wiring) -> list[DiffNode]:
             if reader not in backward:
                 backward.add(reader)
                 behind.append(reader)
-    return [
-        replace(node, backward=True) if number in backward and node.operator != _BETWEEN else node
-        for number, node in enumerate(nodes)
-    ]
+    found = []
+    for node in wiring.nodes:
+        origin = graph.origins[node.name]
+        late = node.number in backward and node.operator != _BETWEEN
+        found.append(DiffNode(node.name, node.operator, origin.module, origin.layer, late))
+    return found
 
 
-def _sides(before: Graph, after: Graph, aligned: Alignment, names: tuple[str, str]) -> tuple[Side, Side]:
-    sides = []
-    gone, come = aligned.matched_values.other_outputs()
-    for graph, wiring, other, name, outputs in (
-        (before, aligned.before, aligned.value, names[0], gone),
-        (after, aligned.after, aligned.earlier, names[1], come),
-    ):
-        inputs = tuple(value for value in wiring.inputs if other(value) is None)
-        sides.append(
-            Side(
-                name,
-                graph.digest,
-                graph.node_count,
-                wiring.constant_nodes,
-                graph.initializer_count,
-                inputs,
-                outputs,
-            )
-        )
-    return sides[0], sides[1]
+def _side(
+    graph: Graph, wiring: Wiring, name: str, other: Callable[[str], str | None], outputs: tuple[str, ...]
+) -> Side:
+    return Side(
+        name,
+        graph.digest,
+        graph.node_count,
+        wiring.constant_nodes,
+        graph.initializer_count,
+        tuple(value for value in wiring.inputs if other(value) is None),
+        outputs,
+    )

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from ortlab.graphs.diff import GraphDiff
-    from ortlab.graphs.diff_parts import Change, DiffNode, Move, Rewrite
+    from ortlab.graphs.diff import Change, DiffNode, GraphDiff, Move, Rewrite
 
 OPERATORS_NAMED: Final = 8
 """Operators that a sentence counts one by one."""

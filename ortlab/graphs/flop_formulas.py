@@ -10,11 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 Shape: TypeAlias = tuple[int, ...]
-Formula: TypeAlias = Callable[[Sequence[Shape], Sequence[Shape], Mapping[str, Any]], int | None]
-"""Takes the shapes of inputs and of results, and the attributes; None where they do not suffice."""
+
+
+class _Ran(NamedTuple):
+    """A node as it ran."""
+
+    inputs: Sequence[Shape]
+    outputs: Sequence[Shape]
+    attributes: Mapping[str, Any]
+
+
+Formula: TypeAlias = Callable[[_Ran], int | None]
+"""Counts the operations of a node; None where its shapes and attributes do not suffice."""
 
 _UNSEEN: Final = frozenset({"PythonOp", "PythonOpGrad", "If", "Loop", "Scan", "TritonOp"})
 """Operators whose work their shapes do not tell."""
@@ -23,107 +33,90 @@ _UNSEEN: Final = frozenset({"PythonOp", "PythonOpGrad", "If", "Loop", "Scan", "T
 def flops(
     operator: str, inputs: Sequence[Shape], outputs: Sequence[Shape], attributes: Mapping[str, Any]
 ) -> int | None:
-    """Count the operations of one node.
+    """Count the operations of one node: 0 for what does not multiply matrices, None where it cannot be told.
 
-    Parameters
-    ----------
-    operator
-        Its operator; the domain does not matter. Of an ATen node, the name of PyTorch's operator.
-    inputs, outputs
-        Shapes of those that are there, in order.
-    attributes
-        Its attributes by name.
-
-    Returns
-    -------
-    int or None
-        0 for what does not multiply matrices; None where it cannot be told.
+    The domain of `operator` does not matter; of an ATen node it is the name of PyTorch's operator. `inputs` and
+    `outputs` are the shapes of those that are there, in order.
     """
-    name = operator.rpartition("::")[2] if "::" in operator else operator.rpartition(".")[2]
+    name = _name(operator)
     if name in _UNSEEN:
         return None
     formula = _FORMULAS.get(name)
-    return 0 if formula is None else formula(inputs, outputs, attributes)
+    return 0 if formula is None else formula(_Ran(inputs, outputs, attributes))
 
 
 def has_formula(operator: str) -> bool:
     """Tell whether an operator multiplies matrices."""
-    return (operator.rpartition("::")[2] if "::" in operator else operator.rpartition(".")[2]) in _FORMULAS
+    return _name(operator) in _FORMULAS
 
 
-def _product(inputs: Sequence[Shape], outputs: Sequence[Shape], attributes: Mapping[str, Any]) -> int | None:
+def _name(operator: str) -> str:
+    return operator.rpartition("::" if "::" in operator else ".")[2]
+
+
+def _product(node: _Ran) -> int | None:
     """Multiply: two operations for each result and each element of the inner dimension (ONNX, MatMul).
 
     ``FusedMatMul`` of ORT may transpose the left operand first, and its batch dimensions (matmul_helper.h).
     """
-    left = inputs[0]
+    left = node.inputs[0]
     if not left:
         return None
-    if attributes.get("transBatchA"):
+    if node.attributes.get("transBatchA"):
         left = (*left[1:-1], left[0], left[-1])
-    inner = left[-2] if attributes.get("transA") and len(left) > 1 else left[-1]
-    return 2 * prod(outputs[0]) * inner
+    inner = left[-2] if node.attributes.get("transA") and len(left) > 1 else left[-1]
+    return 2 * prod(node.outputs[0]) * inner
 
 
-def _convolution(
-    inputs: Sequence[Shape], outputs: Sequence[Shape], _attributes: Mapping[str, Any]
-) -> int | None:
+def _convolution(node: _Ran) -> int:
     """Convolve: each result sums over the kernel and the input channels of its group (ONNX, Conv)."""
-    return 2 * prod(outputs[0]) * prod(inputs[1][1:])
+    return 2 * prod(node.outputs[0]) * prod(node.inputs[1][1:])
 
 
-def _transposed_convolution(
-    inputs: Sequence[Shape], _outputs: Sequence[Shape], _attributes: Mapping[str, Any]
-) -> int | None:
+def _transposed_convolution(node: _Ran) -> int:
     """Convolve the other way: each input goes to a kernel's worth of results (ONNX, ConvTranspose)."""
-    return 2 * prod(inputs[0]) * prod(inputs[1][1:])
+    return 2 * prod(node.inputs[0]) * prod(node.inputs[1][1:])
 
 
-def _convolution_gradient(
-    inputs: Sequence[Shape], outputs: Sequence[Shape], _attributes: Mapping[str, Any]
-) -> int | None:
+def _convolution_gradient(node: _Ran) -> int:
     """Go back through a convolution: as much as forward for the gradient of the input, and of the weight.
 
     Inputs are gradient, input and weight, of ORT's ``ConvGrad`` and of PyTorch's ``convolution_backward`` alike.
     """
-    gradient, given, weight = inputs[:3]
-    wanted = sum(shape in (given, weight) for shape in outputs)
+    gradient, given, weight = node.inputs[:3]
+    wanted = sum(shape in (given, weight) for shape in node.outputs)
     return wanted * 2 * prod(gradient) * prod(weight[1:])
 
 
-def _einsum(inputs: Sequence[Shape], _outputs: Sequence[Shape], attributes: Mapping[str, Any]) -> int | None:
+def _einsum(node: _Ran) -> int | None:
     """Sum products of two operands over all letters (ONNX, Einsum); of one operand nothing is multiplied."""
-    equation = attributes.get("equation", b"")
+    equation = node.attributes.get("equation", b"")
     text = (equation.decode() if isinstance(equation, bytes) else str(equation)).replace(" ", "")
     terms = text.partition("->")[0].split(",")
     if len(terms) == 1:
         return 0
-    if "." in text or len(terms) != 2 or list(map(len, terms)) != list(map(len, inputs)):  # noqa: PLR2004
+    if "." in text or len(terms) != 2 or list(map(len, terms)) != list(map(len, node.inputs)):  # noqa: PLR2004
         return None
     sizes = {
         letter: size
-        for term, shape in zip(terms, inputs, strict=True)
+        for term, shape in zip(terms, node.inputs, strict=True)
         for letter, size in zip(term, shape, strict=True)
     }
     return 2 * prod(sizes.values())
 
 
-def _attention(
-    inputs: Sequence[Shape], _outputs: Sequence[Shape], _attributes: Mapping[str, Any]
-) -> int | None:
+def _attention(node: _Ran) -> int:
     """Project to queries, keys and values, score, and mix (ORT, com.microsoft.Attention)."""
-    batch, length, _ = inputs[0]
-    features = inputs[1][1] // 3
-    return 2 * prod(inputs[0]) * inputs[1][1] + 4 * batch * length * length * features
+    batch, length, _ = node.inputs[0]
+    features = node.inputs[1][1] // 3
+    return 2 * prod(node.inputs[0]) * node.inputs[1][1] + 4 * batch * length * length * features
 
 
-def _projected_attention(
-    inputs: Sequence[Shape], _outputs: Sequence[Shape], _attributes: Mapping[str, Any]
-) -> int | None:
+def _projected_attention(node: _Ran) -> int | None:
     """Score and mix queries, keys and values that are projected already (ORT, com.microsoft.MultiHeadAttention)."""
-    if any(len(shape) != 3 for shape in inputs[:3]):  # noqa: PLR2004 - packed in another way
+    if any(len(shape) != 3 for shape in node.inputs[:3]):  # noqa: PLR2004 - packed in another way
         return None
-    query, key, value = inputs[:3]
+    query, key, value = node.inputs[:3]
     return 2 * query[0] * query[1] * key[1] * (query[2] + value[2])
 
 
@@ -132,89 +125,66 @@ def _scores_and_mixture(query: Shape, key: Shape, value: Shape) -> tuple[int, in
     return 2 * pairs * query[-1], 2 * pairs * value[-1]
 
 
-def _dot_product_attention(
-    inputs: Sequence[Shape], _outputs: Sequence[Shape], _attributes: Mapping[str, Any]
-) -> int | None:
+def _dot_product_attention(node: _Ran) -> int:
     """Score and mix (torch.utils.flop_counter.sdpa_flop_count)."""
-    return sum(_scores_and_mixture(*inputs[:3]))
+    return sum(_scores_and_mixture(*node.inputs[:3]))
 
 
-def _dot_product_attention_gradient(
-    inputs: Sequence[Shape], _outputs: Sequence[Shape], _attributes: Mapping[str, Any]
-) -> int | None:
+def _dot_product_attention_gradient(node: _Ran) -> int:
     """Score again, and four products for the gradients (torch.utils.flop_counter.sdpa_backward_flop_count).
 
     The first input is the gradient of the result.
     """
-    scores, mixture = _scores_and_mixture(*inputs[1:4])
+    scores, mixture = _scores_and_mixture(*node.inputs[1:4])
     return 3 * scores + 2 * mixture
 
 
-def _recurrent(
-    inputs: Sequence[Shape], _outputs: Sequence[Shape], _attributes: Mapping[str, Any]
-) -> int | None:
+def _recurrent(node: _Ran) -> int:
     """Multiply each element of the sequence with both weights (ONNX, LSTM, GRU and RNN)."""
-    length, batch, _ = inputs[0]
-    return 2 * length * batch * (prod(inputs[1]) + prod(inputs[2]))
+    length, batch, _ = node.inputs[0]
+    return 2 * length * batch * (prod(node.inputs[1]) + prod(node.inputs[2]))
 
 
-def _recurrent_gradient(
-    inputs: Sequence[Shape], outputs: Sequence[Shape], attributes: Mapping[str, Any]
-) -> int | None:
+def _recurrent_gradient(node: _Ran) -> int:
     """Go back through the two products of a recurrent cell: twice the forward (ORT, LSTMGrad and GRUGrad)."""
-    forward = _recurrent(inputs, outputs, attributes)
-    return None if forward is None else 2 * forward
+    return 2 * _recurrent(node)
 
 
-def _linear(inputs: Sequence[Shape], outputs: Sequence[Shape], _attributes: Mapping[str, Any]) -> int | None:
+def _linear(node: _Ran) -> int:
     """Multiply rows with a weight (PyTorch, linear, mm and addmm); the row's length is the inner dimension."""
-    return 2 * prod(outputs[0]) * inputs[0][-1]
+    return 2 * prod(node.outputs[0]) * node.inputs[0][-1]
 
 
-def _gemm(inputs: Sequence[Shape], outputs: Sequence[Shape], _attributes: Mapping[str, Any]) -> int | None:
+def _gemm(node: _Ran) -> int:
     """Multiply two matrices, turned or not: the left one has the inner dimension beside the result's rows."""
-    return 2 * outputs[0][1] * prod(inputs[0])
+    return 2 * node.outputs[0][1] * prod(node.inputs[0])
 
 
-def _sum_of_outer_products(
-    inputs: Sequence[Shape], outputs: Sequence[Shape], _attributes: Mapping[str, Any]
-) -> int | None:
+def _sum_of_outer_products(node: _Ran) -> int:
     """Sum the outer products of two operands' rows (`ortlab.engine.operators.torch_kernels.matmul_of_rows`)."""
-    return 2 * prod(outputs[0]) * prod(inputs[0][:-1])
+    return 2 * prod(node.outputs[0]) * prod(node.inputs[0][:-1])
 
 
-_FORMULAS: Final[dict[str, Formula]] = {
-    "MatMul": _product,
-    "FusedMatMul": _product,
-    "TransposeMatMul": _product,
-    "MatMulInteger": _product,
-    "Gemm": _gemm,
-    "FusedGemm": _gemm,
-    "gemm": _gemm,
-    "matmul": _linear,
-    "matmul_transposed": _linear,
-    "matmul_of_rows": _sum_of_outer_products,
-    "convolution": _convolution,
-    "Conv": _convolution,
-    "FusedConv": _convolution,
-    "ConvTranspose": _transposed_convolution,
-    "ConvGrad": _convolution_gradient,
-    "convolution_backward": _convolution_gradient,
-    "Einsum": _einsum,
-    "Attention": _attention,
-    "MultiHeadAttention": _projected_attention,
-    "_scaled_dot_product_flash_attention_for_cpu": _dot_product_attention,
-    "_scaled_dot_product_efficient_attention": _dot_product_attention,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": _dot_product_attention_gradient,
-    "_scaled_dot_product_efficient_attention_backward": _dot_product_attention_gradient,
-    "LSTM": _recurrent,
-    "LSTMTraining": _recurrent,
-    "LSTMGrad": _recurrent_gradient,
-    "GRU": _recurrent,
-    "GRUTraining": _recurrent,
-    "GRUGrad": _recurrent_gradient,
-    "RNN": _recurrent,
-    "linear": _linear,
-    "mm": _linear,
-    "bmm": _linear,
+_OPERATORS: Final[dict[Formula, tuple[str, ...]]] = {
+    _product: ("MatMul", "FusedMatMul", "TransposeMatMul", "MatMulInteger"),
+    _gemm: ("Gemm", "FusedGemm", "gemm"),
+    _linear: ("linear", "mm", "bmm", "matmul", "matmul_transposed"),
+    _sum_of_outer_products: ("matmul_of_rows",),
+    _convolution: ("Conv", "FusedConv", "convolution"),
+    _transposed_convolution: ("ConvTranspose",),
+    _convolution_gradient: ("ConvGrad", "convolution_backward"),
+    _einsum: ("Einsum",),
+    _attention: ("Attention",),
+    _projected_attention: ("MultiHeadAttention",),
+    _dot_product_attention: (
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+    ),
+    _dot_product_attention_gradient: (
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+        "_scaled_dot_product_efficient_attention_backward",
+    ),
+    _recurrent: ("LSTM", "LSTMTraining", "GRU", "GRUTraining", "RNN"),
+    _recurrent_gradient: ("LSTMGrad", "GRUGrad"),
 }
+_FORMULAS: Final = {name: formula for formula, names in _OPERATORS.items() for name in names}

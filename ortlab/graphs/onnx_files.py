@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ortlab.errors import BuildError
-from ortlab.graphs.stages import Graph
+from ortlab.graphs.stages import Graph, tensors_of
 
 if TYPE_CHECKING:
-    from onnx import GraphProto, ModelProto, TensorProto
+    from onnx import ModelProto
 
 KEPT_BYTES: Final = 1024
 """What a tensor may take and still be read with its values."""
@@ -20,9 +20,10 @@ KEPT_BYTES: Final = 1024
 FILE: Final = "file"
 """What stands for the stage of a graph that was read from a file."""
 
-_VARINT, _EIGHT, _LENGTH, _FOUR = 0, 1, 2, 5
+_VARINT, _LENGTH = 0, 2
+_FIXED: Final = {1: 8, 5: 4}  # bytes of the kinds of numbers that always take as many
 _MOST_DIGITS: Final = 10
-_WEIGHTS: Final[Mapping[int, object]] = dict.fromkeys((4, 5, 6, 7, 9, 10, 11))
+_WEIGHTS: Final = frozenset((4, 5, 6, 7, 9, 10, 11))
 """Fields of a TensorProto that hold values: float_data ... uint64_data, and raw_data."""
 
 _Schema = dict[int, "_Schema"]
@@ -146,16 +147,8 @@ def _read(file: Path, held: mmap.mmap) -> FileGraph:
         raise _not_onnx(file, held, "it has no graph or no version", cut_off=False)
     mode = "training" if any(node.op_type == "YieldOp" for node in model.graph.node) else "inference"
     missing = tuple(name for name in _external(model) if not _is_beside(file, name))
-    outside = sum(1 for tensor in _tensors(model.graph) if tensor.external_data)
-    return FileGraph(
-        FILE,
-        mode,
-        serialized,
-        file.name,
-        path=file,
-        left_out=reader.left_out + outside,
-        missing=missing,
-    )
+    outside = sum(1 for tensor in tensors_of(model.graph) if tensor.external_data)
+    return replace(graph, mode=mode, left_out=reader.left_out + outside, missing=missing)
 
 
 def _not_onnx(file: Path, held: mmap.mmap, why: str, *, cut_off: bool) -> BuildError:
@@ -198,52 +191,39 @@ class _Reader:
         """Yield the bytes of a message, those of large tensors without their values."""
         at = start
         while at < end:
-            key, after = self._varint(at, end)
-            number, kind = key >> 3, key & 7
+            key, begin = self._varint(at, end)
+            number, kind, length = key >> 3, key & 7, 0
             if kind == _VARINT:
-                _, after = self._varint(after, end)
-            elif kind == _EIGHT:
-                after += 8
-            elif kind == _FOUR:
-                after += 4
-            elif kind != _LENGTH or not number:
-                message = f"byte {at:,} begins no field"
-                raise _CutOffError(message)
-            else:
-                length, begin = self._varint(after, end)
+                _, after = self._varint(begin, end)
+            elif kind in _FIXED:
+                after = begin + _FIXED[kind]
+            elif kind == _LENGTH and number:
+                length, begin = self._varint(begin, end)
                 self.found_graph |= schema is _MODEL and number == 7  # noqa: PLR2004 - ModelProto.graph
                 after = begin + length
-                if after > end:
-                    message = f"it should have {after - end:,} bytes more"
-                    raise _CutOffError(message)
-                if schema is _tensor and number in _WEIGHTS and length > KEPT_BYTES:
-                    self.left_out += 1
-                    at = after
-                    continue
-                inner = schema.get(number)
-                if inner is not None and length > KEPT_BYTES:
-                    body = b"".join(self.without_weights(begin, after, inner))
-                    yield _as_varint(key) + _as_varint(len(body)) + body
-                    at = after
-                    continue
+            else:
+                raise _CutOffError(f"byte {at:,} begins no field")
             if after > end:
-                message = f"it should have {after - end:,} bytes more"
-                raise _CutOffError(message)
-            yield self._held[at:after]
+                raise _CutOffError(f"it should have {after - end:,} bytes more")
+            if length > KEPT_BYTES and schema is _tensor and number in _WEIGHTS:
+                self.left_out += 1
+            elif length > KEPT_BYTES and number in schema:
+                body = b"".join(self.without_weights(begin, after, schema[number]))
+                yield _as_varint(key) + _as_varint(len(body)) + body
+            else:
+                yield self._held[at:after]
             at = after
 
     def _varint(self, at: int, end: int) -> tuple[int, int]:
         value = 0
         for digit in range(_MOST_DIGITS):
             if at + digit >= end:
-                message = "it ends in the middle of a number"
-                raise _CutOffError(message)
+                raise _CutOffError("it ends in the middle of a number")
             byte = self._held[at + digit]
             value |= (byte & 127) << (7 * digit)
             if byte < 128:  # noqa: PLR2004 - the bit that says that another digit follows
                 return value, at + digit + 1
-        message = f"byte {at:,} begins no number"
-        raise _CutOffError(message)
+        raise _CutOffError(f"byte {at:,} begins no number")
 
 
 def _as_varint(value: int) -> bytes:
@@ -255,27 +235,12 @@ def _as_varint(value: int) -> bytes:
     return bytes(digits)
 
 
-def _tensors(graph: GraphProto) -> Iterator[TensorProto]:
-    waiting = [graph]
-    while waiting:
-        present = waiting.pop()
-        yield from present.initializer
-        for node in present.node:
-            for attribute in node.attribute:
-                if attribute.HasField("t"):
-                    yield attribute.t
-                yield from attribute.tensors
-                if attribute.HasField("g"):
-                    waiting.append(attribute.g)
-                waiting.extend(attribute.graphs)
-
-
 def _external(model: ModelProto) -> list[str]:
     """Return the names of the files that hold weights."""
     return sorted(
         {
             entry.value
-            for tensor in _tensors(model.graph)
+            for tensor in tensors_of(model.graph)
             for entry in tensor.external_data
             if entry.key == "location"
         }

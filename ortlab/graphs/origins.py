@@ -6,8 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
-from ortlab.graphs.phases import YIELD
-from ortlab.graphs.scopes import INSIDE, exported_name, joined, layer_of, node_names, path_in, scopes_in
+from ortlab.graphs.nodes import INSIDE, YIELD, exported_name, joined, layer_of, node_names, path_in, scopes_in
 
 if TYPE_CHECKING:
     from onnx import NodeProto

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
-from ortlab.graphs.phases import phases
-from ortlab.graphs.scopes import layer_of, node_names, operator_of
+from ortlab.graphs.nodes import layer_of, node_names, operator_of, phases
 
 if TYPE_CHECKING:
     from onnx import NodeProto
@@ -141,18 +140,14 @@ def _titles(paths: Iterable[str], rows: int) -> dict[str, str]:
     every = set(paths)
     depth = max((len(parts_of(path)) for path in every), default=1)
     for folded in (False, True):
-        best = next(
-            (at for at in range(depth, 0, -1) if len(set(_at(every, at, folded=folded).values())) <= rows), 0
-        )
+        depths = range(depth, 0, -1)
+        best = next((at for at in depths if len(set(_at(every, at, folded=folded).values())) <= rows), 0)
         # A list of layers in one row says little; one that is folded shows what a layer is made of.
         if best > 1 or (best and depth == 1):
             unfolded = _at(every, best, folded=folded)
             if folded or not any(layer_of(path) and not layer_of(row) for path, row in unfolded.items()):
                 return unfolded
-    best = next(
-        (at for at in range(depth, 0, -1) if len(set(_at(every, at, folded=True).values())) <= rows), 1
-    )
-    return _few(_at(every, best, folded=True), rows)
+    return _few(_at(every, best or 1, folded=True), rows)
 
 
 def _at(paths: set[str], depth: int, *, folded: bool) -> dict[str, str]:

@@ -1,23 +1,23 @@
-"""One ONNX graph of a build: what stage it is, what is in it, and how to save it."""
+"""The ONNX graphs of a build: one of each stage, what is in it and how to save it, and all of them together."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.errors import BuildError, OptionError
+from ortlab.graphs.nodes import operator_of
 from ortlab.graphs.origins import Origin, origins
-from ortlab.graphs.scopes import operator_of
-from ortlab.graphs.traced_model import TracedModel
 from ortlab.shown import Shown
 
 if TYPE_CHECKING:
     import pandas as pd
-    from onnx import ModelProto, ValueInfoProto
+    from onnx import FunctionProto, GraphProto, ModelProto, TensorProto, ValueInfoProto
 
     from ortlab.graphs.summary import GraphSummary
     from ortlab.memory.saved_activations import SavedActivations
@@ -38,21 +38,26 @@ VIEWED_BYTES: Final = 1024
 
 @dataclass(frozen=True)
 class Value:
-    """An input or output of a graph.
+    """An input or output of a graph."""
 
-    Attributes
-    ----------
-    name
-        Its name in the graph.
-    dtype
-        ONNX element type, lower case: "float", "int64", ...
-    shape
-        Sizes; a symbolic size is a string.
-    """
+    name: str  #: Its name in the graph
+    dtype: str  #: ONNX element type, lower case - "float", "int64", ...
+    shape: tuple[int | str, ...]  #: Sizes; a symbolic size is a string
 
-    name: str
-    dtype: str
-    shape: tuple[int | str, ...]
+
+@dataclass(frozen=True)
+class TracedModel:
+    """What is known of a graph besides the graph; everything is empty for one that was read from a file."""
+
+    # By path of each module of the model: "file:line" where its forward begins, empty for one of torch's.
+    modules: Mapping[str, str] = field(default_factory=dict)
+    # By name of an exported node: "file:line" of the model's code that the export recorded for it.
+    lines: Mapping[str, str] = field(default_factory=dict)
+    # By name of the graph's input: bytes of the parameter or buffer that ORTModule feeds there.
+    parameters: Mapping[str, int] = field(default_factory=dict)
+    buffers: Mapping[str, int] = field(default_factory=dict)
+    # Sizes of the input's dimensions in the batch that the graph was built with.
+    symbols: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, repr=False)
@@ -162,8 +167,6 @@ class Graph(Shown):
         limit_bytes
             The largest constant that keeps its values, in bytes.
         """
-        from ortlab.graphs.stripping import stripped
-
         model, left_out = stripped(self.model, limit_bytes)
         if not left_out:
             return self
@@ -259,3 +262,119 @@ def value_of(info: ValueInfoProto) -> Value:
     tensor = info.type.tensor_type
     shape = tuple(size.dim_param or size.dim_value for size in tensor.shape.dim)
     return Value(info.name, onnx.TensorProto.DataType.Name(tensor.elem_type).lower(), shape)
+
+
+_VALUES: Final = (
+    "raw_data",
+    "float_data",
+    "int32_data",
+    "int64_data",
+    "double_data",
+    "uint64_data",
+    "string_data",
+    "external_data",
+)
+
+
+def stripped(model: ModelProto, limit_bytes: int) -> tuple[ModelProto, int]:
+    """Return a copy of a model without the values of constants above a limit, and how many bytes were left out.
+
+    Constants are initializers and tensors in attributes, also those of inner graphs and of functions.
+    """
+    import onnx
+
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    left_out = 0
+    for tensor in tensors_of(copy.graph, copy.functions):
+        held = tensor.ByteSize()
+        if held > limit_bytes:
+            for name in _VALUES:
+                tensor.ClearField(name)  # type: ignore[arg-type]
+            tensor.ClearField("data_location")
+            left_out += held - tensor.ByteSize()
+    return copy, left_out
+
+
+def tensors_of(graph: GraphProto, functions: Iterable[FunctionProto] = ()) -> Iterator[TensorProto]:
+    """Yield the initializers of a graph and of those inside it, and the tensors in attributes, also of functions."""
+    waiting = [graph]
+    nodes = [node for function in functions for node in function.node]
+    while waiting or nodes:
+        if waiting:
+            present = waiting.pop()
+            yield from present.initializer
+            nodes += present.node
+        while nodes:
+            for attribute in nodes.pop().attribute:
+                if attribute.HasField("t"):
+                    yield attribute.t
+                yield from attribute.tensors
+                if attribute.HasField("g"):
+                    waiting.append(attribute.g)
+                waiting += attribute.graphs
+
+
+@dataclass(frozen=True, repr=False)
+class GraphSet(Shown):
+    """All stages of one build, in the order in which they were made; `lab.graphs()` returns it."""
+
+    graphs: tuple[Graph, ...]
+
+    def __iter__(self) -> Iterator[Graph]:
+        return iter(self.graphs)
+
+    def __len__(self) -> int:
+        return len(self.graphs)
+
+    def __getitem__(self, stage: str) -> Graph:
+        """Return the graph of a stage, or raise OptionError where there is none."""
+        found = next((graph for graph in self.graphs if graph.stage == stage), None)
+        if found is None:
+            raise OptionError(
+                f"There is no graph stage {stage!r}.",
+                fix=f"Stages: {', '.join(g.stage for g in self.graphs)}.",
+            )
+        return found
+
+    @property
+    def mode(self) -> str:
+        """Whether the graphs are of "training" or of "inference"."""
+        return self.graphs[0].mode
+
+    @property
+    def part(self) -> str:
+        """Path of the part of the model that they are of; empty where the whole model is wrapped."""
+        return self.graphs[0].part
+
+    def same_as(self, graph: Graph) -> str:
+        """Return the stage before a graph that is the same, byte for byte; empty if there is none."""
+        earlier = self.graphs[: self.graphs.index(graph)]
+        return next((one.stage for one in earlier if one.serialized == graph.serialized), "")
+
+    def table(self) -> pd.DataFrame:
+        """Return one row per stage: nodes by pass, constants, bytes, and the share of forward nodes of known module."""
+        import pandas as pd
+
+        return pd.DataFrame([{**_row(graph), "same as": self.same_as(graph)} for graph in self.graphs])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types, without the graphs themselves."""
+        return {"graphs": [graph.to_dict() for graph in self.graphs]}
+
+
+def _row(graph: Graph) -> dict[str, Any]:
+    summary = graph.summary
+    return {
+        "stage": graph.stage,
+        "mode": graph.mode,
+        "what": graph.what,
+        "nodes": graph.node_count,
+        **{str(phase): count for phase, count in summary.counts.items()},
+        "operators": len(graph.operators),
+        "constants": graph.initializer_count,
+        "bytes": len(graph.serialized),
+        "opset": graph.opset,
+        "mapped": summary.mapped_fraction,
+        "digest": graph.digest,
+    }

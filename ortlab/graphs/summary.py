@@ -6,9 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
+from ortlab.graphs.nodes import PHASES, YIELD, node_names, operator_of, phases
 from ortlab.graphs.origins import HOW
-from ortlab.graphs.phases import PHASES, YIELD, phases
-from ortlab.graphs.scopes import node_names, operator_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,10 +15,10 @@ if TYPE_CHECKING:
     import pandas as pd
     from onnx import NodeProto
 
+    from ortlab.graphs.nodes import Phase
     from ortlab.graphs.origins import Origin
-    from ortlab.graphs.phases import Phase
     from ortlab.graphs.stages import Graph, Value
-    from ortlab.memory.activations import SavedActivation
+    from ortlab.memory.saved_activations import SavedActivation
     from ortlab.memory.trace import TracedNode
 
 Kind = Literal["input", "parameter", "buffer", "output", "gradient"]
@@ -114,12 +113,13 @@ class GraphSummary:
         """Return one row per operator: nodes by pass, and where the graph was profiled, their measured times in ms."""
         import pandas as pd
 
+        measured = self.is_measured
         rows: list[dict[str, object]] = []
         for one in self.operators:
             counted = {str(phase): one.counts.get(phase, 0) for phase in PHASES}
-            timed = {f"{phase} [ms]": one.ms.get(phase, 0.0) for phase in PHASES} if self.is_measured else {}
-            total = {"time [ms]": one.total_ms} if self.is_measured else {}
-            rows.append({"operator": one.operator, "count": one.count} | counted | total | timed)
+            timed = {f"{phase} [ms]": one.ms.get(phase, 0.0) for phase in PHASES}
+            times = {"time [ms]": one.total_ms} | timed if measured else {}
+            rows.append({"operator": one.operator, "count": one.count} | counted | times)
         columns = None if rows else ["operator", "count", *PHASES]
         return pd.DataFrame(rows, columns=columns)
 
@@ -127,6 +127,7 @@ class GraphSummary:
         """Return one row per node: pass, module, line of source, how they are known, and the measured time in ms."""
         import pandas as pd
 
+        measured = self.is_measured
         return pd.DataFrame(
             [
                 {
@@ -138,7 +139,7 @@ class GraphSummary:
                     "source": node.origin.source,
                     "known": node.origin.how,
                     "line recorded": node.origin.line_recorded,
-                    **({"time [ms]": node.ms} if self.is_measured else {}),
+                    **({"time [ms]": node.ms} if measured else {}),
                 }
                 for node in self.nodes
             ]

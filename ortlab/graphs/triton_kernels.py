@@ -146,11 +146,9 @@ class TritonKernels(Shown):
     kernels: tuple[TritonKernel, ...]
 
     def __len__(self) -> int:
-        """Count the sub-graphs."""
         return len(self.kernels)
 
     def __iter__(self) -> Iterator[TritonKernel]:
-        """Go through the sub-graphs."""
         return iter(self.kernels)
 
     def kernel(self, number: int) -> TritonKernel:
@@ -258,22 +256,13 @@ def read_triton_kernels(folder: str | Path = FOLDER) -> TritonKernels:
 
 
 def fused_nodes(model: ModelProto) -> dict[int, tuple[str, ...]]:
-    """Find the nodes that run generated kernels.
+    """Name the nodes of an execution graph that run generated kernels, by key of the sub-graph.
 
-    Parameters
-    ----------
-    model
-        An execution graph.
-
-    Returns
-    -------
-    dict of int to tuple of str
-        By key of a sub-graph, in the order of the first node of each: names of the nodes that run it.
+    The keys are in the order of the first node of each.
     """
     found: dict[int, list[str]] = {}
     for node in model.graph.node:
-        if node.op_type == _OPERATOR:
-            for attribute in node.attribute:
-                if attribute.name == "onnx_key":
-                    found.setdefault(attribute.i, []).append(node.name)
+        for attribute in node.attribute if node.op_type == _OPERATOR else ():
+            if attribute.name == "onnx_key":
+                found.setdefault(attribute.i, []).append(node.name)
     return {key: tuple(names) for key, names in found.items()}

@@ -6,9 +6,10 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from ortlab.graphs.scopes import node_names
+from ortlab.graphs.nodes import node_names
 from ortlab.graphs.stages import Value
 
 if TYPE_CHECKING:
@@ -19,6 +20,9 @@ Place: TypeAlias = tuple[int, int]
 
 _CONSTANT: Final = "Constant"
 _ATEN: Final = "org.pytorch.aten"
+_SMALL: Final = 8
+"""Numbers of a constant that are written out."""
+
 _PROCESS_BOUND: Final = "pointer"
 """In names of attributes that hold addresses of Python objects (``input_pointer_scalars`` of a PythonOp)."""
 
@@ -51,10 +55,13 @@ class Wiring:
         for name, node in zip(node_names(graph), graph.node, strict=True):
             if node.op_type == _CONSTANT and not node.domain:
                 self.constant_nodes += 1
-                self.constants[node.output[0]] = _constant(node)
-                for one in node.attribute:
-                    if one.name == "value" and one.HasField("t"):
-                        self._values[node.output[0]] = one.t
+                held = next(
+                    (one.t for one in node.attribute if one.name == "value" and one.HasField("t")), None
+                )
+                if held is None:
+                    self.constants[node.output[0]] = str([(one.name, _words(one)) for one in node.attribute])
+                else:
+                    self.constants[node.output[0]], self._values[node.output[0]] = _digest(held), held
             else:
                 self.nodes.append(_wired(len(self.nodes), name, node))
         # By name of a value: the node that makes it, and which of its results it is.
@@ -69,9 +76,9 @@ class Wiring:
                 if name:
                     self.readers.setdefault(name, []).append((one.number, slot))
         stored = self.constants.keys()
-        self.inputs = {info.name: value_of(info) for info in graph.input if info.name not in stored}
-        self.outputs = {info.name: value_of(info) for info in graph.output}
-        self.types = {info.name: value_of(info) for info in graph.value_info} | self.inputs | self.outputs
+        self.inputs = {info.name: _typed(info) for info in graph.input if info.name not in stored}
+        self.outputs = {info.name: _typed(info) for info in graph.output}
+        self.types = {info.name: _typed(info) for info in graph.value_info} | self.inputs | self.outputs
 
     @cached_property
     def order(self) -> list[int]:
@@ -92,24 +99,17 @@ class Wiring:
 
     def before(self, number: int) -> Iterator[int]:
         """Yield the numbers of the nodes that make what a node reads."""
-        for name in self.nodes[number].inputs:
-            place = self.made.get(name)
-            if place is not None:
-                yield place[0]
+        return (self.made[name][0] for name in self.nodes[number].inputs if name in self.made)
 
     def behind(self, number: int) -> Iterator[int]:
         """Yield the numbers of the nodes that read what a node makes."""
-        for name in self.nodes[number].outputs:
-            for reader, _ in self.readers.get(name, ()):
-                yield reader
+        return (reader for name in self.nodes[number].outputs for reader, _ in self.readers.get(name, ()))
 
     def words(self, value: str) -> str:
         """Say what a value is: what a small constant holds, or else its name."""
         tensor = self._values.get(value)
         if tensor is None:
             return value
-        from math import prod
-
         from onnx import numpy_helper
 
         if prod(tensor.dims) > _SMALL or tensor.external_data:
@@ -124,11 +124,7 @@ class Wiring:
         return "" if tensor is None else TensorProto.DataType.Name(tensor.data_type).lower()
 
 
-_SMALL: Final = 8
-"""Numbers of a constant that are written out."""
-
-
-def value_of(info: ValueInfoProto) -> Value:
+def _typed(info: ValueInfoProto) -> Value:
     """Read name, type and shape of a value; a size that is not told is "?", a shape that is not told is ("...",)."""
     from onnx import TensorProto
 
@@ -195,11 +191,6 @@ def _words(attribute: AttributeProto) -> str:
     if isinstance(held, float):
         return f"{held:.7g}"
     return str(list(held)) if isinstance(held, Mapping) is False and hasattr(held, "__iter__") else str(held)
-
-
-def _constant(node: NodeProto) -> str:
-    tensor = next((one.t for one in node.attribute if one.name == "value" and one.HasField("t")), None)
-    return _digest(tensor) if tensor is not None else str([(one.name, _words(one)) for one in node.attribute])
 
 
 def _digest(tensor: TensorProto) -> str:

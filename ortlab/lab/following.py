@@ -9,8 +9,8 @@ from ortlab.records.memory_phases import MemoryPhases
 
 if TYPE_CHECKING:
     from ortlab.lab.lab import Lab
-    from ortlab.memory.recompute_places import RecomputePlaces
-    from ortlab.ranks.ranks import Ranks
+    from ortlab.memory.recompute import RecomputePlaces
+    from ortlab.ranks.ledgers import Ranks
     from ortlab.runs.bench import Observer
 
 

@@ -1,4 +1,4 @@
-"""The lab: one model under experiment, its switches, its steps and its runs."""
+"""The lab: one model under experiment, its switches, its steps and its runs; `wrap` makes it, `latest` finds it."""
 
 from __future__ import annotations
 
@@ -6,26 +6,34 @@ from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import TYPE_CHECKING, Concatenate, Generic, ParamSpec, TypeVar, overload
 
-from ortlab.analyses import activations, graph_changes, memory, memory_snapshot, profiling
 from ortlab.analyses import graphs as stages
-from ortlab.analyses.flops import count_flops, flops_saved
+from ortlab.analyses import memory as measuring
+from ortlab.analyses import profiling
 from ortlab.errors import OptionError
-from ortlab.parity import subscribing, two_engines
+from ortlab.parity import parity_run, subscribers
 from ortlab.records.coverage import names
-from ortlab.records.rebuilds import rebuild, rebuild_of_switch
-from ortlab.runs import stepping
+from ortlab.records.status import rebuild, rebuild_of_switch
+from ortlab.runs import bench, stepping
 from ortlab.runs.bench import Bench
-from ortlab.runs.partial import PartsEngine
+from ortlab.runs.parts import PartsEngine
 from ortlab.shown import ShownAsPanel
-from ortlab.studies import batch_sizing, bisecting, budgeting, comparing, density, plans, sweeping
+from ortlab.studies import (
+    batch_size_run,
+    bisection_run,
+    budget_run,
+    comparison_run,
+    density,
+    engine_comparison_run,
+    plans,
+    sweep_run,
+)
 
 if TYPE_CHECKING:
     import torch
 
-    from ortlab.graphs.flop_savings import FlopSavings
-    from ortlab.graphs.flops import Flops
+    from ortlab.graphs.flops import Flops, FlopSavings
     from ortlab.options.options import Options
-    from ortlab.ranks.ranks import Ranks
+    from ortlab.ranks.ledgers import Ranks
     from ortlab.records.messages import Messages
     from ortlab.records.status import Rebuild, Status
     from ortlab.runs.parts import Wishes
@@ -109,19 +117,19 @@ class Lab(ShownAsPanel):
         name: str = "model",
         **changes: object,
     ) -> None:
-        self._bench = bench = Bench(module, only=only, options=options, engine=engine, name=name, **changes)
-        bench.lab = self
+        self._bench = own = Bench(module, only=only, options=options, engine=engine, name=name, **changes)
+        own.lab = self
         self._ranks: Ranks | None = None
         self.module = module
         self.name = name
-        self.runs = bench.runs
-        self.sweeps = bench.sweeps
-        self.budgets = bench.budgets
-        self.bisections = bench.bisections
-        self.batch_size_searches = bench.batch_size_searches
-        self.notes = bench.notes
-        self.from_environment = bench.from_environment
-        self.have = bench.have
+        self.runs = own.runs
+        self.sweeps = own.sweeps
+        self.budgets = own.budgets
+        self.bisections = own.bisections
+        self.batch_size_searches = own.batch_size_searches
+        self.notes = own.notes
+        self.from_environment = own.from_environment
+        self.have = own.have
 
     # ---- train --------------------------------------------------------------------------------------------------
 
@@ -221,24 +229,24 @@ class Lab(ShownAsPanel):
 
     # ---- ask what to switch on, and why -------------------------------------------------------------------------
 
-    budget = OnBench(budgeting.budget)
-    compare = OnBench(comparing.compare)
-    compare_engines = OnBench(comparing.compare_engines)
-    sweep = OnBench(sweeping.sweep)
-    find_batch_size = OnBench(batch_sizing.find_batch_size)
-    bisect = OnBench(bisecting.bisect)
-    parity = OnBench(two_engines.parity)
-    subscribe = OnBench(subscribing.subscribe)
+    budget = OnBench(budget_run.budget)
+    compare = OnBench(comparison_run.compare)
+    compare_engines = OnBench(engine_comparison_run.compare_engines)
+    sweep = OnBench(sweep_run.sweep)
+    find_batch_size = OnBench(batch_size_run.find_batch_size)
+    bisect = OnBench(bisection_run.bisect)
+    parity = OnBench(parity_run.parity)
+    subscribe = OnBench(subscribers.subscribe)
 
     # ---- look at memory, graph and data -------------------------------------------------------------------------
 
-    activations = OnBench(activations.activations)
-    memory = OnBench(memory.memory)
-    memory_snapshot = OnBench(memory_snapshot.memory_snapshot)
+    activations = OnBench(measuring.activations)
+    memory = OnBench(measuring.memory)
+    memory_snapshot = OnBench(measuring.memory_snapshot)
     plan = OnBench(plans.plan)
     graph = OnBench(stages.graph)
     graphs = OnBench(stages.graphs)
-    graph_diff = OnBench(graph_changes.graph_diff)
+    graph_diff = OnBench(stages.graph_diff)
     triton_kernels = OnBench(stages.triton_kernels)
     profile = OnBench(profiling.profile)
     density = OnBench(density.density)
@@ -293,8 +301,8 @@ class Lab(ShownAsPanel):
             If no step has run yet, or one is running.
         """
         if against is not None:
-            return flops_saved(self._bench, against, part, n, progress=progress)
-        return count_flops(self._bench, part, n, progress=progress)
+            return stages.flops_saved(self._bench, against, part, n, progress=progress)
+        return stages.count_flops(self._bench, part, n, progress=progress)
 
     # ---- look at the lab ----------------------------------------------------------------------------------------
 
@@ -339,3 +347,54 @@ class Lab(ShownAsPanel):
         """
         self._bench.unwrap(forget=forget)
         return self.module
+
+
+def wrap(
+    module: torch.nn.Module,
+    *,
+    only: Wishes | None = None,
+    options: Options | None = None,
+    engine: str = "ort",
+    name: str = "model",
+    **changes: object,
+) -> Lab:
+    """Run a PyTorch model on ONNX Runtime, and make it the subject of a lab.
+
+    The model keeps its identity, its parameters and its `state_dict` keys; only who runs its forward changes. The
+    first call exports it and builds the gradient graph.
+
+    Parameters
+    ----------
+    module
+        Any `torch.nn.Module`. Wrap it before DDP or DeepSpeed are put around it.
+    only
+        The sub-modules that ONNX Runtime shall run, where it cannot or shall not run the whole model: dotted paths as
+        `module.named_modules()` gives them, patterns ("encoder.layer.*"), or the sub-modules themselves; one or
+        several. PyTorch runs the rest, and gradients flow through. By default the whole model.
+    options
+        The switches; by default those that the `ORTMODULE_*` environment variables set.
+    engine
+        "ort", "eager", "checkpoint" or "compile"; see `Lab.set`.
+    name
+        What tables and errors call the model.
+    **changes
+        Switches by name, as in `ortlab.wrap(model, memory_level=1)`.
+
+    Raises
+    ------
+    WrapError
+        If the object or a part of it cannot be wrapped, or there is no such part.
+    OptionError
+        If an option is unknown, wrong, or needs something that is missing here.
+    InstallError
+        If the installed packages cannot train with ONNX Runtime.
+    """
+    lab = Lab(module, only=only, options=options, engine=engine, name=name, **changes)
+    lab._bench.note_wrapped()
+    return lab
+
+
+def latest() -> Lab | None:
+    """Return the lab that was wrapped last and is not unwrapped; if all are, the last one; None if there is none."""
+    last = bench.latest()
+    return None if last is None else last.lab

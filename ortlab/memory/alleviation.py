@@ -21,37 +21,19 @@ _DASHES: Final = "-" * 32
 
 @dataclass(frozen=True)
 class Pattern:
-    """A shape that is kept.
+    """A shape that is kept."""
 
-    Attributes
-    ----------
-    shape
-        Its sizes, which may be expressions over symbolic dimensions.
-    places
-        How often it is kept ("Frequency").
-    """
-
-    shape: tuple[str, ...]
-    places: int
+    shape: tuple[str, ...]  #: Its sizes, which may be expressions over symbolic dimensions
+    places: int  #: How often it is kept ("Frequency")
 
 
 @dataclass(frozen=True)
 class Subgraph:
-    """Operators that are recomputed together.
+    """Operators that are recomputed together."""
 
-    Attributes
-    ----------
-    operators
-        Their types, in order.
-    on
-        Whether they are recomputed.
-    patterns
-        What need not be kept then.
-    """
-
-    operators: tuple[str, ...]
-    on: bool
-    patterns: tuple[Pattern, ...] = ()
+    operators: tuple[str, ...]  #: Their types, in order
+    on: bool  #: Whether they are recomputed
+    patterns: tuple[Pattern, ...] = ()  #: What need not be kept then
 
     @property
     def config(self) -> str:
@@ -61,20 +43,12 @@ class Subgraph:
 
 @dataclass(frozen=True)
 class Alleviation:
-    """One summary.
+    """One summary."""
 
-    Attributes
-    ----------
-    types
-        Operator type to the strategy that the user had asked for: 0 off, 1 recompute.
-    subgraphs
-        What could be recomputed.
-    complete
-        Whether the text went on to the summary's last line; a log that was cut off did not.
-    """
-
+    #: Operator type to the strategy that the user had asked for - 0 off, 1 recompute.
     types: tuple[tuple[str, int], ...] = ()
-    subgraphs: tuple[Subgraph, ...] = ()
+    subgraphs: tuple[Subgraph, ...] = ()  #: What could be recomputed
+    #: Whether the text went on to the summary's last line; a log that was cut off did not.
     complete: bool = True
 
 
@@ -118,12 +92,7 @@ def _without_prefix(line: str, column: int) -> str:
 def write(summary: Alleviation, prefix: str = "") -> str:
     """Write a summary as ORT did in 2022, with tabs as spaces and without a line break at its end.
 
-    Parameters
-    ----------
-    summary
-        What to write.
-    prefix
-        What each line begins with, such as "worker-0: ".
+    Each line begins with `prefix`, such as "worker-0: ".
     """
     types = ", ".join(f"{operator}-{strategy}" for operator, strategy in summary.types)
     lines = [_TITLE, "\tType config:", f"\t\t{types}", f"\t{_RULE}"]

@@ -39,10 +39,8 @@ def write_inline(plans: Iterable[str]) -> str:
 def write_alleviation(plans: Iterable[str]) -> str:
     """Write plans as ORTMODULE_ENABLE_MEMORY_ALLEVIATION wanted them in 2022.
 
-    Raises
-    ------
-    OptionError
-        If a plan is more than one operator, recomputed wherever it occurs: that dialect could say no more.
+    Raises OptionError where a plan is more than one operator, recomputed wherever it occurs: that dialect could say no
+    more.
     """
     entries = []
     for plan in plans:
@@ -61,19 +59,9 @@ _WRITERS: Final = {"2022": write_alleviation, "2023": write_inline, "2024": writ
 
 
 def write(plans: Iterable[str], dialect: str = "2024") -> str:
-    """Write plans in one of the dialects.
+    """Write plans, as configurations, in the dialect of "2022", "2023" or "2024".
 
-    Parameters
-    ----------
-    plans
-        Configurations.
-    dialect
-        "2022", "2023" or "2024".
-
-    Raises
-    ------
-    OptionError
-        If there is no such dialect, or it cannot say what a plan says.
+    Raises OptionError where there is no such dialect, or it cannot say what a plan says.
     """
     if dialect not in _WRITERS:
         raise OptionError(
@@ -85,13 +73,7 @@ def write(plans: Iterable[str], dialect: str = "2024") -> str:
 
 
 def save(path: str | os.PathLike[str], plans: Iterable[str], dialect: str = "2024") -> Path:
-    """Write plans to a file.
-
-    Raises
-    ------
-    OptionError
-        As `write`, or if the file cannot be written.
-    """
+    """Write plans to a file; raise OptionError as `write` does, or where the file cannot be written."""
     text, file = write(plans, dialect), Path(path)
     try:
         file.write_text(text + "\n", encoding="utf-8")
@@ -104,21 +86,11 @@ def save(path: str | os.PathLike[str], plans: Iterable[str], dialect: str = "202
 
 @dataclass(frozen=True)
 class Log:
-    """What a log says about recomputation.
+    """What a log says about recomputation."""
 
-    Attributes
-    ----------
-    alleviations
-        The summaries of 2022.
-    matrix
-        The feature matrix, without features if there is none.
-    insight
-        The MemoryInsight table, without rows if there is none.
-    """
-
-    alleviations: tuple[Alleviation, ...]
-    matrix: FeatureMatrix
-    insight: MemoryInsight
+    alleviations: tuple[Alleviation, ...]  #: The summaries of 2022
+    matrix: FeatureMatrix  #: The feature matrix, without features if there is none
+    insight: MemoryInsight  #: The MemoryInsight table, without rows if there is none
 
     @property
     def complete(self) -> bool:
@@ -135,13 +107,7 @@ def has_tables(text: str) -> bool:
 
 
 def read_log(text: str) -> Log:
-    """Read an old log, whichever release wrote it.
-
-    Raises
-    ------
-    OptionError
-        If it holds none of the tables.
-    """
+    """Read an old log, whichever release wrote it; raise OptionError where it holds none of the tables."""
     log = _tables(text)
     if not (log.alleviations or log.matrix.features or log.insight.rows):
         raise OptionError(

@@ -36,65 +36,33 @@ _STARS: Final = "*" * 72
 
 @dataclass(frozen=True)
 class Feature:
-    """A row that is no plan: "Compute Optimizer", on, and what it says about it.
+    """A row that is no plan: "Compute Optimizer", on, and what it says about it."""
 
-    Attributes
-    ----------
-    name
-        The feature.
-    on
-        Whether it is on.
-    about
-        The text beside it.
-    part
-        Whether it is a part of the feature above, as "FLOPReduction" of "Compute Optimizer".
-    """
-
-    name: str
-    on: bool
-    about: str
+    name: str  #: The feature
+    on: bool  #: Whether it is on
+    about: str  #: The text beside it
+    #: Whether it is a part of the feature above, as "FLOPReduction" of "Compute Optimizer".
     part: bool = False
 
 
 @dataclass(frozen=True)
 class LoggedPlan:
-    """A row of the plan table.
+    """A row of the plan table."""
 
-    Attributes
-    ----------
-    config
-        `<cluster>:<strategy>:<count>`, or several, with commas.
-    on
-        Whether the plan was applied.
-    places
-        How often its cluster occurs ("Freq").
-    saving_bytes
-        What ORT predicted that it saves for the first batch, in bytes; not measured.
-    saving_symbolic
-        The same over symbolic dimensions.
-    """
-
-    config: str
-    on: bool
-    places: int
-    saving_bytes: int
-    saving_symbolic: str
+    config: str  #: `<cluster>:<strategy>:<count>`, or several, with commas
+    on: bool  #: Whether the plan was applied
+    places: int  #: How often its cluster occurs ("Freq")
+    saving_bytes: int  #: What ORT predicted that it saves for the first batch, in bytes; not measured
+    saving_symbolic: str  #: The same over symbolic dimensions
 
 
 @dataclass(frozen=True)
 class StartUp:
-    """Seconds that the parts of the start took.
+    """Seconds that the parts of the start took."""
 
-    Attributes
-    ----------
-    total
-        All of it.
-    export, builder, detection, graph, session
-        The export; the graph builder's making; the detection of the first batch's properties; the gradient graph; the
-        session.
-    """
-
-    total: float
+    total: float  #: All of it
+    #: The export; the graph builder's making; the detection of the first batch's properties; the gradient graph; the
+    #: session.
     export: float
     builder: float
     detection: float
@@ -104,48 +72,20 @@ class StartUp:
 
 @dataclass(frozen=True)
 class FeatureMatrix:
-    """What ORTModule said when it started, of release 1.17 or 1.19.
+    """What ORTModule said when it started, of release 1.17 or 1.19."""
 
-    Attributes
-    ----------
-    mode
-        "training" or "inference".
-    features
-        The rows, in order.
-    plans
-        The recompute plans, in order.
-    symbols
-        Symbolic dimension to its size in the first batch.
-    start_up
-        Seconds; None if the log does not say.
-    versions
-        The line of versions, as printed.
-    complete
-        Whether the text went on to the line of stars that ends it; a log that was cut off did not.
-    """
-
-    mode: str = ""
-    features: tuple[Feature, ...] = ()
-    plans: tuple[LoggedPlan, ...] = ()
-    symbols: tuple[tuple[str, int], ...] = ()
-    start_up: StartUp | None = None
-    versions: str = ""
+    mode: str = ""  #: "training" or "inference"
+    features: tuple[Feature, ...] = ()  #: The rows, in order
+    plans: tuple[LoggedPlan, ...] = ()  #: The recompute plans, in order
+    symbols: tuple[tuple[str, int], ...] = ()  #: Symbolic dimension to its size in the first batch
+    start_up: StartUp | None = None  #: Seconds; None if the log does not say
+    versions: str = ""  #: The line of versions, as printed
+    #: Whether the text went on to the line of stars that ends it; a log that was cut off did not.
     complete: bool = field(default=True, compare=False)
 
 
 def read(text: str) -> FeatureMatrix:
-    """Read the matrix from a log.
-
-    Parameters
-    ----------
-    text
-        May hold other lines, prefixes and colours.
-
-    Returns
-    -------
-    FeatureMatrix
-        Without features if the text holds none.
-    """
+    """Read the matrix from a log with other lines, prefixes and colours; without features if the text holds none."""
     text = _COLOURS.sub("", text)
     features: list[Feature] = []
     plans: list[LoggedPlan] = []

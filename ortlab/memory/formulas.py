@@ -7,8 +7,10 @@ A formula may come from a log that somebody pasted, so it is taken apart here an
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
@@ -30,21 +32,17 @@ _LARGEST_BITS: Final = 4096
 """The most bits of a number on the way; a size in bytes has 64."""
 
 
-def _remainder(left: Any, right: Any) -> Any:
-    return left % right
-
-
-_FUNCTIONS: Final[dict[str, tuple[int, Callable[..., Any]]]] = {
-    "floor": (1, math.floor),
-    "ceiling": (1, math.ceil),
-    "ceil": (1, math.ceil),
-    "Max": (2, max),
-    "max": (2, max),
-    "Min": (2, min),
-    "min": (2, min),
-    "Mod": (2, _remainder),
+_FUNCTIONS: Final[dict[str, tuple[int, Callable[..., Any], str]]] = {
+    "floor": (1, math.floor, "floor"),
+    "ceiling": (1, math.ceil, "ceiling"),
+    "ceil": (1, math.ceil, "ceiling"),
+    "Max": (2, max, "Max"),
+    "max": (2, max, "Max"),
+    "Min": (2, min, "Min"),
+    "min": (2, min, "Min"),
+    "Mod": (2, operator.mod, "Mod"),
 }
-"""What shape inference may put around sizes: least number of arguments, and what it does with numbers."""
+"""What shape inference may put around sizes: least number of arguments, what it does with numbers, sympy's name."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +65,9 @@ class Formula:
         """
         if any(name not in sizes for name in self.symbols):
             return None
-        try:
-            return float(self._run(sizes, _FUNCTIONS, _checked))
-        except (ZeroDivisionError, OverflowError) as error:
-            raise _refusal(self.text, f"It comes to no size: {error}.") from None
+        functions = {name: function for name, (_, function, _) in _FUNCTIONS.items()}
+        with self._refused():
+            return float(self._run(sizes, functions, _checked))
 
     @cached_property
     def simplified(self) -> str:
@@ -78,64 +75,54 @@ class Formula:
         import sympy
 
         names = {name: sympy.Symbol(name, positive=True, integer=True) for name in self.symbols}
-        functions = {
-            "floor": (1, sympy.floor),
-            "ceiling": (1, sympy.ceiling),
-            "ceil": (1, sympy.ceiling),
-            "Max": (2, sympy.Max),
-            "max": (2, sympy.Max),
-            "Min": (2, sympy.Min),
-            "min": (2, sympy.Min),
-            "Mod": (2, sympy.Mod),
-        }
+        functions = {name: getattr(sympy, called) for name, (_, _, called) in _FUNCTIONS.items()}
+        # Not sympy.simplify, which tries everything that it knows and takes forty times as long for the same.
+        with self._refused():
+            return str(sympy.factor_terms(sympy.expand(self._run(names, functions, _as_sympy))))
+
+    @contextmanager
+    def _refused(self) -> Iterator[None]:
         try:
-            whole = self._run(names, functions, _as_sympy)
-            # Not sympy.simplify, which tries everything that it knows and takes forty times as long for the same.
-            return str(sympy.factor_terms(sympy.expand(whole)))
+            yield
         except (ZeroDivisionError, OverflowError) as error:
             raise _refusal(self.text, f"It comes to no size: {error}.") from None
 
     def _run(
         self,
         values: Mapping[str, Any],
-        functions: Mapping[str, tuple[int, Callable[..., Any]]],
+        functions: Mapping[str, Callable[..., Any]],
         taken: Callable[[Any], Any],
     ) -> Any:
         stack: list[Any] = []
         for kind, what, count in self.code:
             if kind == "number":
-                stack.append(taken(what))
-                continue
-            if kind == "name":
-                stack.append(taken(values[what]))
-                continue
-            arguments = stack[len(stack) - count :]
-            del stack[len(stack) - count :]
-            if kind == "call":
-                stack.append(taken(functions[what][1](*arguments)))
-            elif what == "**":
-                stack.append(taken(_power(*arguments)))
+                result = what
+            elif kind == "name":
+                result = values[what]
             else:
-                stack.append(taken(_OPERATORS[what, count](*arguments)))
+                function = functions[what] if kind == "call" else _OPERATORS[what, count]
+                result = function(*stack[-count:])
+                del stack[-count:]
+            stack.append(taken(result))
         return stack.pop()
-
-
-_OPERATORS: Final[dict[tuple[str, int], Callable[..., Any]]] = {
-    ("-", 1): lambda value: -value,
-    ("+", 1): lambda value: value,
-    ("+", 2): lambda left, right: left + right,
-    ("-", 2): lambda left, right: left - right,
-    ("*", 2): lambda left, right: left * right,
-    ("/", 2): lambda left, right: left / right,
-    ("//", 2): lambda left, right: left // right,
-    ("%", 2): _remainder,
-}
 
 
 def _power(base: Any, exponent: Any) -> Any:
     if exponent not in range(17):
         raise OverflowError("an exponent is no whole number from 0 to 16")
     return base ** int(exponent)
+
+
+_OPERATORS: Final[dict[tuple[str, int], Callable[..., Any]]] = {
+    ("-", 1): operator.neg,
+    ("+", 2): operator.add,
+    ("-", 2): operator.sub,
+    ("*", 2): operator.mul,
+    ("/", 2): operator.truediv,
+    ("//", 2): operator.floordiv,
+    ("%", 2): operator.mod,
+    ("**", 2): _power,
+}
 
 
 def _checked(value: Any) -> Fraction:
@@ -272,12 +259,3 @@ def _refusal(text: str, why: str) -> OptionError:
     return OptionError(
         f"{shown!r} is no size.", why=why, fix="Write sums, products and powers of numbers and symbols."
     )
-
-
-def evaluate(expression: str, symbols: Mapping[str, int]) -> tuple[str, float | None]:
-    """Return a symbolic size simplified, and its value in bytes; None where a symbol has no value (row T16).
-
-    Raises OptionError where it is no arithmetic.
-    """
-    formula = read(expression)
-    return formula.simplified, formula.value(symbols)

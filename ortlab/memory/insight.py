@@ -7,8 +7,9 @@ one expression (`[((batch)*(32))]`) and no hint. What is read is written back as
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 STRATEGIES: Final = {"Recompute": 1, "RecomputeWithCompromise": 2}
@@ -31,24 +32,12 @@ _HINT: Final = " Enable with export ORTMODULE_MEMORY_OPT_CONFIG="
 
 @dataclass(frozen=True)
 class SavedOutput:
-    """One output that is kept for backward in each place of a row.
+    """One output that is kept for backward in each place of a row."""
 
-    Attributes
-    ----------
-    output
-        Which output of the cluster's last node.
-    shape
-        As printed: a product "a x b x ", or one expression over symbolic dimensions.
-    element_bytes
-        Bytes of an element.
-    saved_percent
-        How much of it the option saves, in per cent: 100, or less for a compromise.
-    """
-
-    output: int
-    shape: str
-    element_bytes: int
-    saved_percent: int
+    output: int  #: Which output of the cluster's last node
+    shape: str  #: As printed - a product "a x b x ", or one expression over symbolic dimensions
+    element_bytes: int  #: Bytes of an element
+    saved_percent: int  #: How much of it the option saves, in per cent - 100, or less for a compromise
 
     @property
     def elements(self) -> str:
@@ -64,33 +53,17 @@ class SavedOutput:
 
 @dataclass(frozen=True)
 class Option:
-    """One way to recompute what a row keeps.
+    """One way to recompute what a row keeps."""
 
-    Attributes
-    ----------
-    cluster
-        The operators that are recomputed together: "BiasGelu+".
-    strategy
-        1 recompute, 2 recompute with compromise.
-    requested
-        How many places the user asked for, -1 for all; None where the option is disabled.
-    applied
-        In how many places ORT recomputes; None where the option is disabled.
-    reused
-        Output to the number of places in which its buffer is another's, reused: recomputing saves nothing there.
-    outputs
-        What is not kept any more.
-    hinted
-        Whether the text says how to enable it, as 1.17 does.
-    """
-
-    cluster: str
-    strategy: int
+    cluster: str  #: The operators that are recomputed together - "BiasGelu+"
+    strategy: int  #: 1 recompute, 2 recompute with compromise
+    #: How many places the user asked for, -1 for all; None where the option is disabled.
     requested: int | None = None
-    applied: int | None = None
+    applied: int | None = None  #: In how many places ORT recomputes; None where the option is disabled
+    #: Output to the number of places in which its buffer is another's, reused - recomputing saves nothing there.
     reused: tuple[tuple[int, int], ...] = ()
-    outputs: tuple[SavedOutput, ...] = ()
-    hinted: bool = False
+    outputs: tuple[SavedOutput, ...] = ()  #: What is not kept any more
+    hinted: bool = False  #: Whether the text says how to enable it, as 1.17 does
 
     @property
     def config(self) -> str:
@@ -100,36 +73,19 @@ class Option:
 
 @dataclass(frozen=True)
 class Row:
-    """A cluster of saved activations, and the options for it, of which one at most can be enabled.
+    """A cluster of saved activations, and the options for it, of which one at most can be enabled."""
 
-    Attributes
-    ----------
-    places
-        How often the cluster occurs in the graph.
-    options
-        The ways to recompute it.
-    """
-
-    places: int
-    options: tuple[Option, ...] = ()
+    places: int  #: How often the cluster occurs in the graph
+    options: tuple[Option, ...] = ()  #: The ways to recompute it
 
 
 @dataclass(frozen=True)
 class MemoryInsight:
-    """The whole table.
+    """The whole table."""
 
-    Attributes
-    ----------
-    applied
-        What its title says the user has configured.
-    rows
-        The clusters.
-    complete
-        Whether the text went on to the table's last line; a log that was cut off did not.
-    """
-
-    applied: str = ""
-    rows: tuple[Row, ...] = ()
+    applied: str = ""  #: What its title says the user has configured
+    rows: tuple[Row, ...] = ()  #: The clusters
+    #: Whether the text went on to the table's last line; a log that was cut off did not.
     complete: bool = field(default=True, compare=False)
 
     def savings(self) -> dict[str, tuple[str, int]]:
@@ -146,10 +102,10 @@ class MemoryInsight:
             the number of places.
         """
         terms: dict[str, list[str]] = {}
-        found: dict[str, int] = {}
+        found: Counter[str] = Counter()
         for row in self.rows:
             for option in row.options:
-                found[option.config] = found.get(option.config, 0) + row.places
+                found[option.config] += row.places
                 sizes = terms.setdefault(option.config, [])
                 sizes += [f"{row.places}*{activations.saving}" for activations in option.outputs]
         return {config: (" + ".join(sizes), found[config]) for config, sizes in terms.items() if sizes}
@@ -166,27 +122,18 @@ class MemoryInsight:
 
     def applied_counts(self) -> dict[str, int]:
         """Return in how many places each enabled plan is applied, by the plan without its count: "Gelu+:1"."""
-        found: dict[str, int] = {}
+        found: Counter[str] = Counter()
         for row in self.rows:
             for option in row.options:
                 if option.applied is not None:
-                    key = f"{option.cluster}:{option.strategy}"
-                    found[key] = found.get(key, 0) + option.applied
-        return found
+                    found[f"{option.cluster}:{option.strategy}"] += option.applied
+        return dict(found)
 
 
 def read(text: str) -> MemoryInsight:
-    """Read the table from a log or from ORT's own report.
+    """Read the table from a log or from ORT's own report; without rows if the text holds no such table.
 
-    Parameters
-    ----------
-    text
-        May hold other lines before, between and after, and prefixes such as "worker-0: ".
-
-    Returns
-    -------
-    MemoryInsight
-        Without rows if the text holds no such table.
+    There may be other lines before, between and after, and prefixes such as "worker-0: ".
     """
     applied, complete = "", False
     rows: list[Row] = []
@@ -215,20 +162,18 @@ def _read_line(left: str, right: str, rows: list[Row]) -> None:
     if not row.options:
         return
     option = row.options[-1]
-    facts = dict(vars(option))
     if "Status " in right:
         enabled = _ENABLED.search(right)
-        facts["requested"], facts["applied"] = map(int, enabled.groups()) if enabled else (None, None)
-        facts["hinted"] = _HINT in right
+        requested, applied = map(int, enabled.groups()) if enabled else (None, None)
+        option = replace(option, requested=requested, applied=applied, hinted=_HINT in right)
     elif "ReuseFreq" in right:
-        facts["reused"] = tuple((int(output), int(count)) for output, count in _REUSED.findall(right))
-    elif activations := _OUTPUT.search(right):
-        sizes = int(activations["bytes"]), int(activations["percent"])
-        facts["outputs"] = (
-            *option.outputs,
-            SavedOutput(int(activations["number"]), activations["shape"], *sizes),
-        )
-    rows[-1] = Row(row.places, (*row.options[:-1], Option(**facts)))
+        reused = tuple((int(output), int(count)) for output, count in _REUSED.findall(right))
+        option = replace(option, reused=reused)
+    elif kept := _OUTPUT.search(right):
+        sizes = int(kept["bytes"]), int(kept["percent"])
+        saved = SavedOutput(int(kept["number"]), kept["shape"], *sizes)
+        option = replace(option, outputs=(*option.outputs, saved))
+    rows[-1] = Row(row.places, (*row.options[:-1], option))
 
 
 def write(insight: MemoryInsight) -> str:

@@ -28,13 +28,7 @@ CUDA_ALLOCATED: Final = "CUDA allocated"
 
 @dataclass(frozen=True)
 class Known:
-    """What the model's tensors take, in bytes, each storage counted once: tied weights, views and shared moments, too.
-
-    Attributes
-    ----------
-    parameters, buffers, gradients, optimizer
-        Of the model, and of the optimizers that the step uses.
-    """
+    """What the tensors of a model and of its optimizers take, in bytes, each storage counted once."""
 
     parameters: int
     buffers: int
@@ -49,75 +43,38 @@ class Known:
 
 @dataclass(frozen=True)
 class PhasePeak:
-    """One phase of a step.
+    """One phase of a step."""
 
-    Attributes
-    ----------
-    phase
-        One of `PHASE_NAMES`.
-    before_bytes
-        Level where the phase began. Of a phase that occurs several times in a step, the time with the highest peak.
-    peak_bytes
-        The highest level in it.
-    after_bytes
-        Level at its end.
-    """
-
-    phase: str
+    phase: str  #: One of `PHASE_NAMES`
+    #: Level where the phase began. Of a phase that occurs several times in a step, the time with the highest peak.
     before_bytes: int
-    peak_bytes: int
-    after_bytes: int
+    peak_bytes: int  #: The highest level in it
+    after_bytes: int  #: Level at its end
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One part of the peak.
+    """One part of the peak."""
 
-    Attributes
-    ----------
-    name
-        What it is.
-    number_of_bytes
-        Its size; together the pieces are the peak. A measured piece may be a few pages below zero where there is
-        nothing.
-    source
-        "computed" (exact, from tensors) or "measured" (a difference of measured levels).
-    """
-
-    name: str
+    name: str  #: What it is
+    #: Its size; together the pieces are the peak. A measured piece may be a few pages below zero where there is
+    #: nothing.
     number_of_bytes: int
-    source: str
+    source: str  #: "computed" (exact, from tensors) or "measured" (a difference of measured levels)
 
 
 @dataclass(frozen=True)
 class StepMemory:
-    """One step, as measured; levels are of the whole process or device, in bytes.
+    """One step, as measured; levels are of the whole process or device, in bytes."""
 
-    Attributes
-    ----------
-    start_bytes
-        Before the step.
-    peak_bytes
-        At its highest point.
-    phases
-        Each phase that the step has, in the order of `PHASE_NAMES`.
-    known_at_start
-        What the tensors took before the step.
-    known_before
-        What they took where each phase began, in the order of `phases`.
-    gradient_bytes
-        What all gradients of the step take, computed; they are not all there at the peak.
-    cuda
-        On CUDA, the allocator's own figures at the end of the step: "allocated", "cached" and "inactive", each now
-        and at most. Empty on a CPU.
-    """
-
-    start_bytes: int
-    peak_bytes: int
-    phases: tuple[PhasePeak, ...]
-    known_at_start: Known
-    known_before: tuple[Known, ...]
-    gradient_bytes: int
+    start_bytes: int  #: Before the step
+    peak_bytes: int  #: At its highest point
+    phases: tuple[PhasePeak, ...]  #: Each phase that the step has, in the order of `PHASE_NAMES`
+    known_at_start: Known  #: What the tensors took before the step
+    known_before: tuple[Known, ...]  #: What they took where each phase began, in the order of `phases`
+    gradient_bytes: int  #: What all gradients of the step take, computed; they are not all there at the peak
+    #: On CUDA, the allocator's own figures at the end of the step - "allocated", "cached" and "inactive", each now and
+    #: at most. Empty on a CPU.
     cuda: dict[str, int]
 
     @property
@@ -234,16 +191,14 @@ class MemoryMeasurement(Shown):
         """Take the peak apart; the pieces add up to it exactly.
 
         Tensors are counted where the phase begins that has the peak, so gradients that a backward makes are among its
-        temporaries until it ends. is what was there besides, and, if the peak is in the forward, what the
-        forward left.
+        temporaries until it ends. Saved activations and outputs are what was there besides, and, if the peak is in the
+        forward, what the forward left.
         """
         step = self.step
         known, highest = step.known_at_peak, step.highest
         rest = step.start_bytes - step.known_at_start.total
         kept = highest.after_bytes if highest.phase == "forward" else highest.before_bytes
-        temporaries = (
-            f"temporaries of the {highest.phase}" if highest.phase in PHASE_NAMES[:-1] else "temporaries"
-        )
+        temporaries = "temporaries" if highest.phase == _REST else f"temporaries of the {highest.phase}"
         return (
             Piece("parameters", known.parameters, COMPUTED),
             Piece("buffers", known.buffers, COMPUTED),

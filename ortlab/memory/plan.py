@@ -1,4 +1,4 @@
-"""The recompute plans that ORT offers for a model, with the savings it predicts."""
+"""The recompute plans that ORT offers for a model, with the savings it predicts, and what some of them come to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.errors import OptionError
 from ortlab.memory import dialects, formulas
-from ortlab.memory.other_sizes import check_names, other_symbols
+from ortlab.memory.symbolic_sizes import check_names, other_symbols
 from ortlab.shown import Shown
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
-    from ortlab.memory.recompute_places import LevelSet
+    from ortlab.memory.recompute import LevelSet
 
 STRATEGIES: Final = {0: "keep", 1: "recompute", 2: "recompute with compromise"}
 """Names of the strategies in `<cluster>:<strategy>:<count>` (row F13)."""
@@ -26,67 +26,37 @@ STRATEGIES: Final = {0: "keep", 1: "recompute", 2: "recompute with compromise"}
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One way to keep less for backward.
+    """One way to keep less for backward."""
 
-    Attributes
-    ----------
-    config
-        What `Options.memory_plan` takes: "Gelu+:1:-1"; count -1 means every occurrence.
-    cluster
-        The operators that would be recomputed together, ending in "+".
-    strategy
-        1 recompute; 2 recompute with compromise, which saves a part of the size only.
-    frequency
-        Occurrences of the cluster in the graph.
-    saving_symbolic
-        Predicted saving in bytes, in terms of the input dimensions.
-    saving_bytes
-        The same at the sizes in `MemoryPlan.symbols`, in bytes; predicted by ORT, not measured. None where a symbol
-        has no value.
-    enabled
-        Whether the lab's present options ask for it.
-    sentence
-        What it does, in words.
-    parts
-        Where only parts of the model are wrapped: the paths of those that have it.
-    excludes
-        Configurations of the other ways to recompute the same activations: one of them at most can act (row F16).
-    requested
-        Occurrences that the present options ask for, -1 for all; None where it is not enabled.
-    applied
-        Occurrences that the session which runs recomputes, read from its graph. It need not be what was asked for:
-        places that another plan takes are left out, and there may be fewer. None where it is not enabled.
-    unresolved
-        Symbols in the saving that have no value, so that there is no figure in bytes.
-    layers
-        In how many layers of the model its occurrences are; None where that is not known.
-    peak_saving_bytes
-        What it takes off the peak of a step, in bytes; predicted by simulation, not measured. None until profiled.
-    cost_ms
-        What it adds to a step, in ms; predicted from the times of a profiled step, not measured. None until profiled.
-    measured_saving_bytes
-        What it took off the peak, in bytes; measured. None until it was.
-    measured_cost_ms
-        What it added to a step, in ms; measured. None until it was.
-    """
-
-    config: str
-    cluster: str
-    strategy: int
-    frequency: int
-    saving_symbolic: str
+    config: str  #: What `Options.memory_plan` takes - "Gelu+:1:-1"; count -1 means every occurrence
+    cluster: str  #: The operators that would be recomputed together, ending in "+"
+    strategy: int  #: 1 recompute; 2 recompute with compromise, which saves a part of the size only
+    frequency: int  #: Occurrences of the cluster in the graph
+    saving_symbolic: str  #: Predicted saving in bytes, in terms of the input dimensions
+    #: The same at the sizes in `MemoryPlan.symbols`, in bytes; predicted by ORT, not measured. None where a symbol has
+    #: no value.
     saving_bytes: float | None
-    enabled: bool
-    sentence: str
-    parts: tuple[str, ...] = ()
+    enabled: bool  #: Whether the lab's present options ask for it
+    sentence: str  #: What it does, in words
+    parts: tuple[str, ...] = ()  #: Paths of those that have it, where only parts of the model are wrapped
+    #: Configurations of the other ways to recompute the same activations - one of them at most can act (row F16).
     excludes: tuple[str, ...] = ()
+    #: Occurrences that the present options ask for, -1 for all; None where it is not enabled.
     requested: int | None = None
+    #: Occurrences that the session which runs recomputes, read from its graph. It need not be what was asked for:
+    #: places that another plan takes are left out, and there may be fewer. None where it is not enabled.
     applied: int | None = None
+    #: Symbols in the saving that have no value, so that there is no figure in bytes.
     unresolved: tuple[str, ...] = ()
+    #: In how many layers of the model its occurrences are; None where that is not known.
     layers: int | None = None
+    #: What it takes off the peak of a step, in bytes; predicted by simulation, not measured. None until profiled.
     peak_saving_bytes: float | None = None
+    #: What it adds to a step, in ms; predicted from the times of a profiled step, not measured. None until profiled.
     cost_ms: float | None = None
+    #: What it took off the peak, in bytes; measured. None until it was.
     measured_saving_bytes: float | None = None
+    #: What it added to a step, in ms; measured. None until it was.
     measured_cost_ms: float | None = None
 
     @property
@@ -175,7 +145,7 @@ class MemoryPlan(Shown):
         """The same with the counts that the present options ask for, one entry for each cluster."""
         return tuple(
             dict.fromkeys(
-                f"{part.rsplit(':', 1)[0]}:{row.requested}"
+                f"{without_count(part)}:{row.requested}"
                 for row in self.rows
                 if row.requested is not None
                 for part in row.config.split(",")
@@ -245,20 +215,19 @@ class MemoryPlan(Shown):
     def _parts_at(
         self, batch: int | None, sequence: int | None, density: float | None, sizes: Mapping[str, int]
     ) -> MemoryPlan:
-        from ortlab.memory.reading import merged
+        from ortlab.memory.plan_reading import merged
 
-        known = {name for plan in self.of_parts.values() for name in (*plan.symbols, *plan.unresolved)}
-        check_names(sizes, sorted(known))
-        again = {}
-        for path, plan in self.of_parts.items():
-            own = {name: size for name, size in sizes.items() if name in (*plan.symbols, *plan.unresolved)}
-            has_labels = bool(plan.label_totals)
-            again[path] = plan.at(
+        known = {path: {*plan.symbols, *plan.unresolved} for path, plan in self.of_parts.items()}
+        check_names(sizes, sorted(set().union(*known.values())))
+        again = {
+            path: plan.at(
                 batch=batch,
                 sequence=sequence if plan.has_sequence else None,
-                label_density=density if has_labels else None,
-                **own,
+                label_density=density if plan.label_totals else None,
+                **{name: size for name, size in sizes.items() if name in known[path]},
             )
+            for path, plan in self.of_parts.items()
+        }
         return merged(again, self.missing)
 
     @property
@@ -337,6 +306,11 @@ class MemoryPlan(Shown):
         return asdict(self)
 
 
+def without_count(part: str) -> str:
+    """Return `<cluster>:<strategy>` of `<cluster>:<strategy>:<count>`."""
+    return part.rsplit(":", 1)[0]
+
+
 def by_saving(row: PlanRow) -> tuple[bool, float, str]:
     """Sort the largest predicted saving first, equal ones by name, and those without a figure last, by themselves."""
     return (row.saving_bytes is None, -(row.saving_bytes or 0.0), row.config)
@@ -361,3 +335,99 @@ def _per_ms(saved: float | None, cost: float | None) -> float | None:
     if cost > 0:
         return saved / cost
     return math.inf if saved > 0 else 0.0
+
+
+_SUMMED: Final = ("saving_bytes", "peak_saving_bytes", "cost_ms")
+"""Numbers of a row that are added up; measured ones are not, since nobody has measured the set."""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """The sums of the chosen plans' rows; the rows overlap, so that each sum is an upper bound."""
+
+    plans: int  # how many are chosen
+    # Predicted by ORT; None where no chosen row has the number, as for the next two.
+    saving_bytes: float | None
+    peak_saving_bytes: float | None  # off the peak, by simulation
+    cost_ms: float | None  # predicted
+    # Configurations of chosen rows that lack a number which others have, and so are not in its sum.
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def bytes_per_ms(self) -> float | None:
+        """Bytes off the peak for each ms, both predicted by simulation; None where nothing is said to cost time."""
+        if not self.cost_ms or self.peak_saving_bytes is None:
+            return None
+        return self.peak_saving_bytes / self.cost_ms
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The plans that a `memory_plan` chooses from a table."""
+
+    plan: MemoryPlan  # the table
+    chosen: tuple[str, ...]  # what `Options.memory_plan` holds; plans of other models stay in it
+
+    def count(self, row: PlanRow) -> int:
+        """Return in how many places a plan is chosen: 0 where it is not.
+
+        A configuration of several plans (`A+:1:-1,B+:1:-1`) is chosen where all of them are, and in as many places
+        as the least of them.
+        """
+        counts = {without_count(one): int(one.rsplit(":", 1)[1]) for one in self.chosen}
+        places = [counts.get(without_count(one), 0) for one in row.config.split(",")]
+        return min(row.frequency if count < 0 else min(count, row.frequency) for count in places)
+
+    def as_chosen(self, row: PlanRow) -> PlanRow:
+        """Return a row with what its chosen places save and cost, in proportion, as if all places were alike.
+
+        A plan that is not chosen, and one in all its places, is returned as it is. Measured numbers stay.
+        """
+        count = self.count(row)
+        if count in (0, row.frequency):
+            return row
+        sums = {name: value for name in _SUMMED if (value := getattr(row, name)) is not None}
+        return replace(row, **{name: value * (count / row.frequency) for name, value in sums.items()})
+
+    def adding(self, config: str, count: int = -1) -> tuple[str, ...]:
+        """Return the `memory_plan` that also chooses a plan, and leaves out those that cannot act beside it.
+
+        `count` is in how many of its places; -1, or as many as it has, for all. Raises KeyError where no row has this
+        configuration.
+        """
+        row = {row.config: row for row in self.plan.rows}[config]
+        wanted = -1 if count >= row.frequency else count
+        parts = config.split(",")
+        clusters = {_cluster(part) for part in parts}
+        own = {without_count(part) for part in parts}
+        beaten = {
+            without_count(part)
+            for other in self.plan.rows
+            if other.config in row.excludes or row.config in other.excludes
+            for part in other.config.split(",")
+        } - own
+        kept = [
+            one for one in self.chosen if _cluster(one) not in clusters and without_count(one) not in beaten
+        ]
+        return (*kept, *(f"{without_count(part)}:{wanted}" for part in parts))
+
+    def removing(self, config: str) -> tuple[str, ...]:
+        """Return the `memory_plan` without a plan."""
+        clusters = {_cluster(part) for part in config.split(",")}
+        return tuple(one for one in self.chosen if _cluster(one) not in clusters)
+
+    @property
+    def totals(self) -> Totals:
+        """What the chosen plans come to; a plan in a part of its places counts in proportion."""
+        rows = [self.as_chosen(row) for row in self.plan.rows if self.count(row)]
+        sums: dict[str, float | None] = {}
+        unknown: set[str] = set()
+        for name in _SUMMED:
+            known = {row.config: value for row in rows if (value := getattr(row, name)) is not None}
+            sums[name] = sum(known.values()) if known else None
+            unknown |= {row.config for row in rows if known and row.config not in known}
+        return Totals(len(rows), **sums, unknown=tuple(row.config for row in rows if row.config in unknown))
+
+
+def _cluster(part: str) -> str:
+    return part.split(":", 1)[0]

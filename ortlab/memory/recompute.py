@@ -1,4 +1,4 @@
-"""What recompute plans would do to a step: the trace that it would have with them.
+"""Recompute plans in a graph: their places, the trace that a step would have with them, and what each costs.
 
 ORT's memory optimizer goes through the places from the last one to the first. It copies their nodes, lets the backward
 and earlier copies read the copies' results (``memory_optimizer.cc``, `CreateRecomputeGraph` and `ModifyGraph`), and
@@ -8,13 +8,180 @@ orders the graph so that a copy runs right before the first node that needs it (
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from operator import add
 from typing import TYPE_CHECKING, Final
 
+from ortlab.memory.trace import lifetimes
+
 if TYPE_CHECKING:
-    from ortlab.memory.recompute_places import RecomputePlace
+    from ortlab.engine.execution import Execution
+    from ortlab.memory.plan import MemoryPlan
     from ortlab.memory.trace import Trace, TracedNode
+    from ortlab.runs.experiment import Experiment
+
+EVERYWHERE: Final = -1
+"""The count of a plan that acts in all its places."""
+
+
+@dataclass(frozen=True)
+class RecomputePlace:
+    """One node of the graph whose results are kept for backward, and what would make them again."""
+
+    cluster: str  # operators of `nodes`: "FusedMatMul+Add+"
+    strategy: int  # 1 recompute, 2 recompute with compromise
+    # Name of the node whose results are kept, in the graph that is executed without any plan; of a nameless one that of
+    # its first result.
+    node: str
+    # Names of the nodes that would run again, in the order of execution; `node` is the last. "" for one without.
+    nodes: tuple[str, ...]
+    outputs: tuple[str, ...]  # results of `node` that backward needs
+    # Whether it makes what one transformer layer hands to the next. Memory levels keep it: then each layer is
+    # recomputed from there, and not from the start of the model.
+    boundary: bool = False
+
+    @property
+    def plan(self) -> str:
+        """Its plan without a count: "FusedMatMul+Add+:1"."""
+        return f"{self.cluster}:{self.strategy}"
+
+
+@dataclass(frozen=True)
+class RecomputeChoice:
+    """The plans and places that are recomputed."""
+
+    plans: tuple[str, ...]  # as ORT is told them: each for all its places, since 1.19.2 cannot count them
+    # Results that are hidden from ORT, by place: those of the plans' places that are not recomputed.
+    kept: tuple[tuple[str, ...], ...]
+    counts: Mapping[str, int]  # by "<cluster>:<strategy>": in how many places it recomputes
+
+
+NOTHING: Final = RecomputeChoice((), (), {})
+"""Nothing is recomputed."""
+
+
+@dataclass(frozen=True)
+class LevelSet:
+    """What a memory level stands for in a model."""
+
+    level: int  # 1 or 2
+    plans: int  # that it applies
+    places: int  # in which it recomputes
+    all_plans: int  # that there are, without those that a higher level adds, as in `all_places`
+    all_places: int
+    layer_ends: int  # values that one layer hands to the next, from which each is recomputed
+
+    def sentence(self) -> str:
+        """Say in words what the level recomputes."""
+        if not self.all_places:
+            return f"memory_level={self.level} recomputes nothing here: there is no plan for this model."
+        does = (
+            f"memory_level={self.level} recomputes {_of(self.plans, self.all_plans, 'plan')}"
+            f" in {_of(self.places, self.all_places, 'place')}"
+        )
+        if self.layer_ends:
+            ends = "1 layer begins" if self.layer_ends == 1 else f"{self.layer_ends} layers begin"
+            return f"{does}; it keeps what {ends} with, and starts again from there."
+        return (
+            f"{does}. It found no transformer layer to start again from, so that all it recomputes is there at once "
+            "when the backward begins: expect little off the peak."
+        )
+
+    def __add__(self, other: LevelSet) -> LevelSet:
+        """Put the sets of two parts of a model together; a plan of both counts twice."""
+        level, *ours = astuple(self)
+        other_level, *theirs = astuple(other)
+        return LevelSet(max(level, other_level), *map(add, ours, theirs))
+
+
+@dataclass(frozen=True)
+class RecomputePlaces:
+    """All places of all recompute plans of a graph."""
+
+    places: tuple[RecomputePlace, ...] = ()  # in the order of the forward
+    # Values that one transformer layer hands to the next, in the order of the forward; empty where none were found.
+    boundaries: tuple[str, ...] = ()
+
+    def of(self, plan: str) -> tuple[RecomputePlace, ...]:
+        """Return the places of `<cluster>:<strategy>`, whatever count follows."""
+        name = ":".join(plan.split(":")[:2])
+        return tuple(place for place in self.places if place.plan == name)
+
+    def chosen(self, plans: Iterable[str]) -> RecomputeChoice:
+        """Say where plans, as in `Options.memory_plan`, recompute.
+
+        A count k means the first k places in the order of the forward: their results would otherwise be kept for
+        longest.
+        """
+        return self._choice(
+            {name: self.of(name)[: None if count == EVERYWHERE else count] for name, count in _counted(plans)}
+        )
+
+    def at_level(self, level: int) -> tuple[RecomputePlace, ...]:
+        """Return the places that memory level 1 or 2 recomputes: all but those at the boundaries of layers.
+
+        1.19.2 can make no session that recomputes two nodes without a name: it calls both copies "_recompute". Where
+        there are two, plans that recompute such nodes are left out.
+        """
+        first: dict[str, RecomputePlace] = {}
+        for place in self.places:
+            if place.strategy <= level and not place.boundary:
+                first.setdefault(place.node, place)  # ORT offers the recomputation without compromise first
+        nameless = [place for place in first.values() if "" in place.nodes]
+        if sum(place.nodes.count("") for place in nameless) > 1:
+            left_out = {place.plan for place in nameless}
+            return tuple(place for place in first.values() if place.plan not in left_out)
+        return tuple(first.values())
+
+    def of_level(self, level: int) -> RecomputeChoice:
+        """Say which plans memory level 1 or 2 stands for, and where they act."""
+        recomputed: dict[str, list[RecomputePlace]] = {}
+        for place in self.at_level(level):
+            recomputed.setdefault(place.plan, []).append(place)
+        return self._choice(dict(sorted(recomputed.items())))
+
+    def level_set(self, level: int) -> LevelSet:
+        """Count what memory level 1 or 2 recomputes."""
+        counts = [count for count in self.of_level(level).counts.values() if count]
+        there = [place for place in self.places if place.strategy <= level]
+        return LevelSet(
+            level,
+            plans=len(counts),
+            places=sum(counts),
+            all_plans=len({place.plan for place in there}),
+            all_places=len({place.node for place in there}),
+            layer_ends=len(self.boundaries),
+        )
+
+    def _choice(self, recomputed: Mapping[str, Sequence[RecomputePlace]]) -> RecomputeChoice:
+        acting = {name: places for name, places in recomputed.items() if places}
+        nodes = {place.node for places in acting.values() for place in places}
+        rest = (place for name in acting for place in self.of(name) if place.node not in nodes)
+        return RecomputeChoice(
+            plans=tuple(f"{name}:{EVERYWHERE}" for name in acting),
+            kept=tuple({place.node: place.outputs for place in rest}.values()),
+            counts={name: len(places) for name, places in recomputed.items()},
+        )
+
+
+def are_partial(plans: Iterable[str]) -> bool:
+    """Tell whether some of these plans do not act in all their places."""
+    return any(count != EVERYWHERE for _, count in _counted(plans))
+
+
+def _counted(plans: Iterable[str]) -> Iterator[tuple[str, int]]:
+    for plan in plans:
+        for part in plan.split(","):
+            name, count = part.rsplit(":", 1)
+            if not name.endswith(":0"):  # strategy 0 switches a plan off
+                yield name, int(count)
+
+
+def _of(some: int, every: int, noun: str) -> str:
+    many = noun if every == 1 else f"{noun}s"
+    return f"all {every} {many}" if some == every and every > 1 else f"{some} of {every} {many}"
+
 
 COPY: Final = "_recompute"
 """What ORT puts behind the names of a copied node and of its results (``memory_optimizer.cc``)."""
@@ -82,3 +249,70 @@ def _ordered(nodes: Iterable[TracedNode], copies: Iterable[TracedNode]) -> list[
                 for output in needed.outputs:
                     waiting.pop(output, None)
     return order
+
+
+@dataclass(frozen=True)
+class PlanCost:
+    """What one plan does to a step, all its places recomputed."""
+
+    # Off the peak; predicted by simulation. Negative where the peak rises: ORT orders all nodes differently once there
+    # is a plan, and what is recomputed needs memory as well.
+    peak_saving_bytes: float
+    cost_ms: float  # added to the step; predicted as the time of the nodes that run twice
+    measured_saving_bytes: float | None = None  # None until it is measured, as is the next
+    measured_cost_ms: float | None = None
+
+
+def predicted_costs(
+    plain: Trace, ordered: Trace, places: RecomputePlaces, configs: Iterable[str]
+) -> dict[str, PlanCost]:
+    """Predict what each of some plans does on its own.
+
+    `plain` is a profiled step without plans, as it runs, and `ordered` the same in the order that ORT gives to sessions
+    with plans. Plans of one configuration, with commas between them, are predicted together; those without places are
+    left out.
+    """
+    peak = lifetimes(plain).peak
+    found = {}
+    for config in configs:
+        acting = [place for part in config.split(",") for place in places.of(part)]
+        if acting:
+            trace = with_places(ordered, acting)
+            found[config] = PlanCost(float(peak - lifetimes(trace).peak), trace.recomputed_ms)
+    return found
+
+
+def best_costs(costs: Mapping[str, PlanCost], count: int, *, beyond: float = 0.0) -> dict[str, PlanCost]:
+    """Return the `count` plans with the most bytes off the peak for each ms, best first.
+
+    `beyond` is how many bytes any plan takes off, by the order of nodes that comes with it; they are no plan's merit.
+    """
+    saving = [(config, cost) for config, cost in costs.items() if cost.peak_saving_bytes > beyond]
+    saving.sort(key=lambda one: (beyond - one[1].peak_saving_bytes) / max(one[1].cost_ms, 1e-9))
+    return dict(saving[:count])
+
+
+@dataclass(frozen=True)
+class KnownCosts:
+    """Costs of plans, and the graph and step that they were found for."""
+
+    key: object = None  # what `costs_key` gave then
+    costs: Mapping[str, PlanCost] = field(default_factory=dict)  # by configuration of the plan
+    # What any plan takes off the peak, because ORT orders nodes differently once there is one; predicted.
+    by_order_bytes: float = 0.0
+
+    def written_into(self, plan: MemoryPlan, key: object) -> MemoryPlan:
+        """Return a plan with these costs if they are of the same graph and step; else the plan as it is."""
+        if not self.costs or key != self.key:
+            return plan
+        rows = tuple(
+            replace(row, **vars(self.costs[row.config])) if row.config in self.costs else row
+            for row in plan.rows
+        )
+        return replace(plan, rows=rows, order_saving_bytes=self.by_order_bytes)
+
+
+def costs_key(execution: Execution, experiment: Experiment | None) -> object:
+    """Return what costs depend on: the gradient graph, and the step with its start."""
+    step = None if experiment is None else (experiment.step, experiment.start.digest)
+    return execution.built.digest, step

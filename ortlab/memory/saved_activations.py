@@ -8,16 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from weakref import ref
 
 from ortlab.errors import OptionError
-from ortlab.memory.activations import (
-    ActivationGroup,
-    KeptInput,
-    PlanEffect,
-    SavedActivation,
-    largest_first,
-    place_of,
-)
-from ortlab.memory.other_sizes import other_symbols
-from ortlab.memory.shapes import bytes_at
+from ortlab.memory.symbolic_sizes import Shape, bytes_at, bytes_formula, other_symbols, summed
 from ortlab.shown import Shown
 
 if TYPE_CHECKING:
@@ -25,18 +16,112 @@ if TYPE_CHECKING:
 
     from ortlab.lab.lab import Lab
 
-__all__ = [
-    "KINDS",
-    "OUTSIDE",
-    "ActivationGroup",
-    "ActivationsSource",
-    "KeptInput",
-    "Kind",
-    "PlanEffect",
-    "SavedActivation",
-    "SavedActivations",
-    "merged",
-]
+
+@dataclass(frozen=True)
+class SavedActivation:
+    """One buffer that the forward fills and that is still there when the backward begins."""
+
+    value: str  #: Name in the execution graph of the result that fills the buffer
+    #: Name and operator of the node that computes it, and which of its outputs it is, from 0. Operators outside ONNX
+    #: carry their domain; a call of torch carries its name.
+    node: str
+    operator: str
+    output: int
+    module: str  #: Path in the model of the module that computes it; empty for the model's own forward
+    source: str  #: File and line where the forward of that module begins; empty where it is torch's own
+    #: Path of the layer that the module belongs to, as in "transformer.h.0"; empty outside the layers.
+    layer: str
+    #: Sizes; a symbolic one is an expression. None where it is not known.
+    shape: Shape | None
+    dtype: str  #: ONNX element type, lower case - "float", "bool", ...
+    element_bytes: int  #: Bytes of one element
+    #: What it takes at the present sizes, in bytes. None where it is not known.
+    bytes: int | None
+    #: Names of the results that read the same buffer under another shape (Reshape, Squeeze, Identity and the like) and
+    #: that the backward reads: they take nothing on their own.
+    views: tuple[str, ...] = ()
+    kept_by: tuple[str, ...] = ()  #: Names of the backward nodes that read it, or one of its views
+    #: Whether the model returns it, or a view of it, so that it is there even if no backward node reads it.
+    returned: bool = False
+    #: Configurations of the recompute plans that remove it, each applied alone; None where nobody has looked.
+    plans: tuple[str, ...] | None = None
+    measured: bool = False  #: Whether the bytes are those of a run, because the shape is not known before it
+    position: int = 0  #: Place of the node in the order of execution, from 0
+    part: str = ""  #: Path of the wrapped part of the model; empty where the whole model is wrapped
+
+    @property
+    def bytes_symbolic(self) -> str:
+        """What it takes in bytes, in terms of the input's dimensions; empty where that is not known."""
+        return "" if self.shape is None else bytes_formula(self.shape, self.element_bytes)
+
+
+@dataclass(frozen=True)
+class KeptInput:
+    """An input of the model that the backward reads; it is the caller's tensor, so keeping it takes nothing more."""
+
+    name: str  #: Name of the graph's input
+    #: As for `SavedActivation`.
+    shape: Shape | None
+    dtype: str
+    element_bytes: int
+    bytes: int | None
+    kept_by: tuple[str, ...]  #: Names of the backward nodes that read it, or a view of it
+    part: str = ""  #: Path of the wrapped part of the model
+
+
+@dataclass(frozen=True)
+class ActivationGroup:
+    """Activations of one layer, operator or module."""
+
+    name: str  #: Of the layer, operator or module
+    count: int  #: Activations
+    bytes: int  #: What they take together, in bytes; those of unknown size left out
+    unknown: int = 0  #: Activations of unknown size
+
+
+@dataclass(frozen=True)
+class PlanEffect:
+    """What one recompute plan, applied alone, does to what is kept; worked out from the graph with it, not measured."""
+
+    config: str  #: The plan - "Gelu+:1:-1"
+    removed: tuple[SavedActivation, ...]  #: Activations that are no longer kept
+    added: tuple[SavedActivation, ...]  #: Activations that are kept instead - what the recomputed nodes read
+    parts: tuple[str, ...] = ()  #: Wrapped parts of the model that have it
+
+    @property
+    def removed_bytes(self) -> int | None:
+        """What it removes, in bytes; None where the size of one of them is not known."""
+        return summed(row.bytes for row in self.removed)
+
+    @property
+    def added_bytes(self) -> int | None:
+        """What is kept instead, in bytes; None where the size of one of them is not known."""
+        return summed(row.bytes for row in self.added)
+
+    @property
+    def net_bytes(self) -> int | None:
+        """By how much less is kept, in bytes; negative where it is more, None where that is not known."""
+        removed, added = self.removed_bytes, self.added_bytes
+        return None if removed is None or added is None else removed - added
+
+
+def place_of(row: SavedActivation) -> str:
+    """Return the module of an activation with a star for the layer's number: "transformer.h.*.mlp.act"."""
+    if not row.layer:
+        return row.module
+    container, dot, _ = row.layer.rpartition(".")
+    return f"{container}{dot}*" + row.module.removeprefix(row.layer)
+
+
+def largest_first(rows: Iterable[SavedActivation]) -> tuple[SavedActivation, ...]:
+    """Order rows: those of unknown size first, since they may be large, then the largest."""
+    return tuple(
+        sorted(
+            rows,
+            key=lambda row: (row.bytes is not None, -(row.bytes or 0), row.part, row.position, row.output),
+        )
+    )
+
 
 Kind = Literal["layer", "operator", "module"]
 """What activations are put together by."""
@@ -48,15 +133,7 @@ OUTSIDE: Final = "outside the layers"
 
 
 class ActivationsSource:
-    """The lab that saved activations were read from, which this does not keep alive, and the path of a part.
-
-    Parameters
-    ----------
-    lab
-        The lab; None if it is not known.
-    part
-        As `Lab.activations` was told.
-    """
+    """The lab that saved activations were read from, which this does not keep alive, and the path of a part."""
 
     def __init__(self, lab: Lab | None = None, part: str | None = None) -> None:
         self._lab = None if lab is None else ref(lab)
@@ -114,7 +191,7 @@ class SavedActivations(Shown):
     @property
     def total_bytes(self) -> int:
         """Sum of the rows, in bytes; rows of unknown size are left out, see `unknown`."""
-        return sum(row.bytes or 0 for row in self.rows)
+        return sum(map(_bytes, self.rows))
 
     @property
     def unknown(self) -> tuple[SavedActivation, ...]:
@@ -124,7 +201,7 @@ class SavedActivations(Shown):
     @property
     def returned_bytes(self) -> int:
         """Of the total, what is there only because the model returns it: no backward node reads it. In bytes."""
-        return sum(row.bytes or 0 for row in self.rows if row.returned and not row.kept_by)
+        return sum(_bytes(row) for row in self.rows if row.returned and not row.kept_by)
 
     @property
     def plans_known(self) -> bool:
@@ -155,9 +232,7 @@ class SavedActivations(Shown):
         for row in self.rows:
             groups.setdefault(self.group_of(row, kind), []).append(row)
         made = [
-            ActivationGroup(
-                name, len(rows), sum(row.bytes or 0 for row in rows), sum(row.bytes is None for row in rows)
-            )
+            ActivationGroup(name, len(rows), sum(map(_bytes, rows)), sum(row.bytes is None for row in rows))
             for name, rows in groups.items()
         ]
         if kind == "layer":
@@ -169,11 +244,11 @@ class SavedActivations(Shown):
     def group_of(self, row: SavedActivation, kind: Kind) -> str:
         """Return the name of the group that a row is in; see `by`."""
         _check(kind)
-        if kind == "operator":
-            return row.operator
-        if kind == "layer":
-            return row.layer or OUTSIDE
-        return row.module or "the model itself"
+        return {
+            "operator": row.operator,
+            "layer": row.layer or OUTSIDE,
+            "module": row.module or "the model itself",
+        }[kind]
 
     def alike(self) -> tuple[tuple[SavedActivation, ...], ...]:
         """Put together what is the same in all layers: operator, place in the layer, shape and plans.
@@ -197,12 +272,10 @@ class SavedActivations(Shown):
                 row.bytes,
             )
             found.setdefault(key, []).append(row)
-        return tuple(
-            tuple(rows)
-            for rows in sorted(
-                found.values(), key=lambda rows: (rows[0].bytes is not None, -sum(map(_bytes, rows)))
-            )
+        ordered = sorted(
+            found.values(), key=lambda rows: (rows[0].bytes is not None, -sum(map(_bytes, rows)))
         )
+        return tuple(map(tuple, ordered))
 
     def shown(self, kind: Kind | Literal[""]) -> SavedActivations:
         """Return the same with a page that shows the groups of one kind only, or everything.
@@ -308,27 +381,19 @@ def _check(kind: str) -> None:
 
 
 def merged(by_part: Mapping[str, SavedActivations], missing: tuple[str, ...] = ()) -> SavedActivations:
-    """Put the saved activations of several parts of a model together.
-
-    Parameters
-    ----------
-    by_part
-        By path of the part; their rows name it.
-    missing
-        Parts that have no graph yet.
-    """
+    """Put the saved activations of a model's parts, by path, together; `missing` names those without a graph yet."""
     symbols: dict[str, int] = {}
     for path, activations in by_part.items():
         for name, size in activations.symbols.items():
             alike = all(other.symbols.get(name, size) == size for other in by_part.values())
             symbols[name if alike else f"{path}{_OF_PART}{name}"] = size
     return SavedActivations(
-        largest_first(row for activations in by_part.values() for row in activations.rows),
+        largest_first(row for one in by_part.values() for row in one.rows),
         symbols,
-        tuple(one for activations in by_part.values() for one in activations.inputs),
-        tuple(dict.fromkeys(config for activations in by_part.values() for config in activations.applied)),
+        tuple(given for one in by_part.values() for given in one.inputs),
+        tuple(dict.fromkeys(config for one in by_part.values() for config in one.applied)),
         missing,
-        _together(effect for activations in by_part.values() for effect in activations.effects),
+        _together(effect for one in by_part.values() for effect in one.effects),
     )
 
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.errors import OptionError
 from ortlab.memory import alleviation, dialects, feature_matrix, formulas, insight
-from ortlab.memory.sentences import sentence
+from ortlab.memory.plan import without_count
+from ortlab.memory.plan_reading import sentence
 from ortlab.options import plan_syntax
 from ortlab.shown import Shown
 
@@ -34,46 +35,23 @@ _NAME_LENGTH: Final = 4096
 
 @dataclass(frozen=True)
 class SavedPlan:
-    """One plan that a file or a log names.
+    """One plan that a file or a log names."""
 
-    Attributes
-    ----------
-    config
-        As `Options.memory_plan` takes it today: "Gelu+:1:-1".
-    on
-        Whether it was switched on.
-    places
-        Occurrences, by the log; None if it does not say.
-    printed_bytes
-        Saving in bytes that the log gives, a prediction of ORT for the batch of then; None if it gives none.
-    saving_symbolic
-        The same as a formula, as the log has it; empty if it has none.
-    saving_bytes
-        What the formula comes to with the log's own sizes, in bytes; None where one has no value.
-    requested, applied
-        Places that were asked for (-1 for all), and in which ORT applied it; None if the log does not say.
-    excludes
-        Other ways to recompute the same, by the log; one at most could be on.
-    shapes
-        What it would not have kept, as the log has it.
-    present
-        Whether the model of today has it; None where nobody has looked.
-    near
-        Clusters of the model with a similar name, if it has not.
-    """
-
-    config: str
-    on: bool
-    places: int | None = None
+    config: str  #: As `Options.memory_plan` takes it today - "Gelu+:1:-1"
+    on: bool  #: Whether it was switched on
+    places: int | None = None  #: Occurrences, by the log; None if it does not say
+    #: Saving in bytes that the log gives, a prediction of ORT for the batch of then; None if it gives none.
     printed_bytes: int | None = None
-    saving_symbolic: str = ""
+    saving_symbolic: str = ""  #: The same as a formula, as the log has it; empty if it has none
+    #: What the formula comes to with the log's own sizes, in bytes; None where one has no value.
     saving_bytes: float | None = None
+    #: Places that were asked for (-1 for all), and in which ORT applied it; None if the log does not say.
     requested: int | None = None
     applied: int | None = None
-    excludes: tuple[str, ...] = ()
-    shapes: tuple[str, ...] = ()
-    present: bool | None = None
-    near: tuple[str, ...] = ()
+    excludes: tuple[str, ...] = ()  #: Other ways to recompute the same, by the log; one at most could be on
+    shapes: tuple[str, ...] = ()  #: What it would not have kept, as the log has it
+    present: bool | None = None  #: Whether the model of today has it; None where nobody has looked
+    near: tuple[str, ...] = ()  #: Clusters of the model with a similar name, if it has not
 
     @property
     def cluster(self) -> str:
@@ -137,11 +115,11 @@ class SavedPlans(Shown):
         plan
             The model's own, `lab.plan()`.
         """
-        parts = {_without_count(part): part for row in plan.rows for part in row.config.split(",")}
+        parts = {without_count(part): part for row in plan.rows for part in row.config.split(",")}
         clusters = list(dict.fromkeys(name.split(":")[0] for name in parts))
         rows = []
         for row in self.rows:
-            lacking = [part for part in row.config.split(",") if _without_count(part) not in parts]
+            lacking = [part for part in row.config.split(",") if without_count(part) not in parts]
             near = [
                 name
                 for part in lacking
@@ -342,7 +320,3 @@ def _is_path(source: str) -> bool:
         return Path(source).is_file() or Path(source).suffix.lower() in _SUFFIXES
     except OSError:
         return False
-
-
-def _without_count(part: str) -> str:
-    return part.rsplit(":", 1)[0]

@@ -124,13 +124,7 @@ LOG_LEVELS: Final[tuple[LogLevel, ...]] = (
 
 
 def log_level(name: str) -> LogLevel:
-    """Return the level of that name.
-
-    Raises
-    ------
-    KeyError
-        If there is none; `Options` lets no other name through.
-    """
+    """Return the level of that name; `Options` lets no other name through."""
     return {level.name: level for level in LOG_LEVELS}[name]
 
 

@@ -37,16 +37,12 @@ def with_files(options: Options, changed: Collection[str]) -> Options:
 def check_export_folder(options: Options) -> None:
     """Raise OptionError for a folder for exports that no file can be made in; an absent folder is made."""
     folder = Path(options.export_cache_dir).absolute()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=folder):
-            return
-    except OSError as error:
+    if reason := _no_file_in(folder, make=True):
         raise OptionError(
             f"Exports cannot be kept in {str(folder)!r}.",
-            why=f"A file cannot be made there: {error.strerror}.",
+            why=reason,
             fix="Set export_cache_dir to a folder that can be written, or leave it empty.",
-        ) from None
+        )
 
 
 def with_usable_export_folder(options: Options) -> tuple[Options, str]:
@@ -71,16 +67,24 @@ def check_onnx_folder(options: Options) -> None:
     if not options.save_onnx:
         return
     folder = Path(options.save_onnx_path).absolute()
-    try:
-        # The permission bits do not tell: they say nothing to root, and nothing about /proc or a full disk.
-        with TemporaryFile(dir=folder):
-            return
-    except OSError as error:
+    if reason := _no_file_in(folder):
         raise OptionError(
             f"Graphs cannot be saved in {str(folder)!r}.",
-            why=f"A file cannot be made there: {error.strerror}.",
+            why=reason,
             fix="Make the folder, or set save_onnx_path to one that is there and can be written.",
-        ) from None
+        )
+
+
+def _no_file_in(folder: Path, *, make: bool = False) -> str:
+    """Say why no file can be made in a folder, which `make` makes first; empty where one can."""
+    try:
+        if make:
+            folder.mkdir(parents=True, exist_ok=True)
+        # The permission bits do not tell: they say nothing to root, and nothing about /proc or a full disk.
+        with TemporaryFile(dir=folder):
+            return ""
+    except OSError as error:
+        return f"A file cannot be made there: {error.strerror}."
 
 
 def triton_configuration(options: Options) -> dict[str, object]:

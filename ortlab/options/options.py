@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from ortlab.errors import OptionError, did_you_mean
-from ortlab.options import json_config, variables
+from ortlab.options import variables
 from ortlab.options.catalogue import declaration, markdown, switches, table, unmet, variable_names
 from ortlab.options.declarations import Compute, Experimental, Export, Logging, Memory
 from ortlab.options.switches import Effect, Group, Need, Switch, Value
@@ -112,10 +112,12 @@ class Options(Shown, Compute, Memory, Export, Logging, Experimental):
         """
         changes: dict[str, Value] = {}
         notes: tuple[str, ...] = ()
-        if environ.get(json_config.VARIABLE):
-            changes = json_config.read(Path(environ[json_config.VARIABLE]))
-            notes = tuple(f"{json_config.VARIABLE} sets {name}={value!r}." for name, value in changes.items())
-        set_by_name, more_notes = variables.read(environ, switches())
+        if environ.get(variables.JSON_CONFIG):
+            changes = variables.read_json_config(Path(environ[variables.JSON_CONFIG]))
+            notes = tuple(
+                f"{variables.JSON_CONFIG} sets {name}={value!r}." for name, value in changes.items()
+            )
+        set_by_name, more_notes = variables.read(environ)
         changes |= set_by_name
         try:
             # Not `replace`: 1.19.2 lets a variable pass whose whole is off, and it may be switched on later.
@@ -131,7 +133,7 @@ class Options(Shown, Compute, Memory, Export, Logging, Experimental):
             raise OptionError(
                 error.what,
                 why=error.why,
-                fix=f"Change or unset one of {', '.join(behind) or json_config.VARIABLE}.",
+                fix=f"Change or unset one of {', '.join(behind) or variables.JSON_CONFIG}.",
             ) from None
 
     def environment(self, memory_plan_file: Path | None = None) -> dict[str, str]:
@@ -157,7 +159,7 @@ class Options(Shown, Compute, Memory, Export, Logging, Experimental):
         if self.memory_plan and memory_plan_file is None:
             raise ValueError("memory_plan is not empty: write it to a JSON file and pass its path")
         values = {one.name: self._acting(one) for one in switches()}
-        return variables.write(values, switches(), memory_plan_file)
+        return variables.write(values, memory_plan_file)
 
     def replace(self, **changes: object) -> Options:
         """Make a record with some options changed.
@@ -173,9 +175,6 @@ class Options(Shown, Compute, Memory, Export, Logging, Experimental):
             An option is unknown (the near name is suggested), a value has the wrong type, two values
             contradict each other, or an option is switched on that is part of one that is off.
         """
-        return self._changed_to(changes)
-
-    def _changed_to(self, changes: Mapping[str, object]) -> Options:
         declarations = [declaration(name) for name in changes]
         result = dataclasses.replace(self, **changes)  # type: ignore[arg-type]
         # A default that is on below a switch that is off does no harm, and ORTModule itself lets it pass; a

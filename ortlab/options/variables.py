@@ -1,4 +1,4 @@
-"""Options from and to the ORTMODULE_* environment variables, of 1.19.2 and of earlier releases."""
+"""Options from and to the ORTMODULE_* variables, of 1.19.2 and earlier, and the JSON file that one of them names."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 from ortlab.errors import OptionError
+from ortlab.options.catalogue import declaration, switches
 from ortlab.options.plan_syntax import read_plans
 from ortlab.options.switches import shown
 
 if TYPE_CHECKING:
     from ortlab.options.switches import Switch, Value
 
-Switches: TypeAlias = "tuple[Switch, ...]"
-
-_JSON_CONFIG = "ORTMODULE_JSON_CONFIG_PATH"
-_OLD_PLANS = "ORTMODULE_ENABLE_MEMORY_ALLEVIATION"
+JSON_CONFIG: Final = "ORTMODULE_JSON_CONFIG_PATH"
+_OLD_PLANS: Final = "ORTMODULE_ENABLE_MEMORY_ALLEVIATION"
 
 
-def read(environ: Mapping[str, str], switches: Switches) -> tuple[dict[str, Value], tuple[str, ...]]:
+def read(environ: Mapping[str, str]) -> tuple[dict[str, Value], tuple[str, ...]]:
     """Read the variables that are set: options by name, and notes.
 
     A note is one sentence for each variable that is translated, ignored or sets something. Variables that do not begin
@@ -30,11 +29,9 @@ def read(environ: Mapping[str, str], switches: Switches) -> tuple[dict[str, Valu
     """
     changes: dict[str, Value] = {}
     notes: list[str] = []
-    for one in switches:
-        names = [name for name in (one.env, *one.older_env) if name and name in environ]
-        if not names:
-            continue
-        value = _read_one(one, names[0], environ[names[0]])
+    for one in switches():
+        names = _set_names(one, environ)
+        value = _read_one(one, names[0], environ[names[0]]) if names else None
         if value is None:
             continue
         changes[one.name] = value
@@ -43,17 +40,22 @@ def read(environ: Mapping[str, str], switches: Switches) -> tuple[dict[str, Valu
         elif value != one.default:
             notes.append(f"{names[0]} sets {one.name}={value!r}.")
         notes += [f"{older} is ignored for {one.name}, because {names[0]} is set." for older in names[1:]]
-    return changes, (*notes, *_unknown(environ, switches))
+    return changes, (*notes, *_unknown(environ))
 
 
-def sources(environ: Mapping[str, str], switches: Switches) -> dict[str, str]:
+def sources(environ: Mapping[str, str]) -> dict[str, str]:
     """Return, for each option that a variable sets, the name of the variable."""
-    found = {}
-    for one in switches:
-        names = [name for name in (one.env, *one.older_env) if name and name in environ]
-        if names and _read_one(one, names[0], environ[names[0]]) is not None:
-            found[one.name] = names[0]
-    return found
+    found = ((one, _set_names(one, environ)) for one in switches())
+    return {
+        one.name: names[0]
+        for one, names in found
+        if names and _read_one(one, names[0], environ[names[0]]) is not None
+    }
+
+
+def _set_names(one: Switch, environ: Mapping[str, str]) -> list[str]:
+    """List the variables of a switch that are set, the one that 1.19.2 reads first."""
+    return [name for name in (one.env, *one.older_env) if name and name in environ]
 
 
 def _read_one(one: Switch, name: str, text: str) -> Value | None:
@@ -75,18 +77,9 @@ def _read_skip_check(text: str) -> list[str]:
     return [] if "DISABLED" in names else names
 
 
-def _read_fallback(text: str) -> bool:
-    return text.upper() != "FALLBACK_DISABLE"
-
-
 def _read_fallback_policy(text: str) -> list[str] | None:
     policy = text.upper().removeprefix("FALLBACK_")
     return None if policy == "DISABLE" else [policy]
-
-
-def _read_sdpa_fallback(text: str) -> bool:
-    # Any text at all, even "0", is on in 1.19.2 (_custom_op_symbolic_registry.ATEN_SDPA_FALLBACK).
-    return text != ""
 
 
 def _read_plans(text: str) -> object:
@@ -107,16 +100,17 @@ def _read_plans(text: str) -> object:
 # Variables whose text is not the value itself: by option, and the removed one by its own name.
 _READERS: Mapping[str, Callable[[str], object]] = {
     "skip_check": _read_skip_check,
-    "fallback": _read_fallback,
+    "fallback": lambda text: text.upper() != "FALLBACK_DISABLE",
     "fallback_policy": _read_fallback_policy,
-    "sdpa_fallback": _read_sdpa_fallback,
+    # Any text at all, even "0", is on in 1.19.2 (_custom_op_symbolic_registry.ATEN_SDPA_FALLBACK).
+    "sdpa_fallback": bool,
     "memory_plan": _read_plans,
     _OLD_PLANS: read_plans,
 }
 
 
-def _unknown(environ: Mapping[str, str], switches: Switches) -> list[str]:
-    known = {name for one in switches for name in (one.env, *one.older_env)} | {_JSON_CONFIG}
+def _unknown(environ: Mapping[str, str]) -> list[str]:
+    known = {name for one in switches() for name in (one.env, *one.older_env)} | {JSON_CONFIG}
     notes = []
     for name in sorted(environ):
         if name.startswith("ORTMODULE_") and name not in known:
@@ -125,14 +119,14 @@ def _unknown(environ: Mapping[str, str], switches: Switches) -> list[str]:
     return notes
 
 
-def write(values: Mapping[str, Value], switches: Switches, memory_plan_file: Path | None) -> dict[str, str]:
+def write(values: Mapping[str, Value], memory_plan_file: Path | None) -> dict[str, str]:
     """Write options as the variables that 1.19.2 reads.
 
     A variable that is left out has to be unset: where 1.19.2 takes even an empty text for a path or for "on", only its
     absence means the default. The caller has written the plans, as a JSON list, to `memory_plan_file`.
     """
     written: dict[str, str] = {}
-    for one in switches:
+    for one in switches():
         text = _WRITERS.get(one.name, _write_plain)(values[one.name])
         if one.env and text:
             written[one.env] = text
@@ -144,13 +138,9 @@ def write(values: Mapping[str, Value], switches: Switches, memory_plan_file: Pat
 
 
 def _write_plain(value: Value) -> str:
-    return (
-        str(int(value))
-        if isinstance(value, bool)
-        else ",".join(value)
-        if isinstance(value, tuple)
-        else str(value)
-    )
+    if isinstance(value, tuple):
+        return ",".join(value)
+    return str(int(value)) if isinstance(value, bool) else str(value)
 
 
 def _write_skip_check(value: Value) -> str:
@@ -170,3 +160,81 @@ _WRITERS: Mapping[str, Callable[[Value], str]] = {
     "fallback_policy": _write_fallback_policy,
     "sdpa_fallback": lambda value: "1" if value else "",
 }
+
+
+# ---- ORTModule's own JSON configuration (ortmodule.experimental.json_config) ----------------------------------------
+
+_JSON_OPTIONS: Final[Mapping[str, str]] = {
+    "PropagateCastOps.Strategy": "cast_strategy",
+    "PropagateCastOps.Level": "cast_level",
+    "PropagateCastOps.Allow": "cast_allow",
+    "UseExternalGPUAllocator": "external_gpu_allocator",
+    "EnableCustomAutogradFunction": "custom_autograd",
+    "EnableGradAccOptimization": "grad_accumulation_cache",
+    "RunSymbolicShapeInference": "symbolic_shape_inference",
+    "UseStaticShape": "static_shape",
+    "SkipCheck": "skip_check",
+    "DebugOptions.LogLevel": "log_level",
+    "DebugOptions.SaveONNX": "save_onnx",
+    "DebugOptions.ONNXPrefix": "save_onnx_prefix",
+    "DebugOptions.SaveONNXPath": "save_onnx_path",
+    "UseMemoryEfficientGradient": "memory_efficient_gradient",
+    "FallbackPolicy": "fallback_policy",
+    "OnnxOpsetVersion": "opset",
+}
+# Of ORT's enumerations: what each value begins with, and the value that switches off.
+_ENUMERATIONS: Final = {
+    "skip_check": ("SKIP_CHECK_", "DISABLED"),
+    "fallback_policy": ("FALLBACK_", "DISABLE"),
+}
+
+
+def read_json_config(path: Path) -> dict[str, Value]:
+    """Read options by name from a file that `load_from_json` of ORTModule takes.
+
+    Raises OptionError where the file cannot be read, is not a JSON object, or has an unknown key or a value that makes
+    no sense.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise _refusal(path, f"It is not a readable JSON file: {error}.") from None
+    if not isinstance(data, dict):
+        raise _refusal(path, "It holds no JSON object.")
+    flat: dict[str, object] = {}
+    for key, value in data.items():
+        flat |= (
+            {f"{key}.{inner}": one for inner, one in value.items()}
+            if isinstance(value, dict)
+            else {key: value}
+        )
+    changes: dict[str, Value] = {}
+    for key, value in flat.items():
+        if key not in _JSON_OPTIONS:
+            raise _refusal(path, f"It has the key {shown(key)}, which ORTModule does not know.")
+        name = _JSON_OPTIONS[key]
+        try:
+            items = _without_prefix(name, value)
+            changes[name] = declaration(name).read(items)
+        except OptionError as error:
+            raise _refusal(path, f"Its key {shown(key)} is {shown(value)}. {error.why}") from None
+        if name == "fallback_policy":
+            changes["fallback"] = bool(items)
+    return changes
+
+
+def _without_prefix(name: str, value: object) -> object:
+    """Strip the prefix of ORT's enumerations; return an empty list if the value that switches off is among them."""
+    if name not in _ENUMERATIONS or not isinstance(value, list):
+        return value
+    prefix, off = _ENUMERATIONS[name]
+    items = [str(item).removeprefix(prefix) for item in value]
+    return [] if off in items else items
+
+
+def _refusal(path: Path, why: str) -> OptionError:
+    return OptionError(
+        f"ORTModule's JSON configuration {path} cannot be used.",
+        why=why,
+        fix=f"Mend the file, or unset {JSON_CONFIG}.",
+    )

@@ -10,19 +10,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ortlab.engine.inspected_tensors import inspect_activation
+    from ortlab.engine.subscriptions import inspect_activation
     from ortlab.engine.tensor_subscriber import TensorSubscriber
     from ortlab.parity.folder_comparison import compare_folders
-    from ortlab.parity.function_check import check_functions
+    from ortlab.parity.function_check_run import check_functions
     from ortlab.parity.subscribers import StatisticsSubscriber
     from ortlab.parity.upstream_folders import merge_folders
 
 _HOMES = {
     "StatisticsSubscriber": "ortlab.parity.subscribers",
     "TensorSubscriber": "ortlab.engine.tensor_subscriber",
-    "check_functions": "ortlab.parity.function_check",
+    "check_functions": "ortlab.parity.function_check_run",
     "compare_folders": "ortlab.parity.folder_comparison",
-    "inspect_activation": "ortlab.engine.inspected_tensors",
+    "inspect_activation": "ortlab.engine.subscriptions",
     "merge_folders": "ortlab.parity.upstream_folders",
 }
 

@@ -4,14 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ortlab.parity.pairs import UPDATED_PARAMETER, Site
-from ortlab.parity.record import DONE, FOUND, NOT_DONE, ChecklistItem
+from ortlab.parity.parity import DONE, FOUND, NOT_DONE, UPDATED_PARAMETER, ChecklistItem, Site
 
 if TYPE_CHECKING:
-    from ortlab.parity.comparing import Compared
-    from ortlab.parity.parity_runs import Runs
+    from ortlab.parity.parity import Site
+    from ortlab.parity.tensor_comparison import Compared
+    from ortlab.records.runs import Run
+
+
+@dataclass
+class Runs:
+    """What the runs of a comparison gave."""
+
+    eager: Run
+    ort: Run
+    drops: int  # calls of a dropout that were kept from dropping
+    draws: bool  # whether the model draws random numbers although no dropout does
+    again: Compared  # PyTorch's repetition
+    ort_again: Compared
+    plain: Compared  # the run without capture, held against the captured one
+    plain_losses: tuple[float | None, ...]
+    # Losses of PyTorch with dropout as it is, with the start's seed and with another one; empty if not asked for.
+    seeds: tuple[tuple[float | None, ...], ...] = ()
 
 
 def checklist(
@@ -29,7 +46,7 @@ def checklist(
         _repeats("PyTorch", runs.again),
         _repeats("ONNX Runtime", runs.ort_again),
         _rounding(bounds, steps),
-        _capture(runs),
+        _capture(runs, bounds),
     )
 
 
@@ -94,7 +111,7 @@ def _rounding(bounds: Mapping[Site, tuple[float, float]], steps: int) -> Checkli
     )
 
 
-def _capture(runs: Runs) -> ChecklistItem:
+def _capture(runs: Runs, bounds: Mapping[Site, tuple[float, float]]) -> ChecklistItem:
     question = "Does looking change the numbers?"
     worst = max((one.relative for one in runs.plain.distances.values()), default=0.0)
     if worst == 0 and list(runs.plain_losses) == list(runs.ort.losses):
@@ -105,9 +122,8 @@ def _capture(runs: Runs) -> ChecklistItem:
         f"A little: without capture ONNX Runtime fuses more, and its losses differ by "
         f"{apart(runs.ort.losses, runs.plain_losses):.1e}, its parameters by up to {worst:.1e}."
     )
-    over = [
-        site for site, one in runs.plain.distances.items() if one.relative > runs.limits.get(site, math.inf)
-    ]
+    limits = {site: limit for site, (_, limit) in bounds.items()}
+    over = [site for site, one in runs.plain.distances.items() if one.relative > limits.get(site, math.inf)]
     if over:
         words = (
             f"Yes: without capture {over[0].module or 'the model'}.{over[0].name} differs by "

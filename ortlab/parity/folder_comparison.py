@@ -7,10 +7,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ortlab.errors import LedgerError, OptionError
-from ortlab.parity.pairs import DIFFERS, INSPECTED, OUTPUT, OUTPUT_GRADIENT, Distance, Site, TensorPair
-from ortlab.parity.record import Divergence, Parity
-from ortlab.parity.upstream_files import FORWARD, Activation, output_of
-from ortlab.parity.upstream_folders import ActivationFolder, ActivationStep, read_folder
+from ortlab.parity.parity import (
+    DIFFERS,
+    INSPECTED,
+    OUTPUT,
+    OUTPUT_GRADIENT,
+    Distance,
+    Divergence,
+    Parity,
+    Site,
+    TensorPair,
+)
+from ortlab.parity.upstream_folders import (
+    FORWARD,
+    Activation,
+    ActivationFolder,
+    ActivationStep,
+    listed,
+    output_of,
+    read_folder,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +36,6 @@ UNITS: Final = 2.0**8
 
 _EPSILON: Final = {"torch.float64": 2.0**-52, "torch.float16": 2.0**-10, "torch.bfloat16": 2.0**-7}
 _FLOAT32: Final = 2.0**-23
-_SHOWN: Final = 3
 
 
 def compare_folders(
@@ -97,8 +112,8 @@ def compare_folders(
         ours.path,
         len(numbers),
         tuple(pairs),
-        forward=_divergence("forward", pairs, (OUTPUT, INSPECTED), FORWARD),
-        backward=_divergence("backward", pairs, (OUTPUT_GRADIENT, INSPECTED), "backward"),
+        forward=_divergence("forward", pairs, OUTPUT),
+        backward=_divergence("backward", pairs, OUTPUT_GRADIENT),
         notes=_notes(theirs, ours, numbers, pairs),
     )
 
@@ -164,13 +179,11 @@ def _apart(a: float, b: float) -> float:
     return abs(a - b) if math.isfinite(a) and math.isfinite(b) else math.inf
 
 
-def _divergence(
-    phase: str, pairs: Sequence[TensorPair], kinds: tuple[str, ...], direction: str
-) -> Divergence | None:
+def _divergence(phase: str, pairs: Sequence[TensorPair], kind: str) -> Divergence | None:
     for pair in pairs:
         site = pair.site
-        fits = site.kind in kinds and (site.kind != INSPECTED or site.name.endswith(f"({direction})"))
-        if fits and pair.verdict == DIFFERS:
+        inspected = site.kind == INSPECTED and site.name.endswith(f"({phase})")
+        if (site.kind == kind or inspected) and pair.verdict == DIFFERS:
             what = "output" if phase == "forward" else "gradient"
             reason = f"its {what} is the first, in the order of the reference, that differs"
             module = site.module or site.name
@@ -185,7 +198,7 @@ def _notes(
     theirs: ActivationFolder, ours: ActivationFolder, numbers: list[int], pairs: Sequence[TensorPair]
 ) -> tuple[str, ...]:
     notes = [
-        f"Step 1 is the folder step_0; compared are {_listed([f'step_{number}' for number in numbers])}.",
+        f"Step 1 is the folder step_0; compared are {listed([f'step_{number}' for number in numbers])}.",
         "Compared are minimum, maximum, mean, counts and the first 128 entries: the files hold no more.",
     ]
     if {one.number for one in theirs.steps} != {one.number for one in ours.steps}:
@@ -208,7 +221,7 @@ def _notes(
     repeated = sorted({one.name for _, one in held if one.calls > 1})
     if repeated:
         notes.append(
-            f"Called several times in a step, of which upstream keeps the last only: {_listed(repeated)}."
+            f"Called several times in a step, of which upstream keeps the last only: {listed(repeated)}."
         )
     wrong = dict.fromkeys(folder.path for folder, one in held if one.std_is_impossible)
     if wrong:
@@ -246,9 +259,4 @@ def _steps(folder: ActivationFolder) -> str:
 
 def _examples(folder: ActivationFolder) -> str:
     names = list(dict.fromkeys(one.name for step in folder.steps for one in step.activations))
-    return _listed(names) if names else "no tensor"
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    return listed(names) if names else "no tensor"

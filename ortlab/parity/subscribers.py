@@ -1,4 +1,4 @@
-"""A subscription, until it is closed, and the subscriber that writes what ORTModule's own writes."""
+"""Subscribers that see a model's activations and gradients, on any engine."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from ortlab.errors import LedgerError, OptionError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from ortlab.runs.bench import Bench
 
 
 class Subscription:
@@ -118,3 +120,50 @@ def StatisticsSubscriber(  # noqa: N802 - upstream's name for what it makes
     from ortlab.engine.subscriptions import hooks
 
     return hooks().StatisticsSubscriber(str(folder), start_step=start_step, end_step=end_step)
+
+
+def subscribe(bench: Bench, *subscribers: Any) -> Subscription:
+    """Let subscribers see the model's activations and gradients from the next call on, on any engine.
+
+    The next call exports the model anew, with an operator behind each output that calls Python; when the
+    subscription ends, the export of before is used again.
+
+    Parameters
+    ----------
+    *subscribers
+        Objects of `ortlab.parity.TensorSubscriber`, or of upstream's `SubscriberBase`: what
+        `ortlab.parity.StatisticsSubscriber` makes for one. Of other subclasses of `SubscriberBase`, what runs in
+        hooks happens on ONNX Runtime in the export only.
+
+    Returns
+    -------
+    Subscription
+        End it with `close()`, or use it in a with block.
+
+    Raises
+    ------
+    OptionError
+        If there is none, or one is no subscriber.
+    StepError
+        If a step is running.
+
+    Examples
+    --------
+    >>> class Largest(ortlab.parity.TensorSubscriber):
+    ...     def activation(self, name, tensor, step):
+    ...         print(step, name, float(tensor.abs().max()))
+    >>> with lab.subscribe(Largest()):
+    ...     lab.step(train, n=2)
+    """
+    from ortlab.engine.subscriptions import is_subscriber, subscribed
+
+    bench.check_usable("take subscribers")
+    wrong = [one for one in subscribers if not is_subscriber(one)]
+    if wrong or not subscribers:
+        what = f"{wrong[0]!r} is no subscriber." if wrong else "There is no subscriber."
+        raise OptionError(
+            what, fix="Derive it from ortlab.parity.TensorSubscriber, and pass an object of it."
+        )
+    subscription = Subscription(subscribed(bench.module, subscribers), subscribers)
+    bench.subscriptions.add(subscription)
+    return subscription

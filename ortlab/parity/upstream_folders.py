@@ -1,20 +1,172 @@
 """Folders that ORTModule's `StatisticsSubscriber` wrote, here or on a cluster: read, and merged as upstream does.
 
 A folder has one folder for each step, with a file for each activation and gradient, and `order.txt` with their names in
-the order in which they were written (row I5).
+the order in which they were written. Their form is that of 1.19.2 (row I5), in
+`onnxruntime/training/utils/hooks/_statistics_subscriber.py`; ortlab's own writer, which mends the standard deviation,
+keeps it.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.errors import LedgerError
-from ortlab.parity.upstream_files import Activation, UnreadableFileError, read_blocks, read_file
+from ortlab.records.activation_statistics import SAMPLES, TensorStatistics
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+FORWARD: Final = "forward"
+BACKWARD: Final = "backward"
+
+_END: Final = "=" * 16
+_HEAD: Final = re.compile(
+    r"(?P<depth>>*)(?P<name>.+) (?P<direction>forward|backward) run shape: torch\.Size\(\[(?P<shape>[\d, ]*)\]\) "
+    r"dtype: (?P<dtype>\S+) size: torch\.Size\(\[\d*\]\) ?"
+)
+_RANGE: Final = re.compile(
+    r"min: (?P<minimum>\S+) max: (?P<maximum>\S+), mean: (?P<mean>\S+), std: (?P<std>\S+) ?"
+)
+_STRANGE: Final = re.compile(r"nan: (?P<nan>\d+), inf: (?P<inf>\d+)")
+_SAMPLE: Final = re.compile(r"samples\(top \d+\): tensor\(\[(?P<sample>[^\]]*)\].*\)", re.DOTALL)
+_SIGNS: Final = re.compile(r"neg: (?P<negative>\d+), pos: (?P<positive>\d+), zero: (?P<zero>\d+),?")
+_OUTPUT: Final = re.compile(r"(?P<module>.+)_(?P<index>\d+)_(?P<output>\d+)th_output")
+
+_WORDS: Final = {"True": 1.0, "False": 0.0}
+
+
+class UnreadableFileError(ValueError):
+    """A file of statistics is not whole, or not in the form that 1.19.2 writes."""
+
+
+@dataclass(frozen=True)
+class Activation:
+    """What a file says of one tensor."""
+
+    # Upstream's: class, number of the module in the tree, number of the output; or what `inspect_activation` was given.
+    name: str
+    direction: str  # "forward": the activation; "backward": its gradient
+    depth: int  # of the module in the tree, 1 for the model itself; 0 for a tensor of `inspect_activation`
+    statistics: TensorStatistics  # with the sample as rounded as it was printed
+    resolution: float = 0.0  # what one digit of the last place of the printed sample is worth
+    calls: int = 1  # how often its file was written in the step; upstream keeps the last only
+
+    @property
+    def module(self) -> str:
+        """Class of the module, or the whole name where it is not the output of one."""
+        parts = _OUTPUT.fullmatch(self.name)
+        return parts["module"] if parts else self.name
+
+    @property
+    def std_is_impossible(self) -> bool:
+        """Whether the standard deviation is beyond what any values between minimum and maximum have.
+
+        That of 1.19.2 takes a sum for a mean (row T12), so this tells files of upstream's own writer.
+        """
+        facts, size = self.statistics, self.statistics.size
+        if size < 2 or facts.nan or facts.inf or not math.isfinite(facts.std):  # noqa: PLR2004 - n - 1
+            return False
+        most = (facts.maximum - facts.minimum) / 2 * math.sqrt(size / (size - 1))
+        return facts.std > most * (1 + 1e-3) + 1e-30
+
+    def called(self, times: int) -> Activation:
+        """Return it with the number of times that its file was written."""
+        return replace(self, calls=times)
+
+
+def output_of(name: str) -> tuple[str, int | None]:
+    """Return the module of a name, with its number in the tree, and which of its outputs it is.
+
+    For a name that `inspect_activation` was given: that name, and None.
+    """
+    parts = _OUTPUT.fullmatch(name)
+    return (f"{parts['module']}_{parts['index']}", int(parts["output"])) if parts else (name, None)
+
+
+def read_blocks(text: str) -> Iterator[Activation]:
+    """Yield the statistics in a file of one tensor, or in a merged file of many.
+
+    Raises UnreadableFileError, after what came before, if a block is cut short or has another form.
+    """
+    lines = text.splitlines()
+    start = 0
+    for number, line in enumerate(lines):
+        if line == _END:
+            yield _block(lines[start:number])
+            start = number + 1
+    rest = [line for line in lines[start:] if line.strip()]
+    if rest:
+        message = f"it ends in the middle, after {rest[-1][:60]!r}"
+        raise UnreadableFileError(message)
+
+
+def read_file(text: str) -> Activation:
+    """Read a file of one tensor; raises UnreadableFileError for one that is empty, broken, or of several tensors."""
+    blocks = list(read_blocks(text))
+    if len(blocks) != 1:
+        raise UnreadableFileError("it is empty" if not blocks else f"it holds {len(blocks)} tensors")
+    return blocks[0]
+
+
+def _block(lines: list[str]) -> Activation:
+    lines = [line for line in lines if line.strip()]
+    if len(lines) < 5:  # noqa: PLR2004 - head, range, strange values, sample, signs
+        raise UnreadableFileError("a part of it is missing")
+    head, facts, strange = (
+        _matched(pattern, line) for pattern, line in zip((_HEAD, _RANGE, _STRANGE), lines[:3], strict=True)
+    )
+    sample = _matched(_SAMPLE, "\n".join(lines[3:-1]))["sample"]
+    signs = _matched(_SIGNS, lines[-1])
+    values, resolution = _sample(sample)
+    known: dict[str, Any] = {name: _number(text) for name, text in facts.groupdict().items()}
+    known |= {name: int(found[name]) for found in (strange, signs) for name in found.groupdict()}
+    statistics = TensorStatistics(
+        tuple(int(size) for size in head["shape"].split(",") if size.strip()),
+        head["dtype"],
+        **known,
+        sample=values,
+    )
+    return Activation(head["name"], head["direction"], len(head["depth"]), statistics, resolution)
+
+
+def _matched(pattern: re.Pattern[str], text: str) -> re.Match[str]:
+    found = pattern.fullmatch(text)
+    if found is None:
+        message = f"this is not what 1.19.2 writes: {text[:60]!r}"
+        raise UnreadableFileError(message)
+    return found
+
+
+def _number(text: str) -> float:
+    if text in _WORDS:
+        return _WORDS[text]
+    try:
+        return float(text)
+    except ValueError:
+        message = f"{text[:40]!r} is not a number"
+        raise UnreadableFileError(message) from None
+
+
+def _sample(text: str) -> tuple[tuple[float, ...], float]:
+    """Return the printed values up to an ellipsis, and the coarsest last place among them."""
+    printed = [one.strip() for one in text.partition("...")[0].split(",")]
+    kept = [one for one in printed if one][:SAMPLES]
+    return tuple(_number(one) for one in kept), max((_last_place(one) for one in kept), default=0.0)
+
+
+def _last_place(text: str) -> float:
+    mantissa, _, exponent = text.lower().partition("e")
+    whole, point, decimals = mantissa.partition(".")
+    if not whole.lstrip("+-").isdigit():
+        return 0.0  # nan, inf, True
+    return float(10.0 ** (int(exponent or 0) - len(decimals))) if point or exponent else 0.0
+
 
 ORDER: Final = "order.txt"
 
@@ -25,21 +177,11 @@ _SHOWN: Final = 3
 
 @dataclass(frozen=True)
 class ActivationStep:
-    """What a folder holds of one step.
+    """What a folder holds of one step."""
 
-    Attributes
-    ----------
-    number
-        Number of the step, from 0 on, as upstream counts forwards.
-    activations
-        Activations and gradients, in the order in which they were first written.
-    problems
-        What is missing or cannot be read, a clause each; empty for a whole step.
-    """
-
-    number: int
-    activations: tuple[Activation, ...]
-    problems: tuple[str, ...] = ()
+    number: int  # from 0 on, as upstream counts forwards
+    activations: tuple[Activation, ...]  # and gradients, in the order in which they were first written
+    problems: tuple[str, ...] = ()  # what is missing or cannot be read, a clause each
 
     def find(self, name: str, direction: str) -> Activation | None:
         """Return an activation, or None if the step has none of that name."""
@@ -48,17 +190,7 @@ class ActivationStep:
 
 @dataclass(frozen=True)
 class ActivationFolder:
-    """What a `StatisticsSubscriber` wrote of one run.
-
-    Attributes
-    ----------
-    path
-        The folder.
-    steps
-        Its steps, by number.
-    problems
-        What is wrong with the folder as a whole.
-    """
+    """What a `StatisticsSubscriber` wrote of one run; `problems` are those of the folder as a whole."""
 
     path: str
     steps: tuple[ActivationStep, ...]
@@ -80,17 +212,9 @@ class ActivationFolder:
 def read_folder(path: str | Path) -> ActivationFolder:
     """Read the folder of a `StatisticsSubscriber`, or a folder that `merge_activation_summary` made of one.
 
-    What is half written is read as far as it goes, and what is missing stands in `problems`.
-
-    Parameters
-    ----------
-    path
-        The `output_dir` of the subscriber, with its `step_0`, `step_1`, ...; or `merge_pt`, `merge_ort`.
-
-    Raises
-    ------
-    LedgerError
-        If there is no such folder, or it holds no step.
+    `path` is the `output_dir` of the subscriber, with its `step_0`, `step_1`, ...; or `merge_pt`, `merge_ort`. What is
+    half written is read as far as it goes, and what is missing stands in `problems`. Raises LedgerError if there is no
+    such folder, or it holds no step.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -118,7 +242,7 @@ def read_folder(path: str | Path) -> ActivationFolder:
         )
     steps = tuple(found[number] for number in sorted(found))
     gaps = sorted(set(range(steps[0].number, steps[-1].number)) - found.keys())
-    problems = (f"Steps are missing between the first and the last: {_listed(gaps)}.",) if gaps else ()
+    problems = (f"Steps are missing between the first and the last: {listed(gaps)}.",) if gaps else ()
     return ActivationFolder(str(folder), steps, problems)
 
 
@@ -208,10 +332,10 @@ def _read_step(number: int, folder: Path) -> ActivationStep:
         written.pop(lines[-1])
     absent = [name for name in written if name not in files]
     if absent:
-        problems.append(f"{len(absent)} files that {ORDER} names are missing ({_listed(absent)})")
+        problems.append(f"{len(absent)} files that {ORDER} names are missing ({listed(absent)})")
     unlisted = sorted(files - written.keys())
     if unlisted and order.is_file():
-        problems.append(f"{len(unlisted)} files are not in {ORDER} ({_listed(unlisted)})")
+        problems.append(f"{len(unlisted)} files are not in {ORDER} ({listed(unlisted)})")
     activations, broken = [], []
     for name in [*(one for one in written if one in files), *unlisted]:
         found = _read_activation(folder / name)
@@ -220,7 +344,7 @@ def _read_step(number: int, folder: Path) -> ActivationStep:
         else:
             activations.append(found.called(max(1, written[name])))
     if broken:
-        problems.append(f"{len(broken)} files cannot be read ({_listed(broken)})")
+        problems.append(f"{len(broken)} files cannot be read ({listed(broken)})")
     return ActivationStep(number, tuple(activations), tuple(problems))
 
 
@@ -245,7 +369,8 @@ def _read_merged(number: int, file: Path) -> ActivationStep:
     return ActivationStep(number, tuple(found.values()))
 
 
-def _listed(names: list[str] | list[int]) -> str:
+def listed(names: Sequence[str] | Sequence[int]) -> str:
+    """Name the first few, and count the others."""
     shown = ", ".join(str(name) for name in names[:_SHOWN])
     more = len(names) - _SHOWN
     return f"{shown} and {more} more" if more > 0 else shown

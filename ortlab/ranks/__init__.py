@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ortlab.ranks.cluster import Cluster, latest
-    from ortlab.ranks.rank_ledger import save_rank
+    from ortlab.ranks.ledgers import save_rank
 
 __all__ = ["Cluster", "latest", "save_rank"]
 
@@ -17,5 +17,5 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         message = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(message)
-    home = "rank_ledger" if name == "save_rank" else "cluster"
+    home = "ledgers" if name == "save_rank" else "cluster"
     return getattr(importlib.import_module(f"ortlab.ranks.{home}"), name)

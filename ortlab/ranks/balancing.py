@@ -1,22 +1,210 @@
-"""Load balancing tried out: which rank gets which batches, with and without, and what each then computes and waits."""
+"""Load balancing: how evenly the tokens of an epoch are spread over ranks that train together, with it and without.
+
+`balance` deals a data set out, `measured` runs what was dealt, and `Balance` is the record of both.
+"""
 
 from __future__ import annotations
 
+import math
 import operator
+import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from ortlab.errors import OptionError
-from ortlab.ranks.balance import Balance, Batches, Epoch, Timing
+from ortlab.records.record_files import JsonRecord
+from ortlab.shown import Shown
 
 if TYPE_CHECKING:
-    from ortlab.ranks import Cluster
+    import pandas as pd
 
-ByRank = Sequence[Sequence[Sequence[int]]]
-"""By rank, its batches, each the indices of its samples."""
+    from ortlab.ranks.cluster import Cluster
 
+Batches: TypeAlias = tuple[tuple[int, ...], ...]
+"""Batches of one rank, each the indices of its samples."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What the ranks measured in one epoch, in ms, by rank and step."""
+
+    busy_ms: tuple[tuple[float, ...], ...]
+    """How long it computed."""
+    waited_ms: tuple[tuple[float, ...], ...]
+    """How long it then waited for the slowest."""
+
+    @property
+    def epoch_ms(self) -> float:
+        """Time of the epoch: in each step that of the slowest rank."""
+        return math.fsum(map(max, zip(*self.busy_ms, strict=True)))
+
+    @property
+    def lost_ms(self) -> float:
+        """Mean over the ranks of the time that they waited for others."""
+        return statistics.mean(map(sum, self.waited_ms))
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One epoch, as a sampler gives it to the ranks."""
+
+    batches: tuple[Batches, ...]
+    """By rank: its batches, in order."""
+    timing: Timing | None = None
+    """What was measured; None if it was not run."""
+
+    @property
+    def steps(self) -> int:
+        """Steps that all ranks make together."""
+        return min(map(len, self.batches), default=0)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks have as many batches; where they do not, one waits for the others forever."""
+        return len({len(one) for one in self.batches}) <= 1
+
+    def seen(self) -> Counter[int]:
+        """Count how often each sample is trained on, over all ranks."""
+        return Counter(index for rank in self.batches for batch in rank for index in batch)
+
+
+@dataclass(frozen=True, repr=False)
+class Balance(Shown, JsonRecord, noun="record of a load balance", layout=1):
+    """Epochs with and without load balancing.
+
+    Attributes
+    ----------
+    sizes
+        Tokens of each sample of the data set: what it is balanced by.
+    without, having
+        Epochs of torch's `DistributedSampler`, and of the load balancing batch sampler.
+    padded
+        Whether a batch counts as its longest sample times its samples, as where it is padded, or as the tokens it has.
+    batch_size
+        Samples of a batch; 0 where a function of the user makes the batches.
+    drop_last
+        Whether what does not make a step for all ranks is left out.
+    """
+
+    sizes: tuple[int, ...]
+    without: tuple[Epoch, ...]
+    having: tuple[Epoch, ...]
+    padded: bool
+    batch_size: int
+    drop_last: bool
+
+    @property
+    def ranks(self) -> int:
+        """Processes that train together."""
+        return len(self.having[0].batches)
+
+    def tokens(self, epoch: Epoch) -> list[list[int]]:
+        """Return the tokens of each step, by rank."""
+        return [[self._tokens(rank[step]) for rank in epoch.batches] for step in range(epoch.steps)]
+
+    def imbalance(self, epochs: Sequence[Epoch]) -> float:
+        """Return maximum over mean tokens per rank, averaged over the steps; 1 is even."""
+        ratios = self._ratios(epochs)
+        return statistics.mean(ratios) if ratios else 1.0
+
+    def worst(self, epochs: Sequence[Epoch]) -> float:
+        """Return maximum over mean tokens per rank in the least even step."""
+        return max(self._ratios(epochs), default=1.0)
+
+    def waiting(self, epochs: Sequence[Epoch]) -> float:
+        """Return what part of the ranks' time is waiting, if time goes with tokens: 1 - mean / maximum, by step."""
+        steps = [step for epoch in epochs for step in self.tokens(epoch)]
+        longest = sum(max(step) for step in steps)
+        return 1 - sum(statistics.mean(step) for step in steps) / longest if longest else 0.0
+
+    def missing(self, epoch: Epoch) -> tuple[int, ...]:
+        """Return the samples that an epoch does not train on."""
+        seen = epoch.seen()
+        return tuple(index for index in range(len(self.sizes)) if not seen[index])
+
+    def repeated(self, epoch: Epoch) -> int:
+        """Return how many samples more an epoch trains on than there are different ones."""
+        return sum(count - 1 for count in epoch.seen().values())
+
+    @property
+    def never_seen(self) -> tuple[int, ...]:
+        """Samples that no epoch with load balancing trains on."""
+        seen = Counter[int]()
+        for epoch in self.having:
+            seen |= epoch.seen()
+        return tuple(index for index in range(len(self.sizes)) if not seen[index])
+
+    @property
+    def lost_ms(self) -> tuple[float, float] | None:
+        """Time that a rank waits in an epoch, without and with, in ms, measured; None if nothing was run."""
+        return self._means("lost_ms")
+
+    @property
+    def epoch_ms(self) -> tuple[float, float] | None:
+        """Time of an epoch, without and with, in ms, measured; None if nothing was run."""
+        return self._means("epoch_ms")
+
+    def table(self) -> pd.DataFrame:
+        """One row per sampler, epoch, step and rank: samples, tokens, and, if it was run, its times in ms."""
+        import pandas as pd
+
+        return pd.DataFrame(
+            [
+                {
+                    "balancing": name,
+                    "epoch": number,
+                    "step": step,
+                    "rank": rank,
+                    "samples": len(epoch.batches[rank][step - 1]),
+                    "tokens": count,
+                    "busy [ms]": epoch.timing.busy_ms[rank][step - 1] if epoch.timing else None,
+                    "waited [ms]": epoch.timing.waited_ms[rank][step - 1] if epoch.timing else None,
+                }
+                for name, epochs in (("without", self.without), ("with", self.having))
+                for number, epoch in enumerate(epochs, start=1)
+                for step, tokens in enumerate(self.tokens(epoch), start=1)
+                for rank, count in enumerate(tokens)
+            ]
+        )
+
+    def _fields(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def _of_fields(cls, fields: dict[str, Any]) -> Balance:
+        epochs = {name: tuple(_epoch(one) for one in fields[name]) for name in ("without", "having")}
+        return cls(**{**fields, **epochs, "sizes": tuple(fields["sizes"])})
+
+    def _ratios(self, epochs: Sequence[Epoch]) -> list[float]:
+        """Return maximum over mean tokens per rank of each step."""
+        return [max(step) / statistics.mean(step) for epoch in epochs for step in self.tokens(epoch)]
+
+    def _means(self, name: str) -> tuple[float, float] | None:
+        found = [[one.timing for one in epochs if one.timing] for epochs in (self.without, self.having)]
+        if not all(found):
+            return None
+        without, having = (statistics.mean(getattr(one, name) for one in timings) for timings in found)
+        return without, having
+
+    def _tokens(self, batch: Sequence[int]) -> int:
+        sizes = [self.sizes[index] for index in batch]
+        return max(sizes) * len(sizes) if self.padded else sum(sizes)
+
+
+def _epoch(record: Mapping[str, Any]) -> Epoch:
+    timing = record["timing"]
+    return Epoch(
+        tuple(tuple(map(tuple, rank)) for rank in record["batches"]),
+        None
+        if timing is None
+        else Timing(**{key: tuple(map(tuple, value)) for key, value in timing.items()}),
+    )
+
+
+ByRank = Sequence[Sequence[Sequence[int]]]  # batches, each the indices of its samples
 BatchFunction = Callable[[list[int]], Sequence[Sequence[int]]]
 
 MakeStep = Callable[[int], Callable[[Sequence[int]], object]]
@@ -34,24 +222,15 @@ class DataSet(Protocol):
 
 @dataclass(frozen=True)
 class Dealing:
-    """How samples are dealt out, as the samplers take it.
-
-    Attributes
-    ----------
-    shuffle
-        Whether the steps come in random order.
-    seed
-        By which seed.
-    random_level
-        How random the lengths are made before samples are sorted by them: 0 balances best, 1 least.
-    drop_last
-        Whether what does not make a step for all ranks is left out, or else samples are repeated.
-    """
+    """How samples are dealt out, as the samplers take it."""
 
     shuffle: bool = True
+    """Whether the steps come in random order, by `seed`."""
     seed: int = 0
     random_level: float = 0.0
+    """How random the lengths are made before samples are sorted by them: 0 balances best, 1 least."""
     drop_last: bool = False
+    """Whether what does not make a step for all ranks is left out, or else samples are repeated."""
 
 
 def balance(
@@ -219,7 +398,7 @@ def _dealing(given: Mapping[str, Any]) -> Dealing:
 def _plain(count: int, ranks: int, batch_fn: BatchFunction, epochs: int, how: Dealing) -> tuple[Epoch, ...]:
     from torch.utils.data import DistributedSampler
 
-    dealt: list[DistributedSampler[int]] = [
+    samplers: list[DistributedSampler[int]] = [
         DistributedSampler(
             range(count),  # type: ignore[arg-type] # all that it needs of a data set
             ranks,
@@ -231,12 +410,7 @@ def _plain(count: int, ranks: int, batch_fn: BatchFunction, epochs: int, how: De
         )
         for rank in range(ranks)
     ]
-    made = []
-    for epoch in range(epochs):
-        for sampler in dealt:
-            sampler.set_epoch(epoch)
-        made.append(Epoch(tuple(_frozen(batch_fn(list(sampler))) for sampler in dealt)))
-    return tuple(made)
+    return _dealt(samplers, epochs, lambda sampler: batch_fn(list(sampler)))
 
 
 def _balanced(
@@ -245,23 +419,34 @@ def _balanced(
     from ortlab.engine.samplers import samplers
 
     sampler_class, batch_sampler_class = samplers()
-    dealt = []
-    for rank in range(ranks):
-        sampler = sampler_class(
-            sizes,
-            complexity_fn=int,
-            world_size=ranks,
-            rank=rank,
-            shuffle=how.shuffle,
-            seed=how.seed,
-            random_level=how.random_level,
+    made = [
+        batch_sampler_class(
+            sampler_class(
+                sizes,
+                complexity_fn=int,
+                world_size=ranks,
+                rank=rank,
+                shuffle=how.shuffle,
+                seed=how.seed,
+                random_level=how.random_level,
+            ),
+            batch_fn=batch_fn,
+            drop_last=how.drop_last,
         )
-        dealt.append(batch_sampler_class(sampler, batch_fn=batch_fn, drop_last=how.drop_last))
+        for rank in range(ranks)
+    ]
+    return _dealt(made, epochs, list)
+
+
+def _dealt(
+    samplers: Sequence[Any], epochs: int, batches: Callable[[Any], Sequence[Sequence[int]]]
+) -> tuple[Epoch, ...]:
+    """Let the samplers of all ranks deal each epoch anew; `batches` reads those of one rank."""
     made = []
     for epoch in range(epochs):
-        for one in dealt:
+        for one in samplers:
             one.set_epoch(epoch)
-        made.append(Epoch(tuple(_frozen(list(one)) for one in dealt)))
+        made.append(Epoch(tuple(tuple(tuple(map(int, batch)) for batch in batches(one)) for one in samplers)))
     return tuple(made)
 
 
@@ -275,10 +460,6 @@ def _timed(cluster: Cluster, make_step: MakeStep, epochs: Sequence[Epoch]) -> It
         yield replace(epoch, timing=Timing(tuple(map(tuple, busy)), tuple(map(tuple, waited))))
 
 
-def _frozen(batches: Sequence[Sequence[int]]) -> Batches:
-    return tuple(tuple(map(int, batch)) for batch in batches)
-
-
 def _positive(number: object, name: str, example: str) -> int:
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise OptionError(
@@ -287,25 +468,12 @@ def _positive(number: object, name: str, example: str) -> int:
     return number
 
 
-def timed_steps(
-    make_step: Callable[[int], Callable[[Sequence[int]], object]], epochs: Sequence[ByRank]
-) -> list[tuple[list[float], list[float]]]:
-    """Run this rank's batches of several epochs, step by step with the others.
+def timed_steps(make_step: MakeStep, epochs: Sequence[ByRank]) -> list[tuple[list[float], list[float]]]:
+    """Run this rank's batches of several epochs, step by step with the others; return busy and waited ms of each.
 
     The epochs take turns in each step, and in each step another one begins: what else the machine does meets all alike.
-
-    Parameters
-    ----------
-    make_step
-        Called with the rank, returns what computes a batch.
-    epochs
-        The batches of each. Those that not all ranks have are left out. The first of each is computed once before all,
-        untimed.
-
-    Returns
-    -------
-    list of (busy, waited)
-        For each epoch, ms by step.
+    `make_step` is called with the rank, and returns what computes a batch. Batches that not all ranks have are left
+    out; the first of each epoch is computed once before all, untimed.
     """
     import torch.distributed as dist
 

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.errors import OptionError
 from ortlab.ranks.call import call
-from ortlab.ranks.cluster_status import ClusterStatus, rank_status
-from ortlab.ranks.lifetime import Lifetime
-from ortlab.ranks.outputs import RankOutput, rank_output
-from ortlab.ranks.waiting import RankDiedError
+from ortlab.ranks.cluster_records import ClusterStatus, RankOutput, rank_output, rank_status
+from ortlab.ranks.processes import Lifetime, RankDiedError
+from ortlab.ranks.rank_process import ledger, set_variables, value
 from ortlab.shown import Shown
 
 if TYPE_CHECKING:
-    from ortlab.ranks.ranks import Ranks
+    from ortlab.ranks.ledgers import Ranks
 
 BACKENDS: Final = ("gloo", "nccl")
 """gloo works between CPUs, NCCL between GPUs, of which each rank needs one."""
@@ -190,7 +189,24 @@ class Cluster(Shown):
         ranks = tuple(range(self.ranks)) if on is None else tuple(on)
         if unknown := [rank for rank in ranks if rank not in range(self.ranks)]:
             raise OptionError(f"There is no rank {unknown[0]!r}.", fix=f"Ranks are 0 to {self.ranks - 1}.")
-        return run_cell(self._lifetime, source, ranks, seen)
+        asked: list[Any] = []
+
+        def ask(view: Any) -> Any:
+            asked.append(view.execute(source, silent=False, block=False))
+            return asked[-1]
+
+        def outputs() -> tuple[RankOutput, ...]:
+            return tuple(rank_output(rank, one.metadata) for rank, one in zip(ranks, asked, strict=False))
+
+        try:
+            over = call(self._lifetime, ranks, ask, lambda: seen(outputs()))
+            for one in asked:  # what was printed comes on a channel of its own
+                one.wait_for_output(_OUTPUT_SECONDS)
+        finally:
+            seen(outputs())
+        # From the replies: a rank shows the error of a magic as words only.
+        over.results()
+        return outputs()
 
     def values(self, expression: str) -> list[Any]:
         """Evaluate a Python expression among the variables of each rank, and bring the values here.
@@ -240,17 +256,14 @@ class Cluster(Shown):
         ExecutionError
             If a rank has no lab, or the cluster does not run.
         """
-        from ortlab.ranks.rank_ledger import RankLedger
-        from ortlab.ranks.ranks import Ranks
+        from ortlab.ranks.ledgers import RankLedger, Ranks
 
         return Ranks(tuple(RankLedger.from_dict(one) for one in self.run(ledger, lab)))
 
     def __enter__(self) -> Cluster:  # noqa: PYI034 - Self needs Python 3.11
-        """Start."""
         return self.start()
 
     def __exit__(self, *_: object) -> None:
-        """Stop."""
         self.stop()
 
 
@@ -258,68 +271,6 @@ def latest() -> Cluster | None:
     """Return the cluster that was started last and still runs; if none runs, the last one; None if there is none."""
     living = [one for one in (reference() for reference in _clusters) if one is not None]
     return next((one for one in reversed(living) if one.running), living[-1] if living else None)
-
-
-def run_cell(
-    lifetime: Lifetime,
-    source: str,
-    ranks: Sequence[int],
-    seen: Callable[[tuple[RankOutput, ...]], None],
-) -> tuple[RankOutput, ...]:
-    """Run a cell on ranks; parameters, results and errors are those of `Cluster.run_cell`."""
-    asked: list[Any] = []
-
-    def ask(view: Any) -> Any:
-        asked.append(view.execute(source, silent=False, block=False))
-        return asked[-1]
-
-    def outputs() -> tuple[RankOutput, ...]:
-        return tuple(rank_output(rank, one.metadata) for rank, one in zip(ranks, asked, strict=False))
-
-    try:
-        over = call(lifetime, ranks, ask, lambda: seen(outputs()))
-        for one in asked:  # what was printed comes on a channel of its own
-            one.wait_for_output(_OUTPUT_SECONDS)
-    finally:
-        seen(outputs())
-    # From the replies: a rank shows the error of a magic as words only.
-    over.results()
-    return outputs()
-
-
-def value(expression: str) -> Any:
-    """Evaluate an expression of the user among this rank's variables."""
-    from IPython.core.getipython import get_ipython
-
-    shell: Any = get_ipython()
-    return eval(expression, shell.user_global_ns, shell.user_ns)  # noqa: S307 - the user's own expression
-
-
-def set_variables(variables: dict[str, Any]) -> None:
-    """Set variables of this rank."""
-    from IPython.core.getipython import get_ipython
-
-    shell: Any = get_ipython()
-    shell.push(variables)
-
-
-def ledger(name: str | None) -> dict[str, Any]:
-    """Return the ledger of the lab of that name, or of the one wrapped last, as plain JSON types.
-
-    Raises LedgerError where there is no lab.
-    """
-    from ortlab.errors import LedgerError
-    from ortlab.lab.lab import Lab
-    from ortlab.lab.wrapped import latest
-    from ortlab.ranks.rank_ledger import rank_ledger
-
-    lab = latest() if name is None else value(name)
-    if not isinstance(lab, Lab):
-        what = "There is no lab" if name is None else f"{name!r} is a {type(lab).__name__}, not a lab,"
-        raise LedgerError(
-            f"{what} on this rank.", fix="Wrap a model on each: %%ort_ranks, lab = %ort_wrap model."
-        )
-    return rank_ledger(lab.runs).to_dict()
 
 
 def cores() -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import runpy
 import shutil
 import signal
 import sys
@@ -25,7 +26,7 @@ _POLL_SECONDS: Final = 0.2
 
 def command(module: str) -> list[str]:
     """Return the command that runs a module beside a guard."""
-    return [sys.executable, "-m", "ortlab.ranks", module]
+    return [sys.executable, "-m", "ortlab.ranks.guard", module]
 
 
 def variables(folder: Path) -> dict[str, str]:
@@ -64,3 +65,9 @@ def _guard(process: int, folder: str) -> None:
             one.kill()
     shutil.rmtree(folder, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGKILL)  # what waits in C++ hears nothing else
+
+
+if __name__ == "__main__":
+    watch()
+    sys.argv = sys.argv[1:]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

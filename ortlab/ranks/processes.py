@@ -1,4 +1,4 @@
-"""The processes of a cluster as the notebook holds them: ipyparallel's controller and engines, started and ended."""
+"""The processes of a cluster as the notebook holds them: started, watched, ended, and how one was lost."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from ortlab.errors import ExecutionError, InstallError
 from ortlab.ranks import guard
-from ortlab.ranks.cluster_loss import Lost, how_ended, lives
-from ortlab.ranks.connections import request_break
-from ortlab.ranks.member import Place, join, renew
+from ortlab.ranks.rank_process import Place, join, renew, request_break
 
 _KILL_SECONDS: Final = 15.0
 
@@ -30,7 +31,106 @@ _RANK_SECONDS: Final = 3
 
 _POLL_SECONDS: Final = 0.1
 
+_STATUS_SECONDS: Final = 3
+
+_WATCH_SECONDS: Final = 0.5
+
 _LOG_LINES: Final = 12
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A rank that was lost."""
+
+    rank: int
+    process: int  # its id
+    how: str  # "was killed by signal 9", "ended with status 1", or "has ended" where that is not known
+    when: str  # "while it ran" or "between two calls"
+    ranks: int  # how many the cluster had
+
+
+class RankDiedError(ExecutionError):
+    """The process of a rank has ended while others went on."""
+
+    def __init__(self, lost: Lost) -> None:
+        self.lost = lost
+        super().__init__(
+            f"Rank {lost.rank} (process {lost.process}) {lost.how} {lost.when}, and the other ranks were ended.",
+            why="Ranks train on the same model: without one of them the others would wait forever.",
+            fix=f"Start the cluster again, %ort_cluster -n {lost.ranks} or Cluster({lost.ranks}); where memory was "
+            "short, with fewer ranks or smaller batches.",
+        )
+
+
+class Lifetime:
+    """The processes of one cluster, which end with this object and with the interpreter at the latest.
+
+    `tell` is called with a sentence when a rank dies between two calls.
+    """
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self.processes: Processes | None = None
+        self.lost: Lost | None = None  # the rank that has died since the last start
+        # Held during a call. The watch looks only between calls: a call itself notices that a rank has died.
+        self.calling = threading.Lock()
+        self._tell = tell
+        self._end: weakref.finalize[[Processes], Lifetime] | None = None
+        self._changing = threading.Lock()
+
+    def start(self, ranks: int, threads: int, backend: str) -> None:
+        """Start the processes and the watch; does nothing if they run. Raises what `Processes` raises."""
+        if self.processes is not None:
+            return
+        self.lost = None
+        self.processes = held = Processes(ranks, threads, backend)
+        self._end = weakref.finalize(self, Processes.end, held)
+        watch = threading.Thread(
+            target=_watch, args=(weakref.ref(self), held), daemon=True, name="ortlab-cluster"
+        )
+        watch.start()
+
+    def stop(self) -> None:
+        """End the processes, and wait until they have ended; does nothing if none run."""
+        with self._changing:
+            end = self._taken()
+        if end is not None:
+            end()
+
+    def give_up(self, lost: Lost) -> None:
+        """End the other ranks after one was lost."""
+        self.lost = lost
+        self.stop()
+
+    def look(self, held: Processes) -> bool:
+        """End the ranks if one of these processes has died while nobody called; return whether to look again."""
+        if not self.calling.acquire(blocking=False):
+            return self.processes is held
+        try:
+            with self._changing:
+                lost = held.lost("between two calls") if self.processes is held else None
+                if lost is None:
+                    return self.processes is held
+                self.lost, end = lost, self._taken()
+            if end is not None:
+                end()
+        finally:
+            self.calling.release()
+        self._tell(str(RankDiedError(lost)))
+        return False
+
+    def _taken(self) -> Callable[[], object] | None:
+        """Forget the processes, and return what ends them."""
+        end, self.processes, self._end = self._end, None, None
+        return end
+
+
+def _watch(lifetime: weakref.ref[Lifetime], held: Processes) -> None:
+    while True:
+        time.sleep(_WATCH_SECONDS)
+        living = lifetime()
+        if living is None or not living.look(held):
+            return
+        del living
 
 
 class Processes:
@@ -43,8 +143,6 @@ class Processes:
     def __init__(self, ranks: int, threads: int, backend: str) -> None:
         try:
             import ipyparallel
-
-            from ortlab.ranks.client import QuietClient
         except ImportError as error:
             raise InstallError(
                 "ipyparallel is missing.", why=str(error), fix="pip install ipyparallel"
@@ -66,13 +164,13 @@ class Processes:
         self._requests = 0
         self.ranks: tuple[int, ...] = ()  # process ids, by rank
         whose = guard.variables(self._folder)
-        self._started = Started(whose)
+        self._started = _Started(whose)
         try:
             with _environment({**whose, "OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": _loopback()}):
                 self._cluster.start_cluster_sync()
             for engines in self._cluster.engines.values():
                 self._engines |= {one.pid: one.process for one in engines.launchers.values()}
-            self.client = QuietClient(
+            self.client = _quiet_client()(
                 profile_dir=self._cluster.profile_dir,
                 cluster_id=self._cluster.cluster_id,
                 cluster=self._cluster,
@@ -171,6 +269,22 @@ def _loopback() -> str:
     return "lo" if sys.platform == "linux" else "lo0"
 
 
+def _quiet_client() -> Any:
+    """Return the class of a client whose connection registers no magics.
+
+    The first client in a notebook registers ``%px``, ``%autopx``, ``%pxresult`` and ``%pxconfig`` for its own engines
+    (``ipyparallel/client/client.py``, `Client.__init__`). They would stay when ortlab is unloaded, and would run on the
+    ranks what the user means for a cluster of their own; here, ``%%ort_ranks`` is what runs a cell on all.
+    """
+    from ipyparallel import Client
+
+    class QuietClient(Client):  # type: ignore[misc] # Client is Any: ipyparallel has no stubs
+        def activate(self, *_: Any, **__: Any) -> None:
+            """Register nothing."""
+
+    return QuietClient
+
+
 @contextlib.contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in values}
@@ -185,7 +299,7 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-class Started:
+class _Started:
     """Those processes below this one whose environment has a mark, whoever has started them.
 
     The mark is environment variables that they, and what they start, have and no other process has.
@@ -220,3 +334,31 @@ class Started:
             with contextlib.suppress(psutil.Error):
                 one.kill()
         psutil.wait_procs(alive, timeout=_KILL_SECONDS)
+
+
+def lives(pid: int) -> bool:
+    """Say whether a process has not ended."""
+    import psutil
+
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def how_ended(engine: Any) -> str:
+    """Say how an engine has ended; `engine` is ipyparallel's own `psutil.Process` of it.
+
+    A thread of ipyparallel waits for the process, and this object keeps the status.
+    """
+    import psutil
+
+    deadline = time.monotonic() + _STATUS_SECONDS
+    code = None
+    while code is None and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)  # whoever asks first gets the status, and that is to be the thread
+        with contextlib.suppress(psutil.Error):
+            code = None if psutil.pid_exists(engine.pid) else engine.wait(timeout=0)
+    if code is None:
+        return "has ended"
+    return f"was killed by signal {-int(code)}" if code < 0 else f"ended with status {int(code)}"

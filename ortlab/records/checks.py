@@ -1,4 +1,4 @@
-"""What the doctor looked at: one check for each thing, and the report of all."""
+"""What the doctor looked at, with the report of all; and a recipe for what this machine has."""
 
 from __future__ import annotations
 
@@ -59,3 +59,25 @@ class Report(Shown):
         return pd.DataFrame([dataclasses.astuple(check) for check in self.checks], columns=columns).set_index(
             "name"
         )
+
+
+@dataclass(frozen=True, repr=False)
+class Recipe(Shown):
+    """Code that puts ONNX Runtime and an optimizer together.
+
+    Attributes
+    ----------
+    name
+        "fused_adam", "deepspeed", "apex" or "all".
+    title
+        What it puts together.
+    code
+        Python, for a cell of its own.
+    missing
+        What it needs and this machine lacks, a sentence each with what mends it.
+    """
+
+    name: str
+    title: str
+    code: str
+    missing: tuple[str, ...] = ()

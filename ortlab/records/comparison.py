@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Final
 
 from ortlab.errors import LedgerError
 from ortlab.options.options import Options, setting_words
-from ortlab.records.cautions import FELL_BACK, cautions
 from ortlab.records.coverage import names
-from ortlab.records.runs import least_step_memory
+from ortlab.records.runs import least_step_memory, median_parts
 from ortlab.records.verdicts import (
     FASTER,
+    FELL_BACK,
     MINIMUM_STEPS,
     NO_DIFFERENCE,
     NOT_COMPARABLE,
@@ -22,6 +22,7 @@ from ortlab.records.verdicts import (
     UNSTEADY,
     Timed,
     TimeRatio,
+    cautions,
     compare_times,
     memory_verdict,
 )
@@ -383,9 +384,7 @@ def _row(comparison: Comparison, contrast: Contrast | None) -> dict[str, object]
         "run": (contrast.name if contrast else comparison.name) + _fallen_words(runs),
         "title": runs[0].title,
         "step [ms]": side.step_ms,
-        "forward [ms]": statistics.median(s.forward_ms for s in warm),
-        "backward [ms]": statistics.median(s.backward_ms for s in warm),
-        "optimizer [ms]": statistics.median(s.optimizer_ms for s in warm),
+        **median_parts(warm),
         "time ratio": contrast.time_ratio if contrast else 1.0,
         "low": contrast.time_low if contrast else 1.0,
         "high": contrast.time_high if contrast else 1.0,

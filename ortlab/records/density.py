@@ -1,10 +1,13 @@
-"""Density: how much of a batch is worth computing, the rest being padding or labels that are ignored."""
+"""Density: how much of a batch is worth computing, the rest being padding or ignored labels; what follows from it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from ortlab.records.record_files import JsonRecord
+from ortlab.shown import Shown
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -115,4 +118,136 @@ class Density:
                 DensityRow(**{**record, "valid_per_sample": tuple(record["valid_per_sample"])})
                 for record in records
             )
+        )
+
+
+THRESHOLD: Final = 0.9
+"""Density from which on ORT's sparsity optimizers leave a batch as it is
+(`onnxruntime/training/ortmodule/_runtime_inspector.py`)."""
+
+Reach = Literal["acts", "off", "no CUDA", "not a sub-module", "dense", "absent", "another engine", "unknown"]
+"""Whether a sparsity optimizer does anything here, and if not, why."""
+
+
+@dataclass(frozen=True)
+class SwitchEffect:
+    """What a switch does to the step: runs with it and without it, in turns.
+
+    Attributes
+    ----------
+    switch
+        Name of the switch.
+    time_ratio, time_low, time_high
+        Step time with it over that without, and the 95 % bootstrap interval; nan where it was not measured.
+    verdict
+        What the interval allows to say.
+    memory_ratio
+        Peak memory with it over that without.
+    loss_difference
+        Largest relative difference of the losses; None where losses are missing.
+    flops_with, flops_without
+        FLOPs of the step, from the shapes that its nodes ran with.
+    rounds
+        Runs of each.
+    steps
+        Steps of each run.
+    failure
+        Why it was not measured; empty if it was.
+    """
+
+    switch: str
+    time_ratio: float
+    time_low: float
+    time_high: float
+    verdict: str
+    memory_ratio: float
+    loss_difference: float | None
+    flops_with: int
+    flops_without: int
+    rounds: int
+    steps: int
+    failure: str = ""
+
+    @property
+    def flops_share(self) -> float:
+        """What part of the step's FLOPs it saves, from 0 to 1."""
+        return 1 - self.flops_with / self.flops_without if self.flops_without else 0.0
+
+
+@dataclass(frozen=True, repr=False)
+class DensityReport(Shown, JsonRecord, noun="record of densities", layout=1):
+    """What was counted of a model's inputs, and what may be made of it.
+
+    Attributes
+    ----------
+    density
+        The rows.
+    source
+        Where they come from, in words: "run 3", "the run that goes on", "2 batches".
+    labels, tokens
+        Whether ORT's label and embedding sparsity act on them here.
+    effects
+        What the switches do, as far as that was measured.
+    """
+
+    density: Density
+    source: str
+    labels: Reach = "unknown"
+    tokens: Reach = "unknown"
+    effects: tuple[SwitchEffect, ...] = ()
+
+    @property
+    def rows(self) -> tuple[DensityRow, ...]:
+        """What was counted, input by input and step by step."""
+        return self.density.rows
+
+    def of(self, kind: str) -> Iterator[DensityRow]:
+        """Yield the rows of a kind, "EMBED" or "LABEL"."""
+        return (row for row in self.rows if row.kind == kind)
+
+    def padded_to_longest(self, name: str) -> float | None:
+        """Return what part of an input's tokens would be left if each batch were padded to its own longest sample.
+
+        Parameters
+        ----------
+        name
+            Name of the input; its padding has to stand at one end of each sample.
+
+        Returns
+        -------
+        float or None
+            From 0 to 1, over all steps; None where samples were not counted one by one.
+        """
+        rows = [row for row in self.of(EMBED) if row.name == name and row.valid_per_sample]
+        total = sum(row.total for row in rows)
+        return (
+            sum(len(row.valid_per_sample) * max(row.valid_per_sample) for row in rows) / total
+            if total
+            else None
+        )
+
+    @property
+    def all_ignored(self) -> tuple[DensityRow, ...]:
+        """Labels of steps in which none counts: their loss is no number."""
+        return tuple(row for row in self.of(LABEL) if row.total and not row.valid)
+
+    def table(self) -> pd.DataFrame:
+        """Every row, under the headings that ORTModule's table had until 1.17; density from 0 to 1."""
+        return self.density.table()
+
+    def _fields(self) -> dict[str, Any]:
+        return {
+            "density": self.density.to_list(),
+            "source": self.source,
+            "labels": self.labels,
+            "tokens": self.tokens,
+            "effects": [asdict(effect) for effect in self.effects],
+        }
+
+    @classmethod
+    def _of_fields(cls, fields: dict[str, Any]) -> DensityReport:
+        return cls(
+            Density.from_list(fields.pop("density")),
+            effects=tuple(SwitchEffect(**one) for one in fields.pop("effects")),
+            **fields,
         )

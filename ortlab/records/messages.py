@@ -1,4 +1,4 @@
-"""What was said while models were built and run: by torch's exporter, by ORTModule and by ONNX Runtime itself."""
+"""What was said while models were built and run, and which warnings nobody has to act on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.errors import OptionError
 from ortlab.options.log_levels import SEVERITIES
-from ortlab.records.known_messages import reason_harmless
 from ortlab.shown import Shown
 
 if TYPE_CHECKING:
@@ -29,6 +28,66 @@ SOURCES: Final = (EXPORTER, ORTMODULE, RUNTIME, ORTLAB)
 
 STAGES: Final = ("export", "graph", "session", "step")
 """What was being done."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """One harmless warning."""
+
+    source: str  # as in `Message`
+    begins: str  # regular expression of how it begins
+    reason: str  # why it is harmless, one sentence
+
+
+_CHECKED: Final = (  # `ortlab.engine.tracing.guards`
+    "ortlab checks in every step that the value is the one that the graph was made with, and stops the step if not."
+)
+
+_SIZED: Final = (
+    "An export that uses a size as a number is for that size; a batch of another size is exported anew."
+)
+
+KNOWN: Final[tuple[Known, ...]] = (
+    Known(
+        RUNTIME,
+        r"Removing initializer '.*'\. It is not used by any node and should be removed from the model\.$",
+        "ONNX Runtime drops a constant that its own optimisers no longer need; results and time stay the same.",
+    ),
+    Known(
+        RUNTIME,
+        r"No transformer layer boundary nodes found",
+        "A memory level then chooses among all nodes instead of layer by layer; lab.plan() lists what it recomputes.",
+    ),
+    Known(
+        EXPORTER,
+        r"Converting a tensor to a (Python (boolean|float|index|integer|list|number)|NumPy array) might cause",
+        _CHECKED,
+    ),
+    Known(EXPORTER, r"torch\.(tensor|as_tensor|from_numpy) results are registered as constants", _CHECKED),
+    Known(EXPORTER, r"(Iterating over a tensor|Using len to get tensor shape) might cause", _SIZED),
+    Known(
+        EXPORTER,
+        r"Constant folding - .*Constant folding not applied\.",
+        "torch leaves the operator in the graph, and ONNX Runtime computes it or folds it itself.",
+    ),
+)
+"""Every warning that is known to be harmless."""
+
+
+def reason_harmless(source: str, text: str) -> str:
+    """Return why nobody has to act on a message; empty for one that is not known."""
+    for one in KNOWN:
+        if one.source == source and re.match(one.begins, text, re.DOTALL):
+            return one.reason
+    return ""
+
+
+def known_markdown() -> str:
+    """Write the list in Markdown, for the documentation."""
+    rows = [("who", "begins with", "why nobody has to act"), ("---",) * 3]
+    rows += [(one.source, f"`{one.begins}`".replace("|", "\\|"), one.reason) for one in KNOWN]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows) + "\n"
+
 
 _NAMES: Final = re.compile(r"'[^'\n]*'|\"[^\"\n]*\"")
 """Names in a text, which are quoted."""
@@ -62,7 +121,7 @@ class Message:
         Where in ONNX Runtime's source it was said, for those who know it; empty for other sources.
     harmless
         Why nobody has to act on it, where that is known: such a warning has the level INFO (see
-        `ortlab.records.known_messages`).
+        `KNOWN`).
     """
 
     level: str

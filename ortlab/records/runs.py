@@ -27,9 +27,7 @@ _FORMER: Final = 1
 
 NOT_MEASURED: Final = "It was not asked for."
 NO_FORMER: Final = "An ortlab that did not measure it wrote this run."
-
 _STAGE_ORDER = ("export", "graph", "session")
-
 EXECUTED_BY_ORT = "ort"
 EXECUTED_BY_FALLBACK = "fallback"
 EXECUTED_BY_EAGER = "eager"
@@ -379,9 +377,7 @@ class Ledger(Shown, Sequence[Run]):
                     "first loss": run.losses[0],
                     "last loss": run.losses[-1],
                     "step [ms]": run.step_ms,
-                    "forward [ms]": statistics.median(s.forward_ms for s in run.warm_steps),
-                    "backward [ms]": statistics.median(s.backward_ms for s in run.warm_steps),
-                    "optimizer [ms]": statistics.median(s.optimizer_ms for s in run.warm_steps),
+                    **median_parts(run.warm_steps),
                     "initialisation [ms]": run.initialization.total_ms if run.initialization else 0.0,
                     "step memory [bytes]": run.step_memory_bytes,
                 }
@@ -412,9 +408,49 @@ class Ledger(Shown, Sequence[Run]):
         return cls([Run.from_dict(record) for record in records])
 
 
+def median_parts(steps: Sequence[Step]) -> dict[str, float]:
+    """Return the median time of a step inside forward, backward and optimizer, by the columns of tables."""
+    parts = ("forward", "backward", "optimizer")
+    return {
+        f"{part} [ms]": statistics.median(getattr(step, f"{part}_ms") for step in steps) for part in parts
+    }
+
+
 def least_step_memory(runs: Sequence[Run]) -> int | None:
     """Return the step memory of one configuration, in bytes: the least that its runs have read, None if none has.
 
     What else happens in the process while a step is read adds to that reading, and takes nothing away.
     """
     return min((run.step_memory_bytes for run in runs if run.step_memory_bytes is not None), default=None)
+
+
+OVERRIDDEN_BY: Final = "ortlab_fp16_functions"
+"""Attribute of an optimizer whose methods `ortlab.optim.fp16_optimizer` replaced: what computes in them."""
+
+_PATHS: Final = ("fused", "foreach")
+
+
+def optimizer_name(optimizer: object) -> str:
+    """Name an optimizer.
+
+    Parameters
+    ----------
+    optimizer
+        One of torch's, of `ortlab.optim`, or any other.
+
+    Returns
+    -------
+    str
+        "AdamW"; "AdamW, fused" where the user asked torch for that; "FusedAdam by ORT's fused_ops"; or
+        "FusedAdam by PyTorch's fused kernel: ..." with the reason why it is not ORT's.
+    """
+    words = type(optimizer).__name__
+    groups = getattr(optimizer, "param_groups", ())
+    asked = next((path for path in _PATHS if any(group.get(path) for group in groups)), "")
+    if asked:
+        words += f", {asked}"
+    if by := getattr(optimizer, "implementation", ""):
+        words += f" by {by}"
+    if by := getattr(optimizer, OVERRIDDEN_BY, ""):
+        words += f", FP16_Optimizer by {by}"
+    return words

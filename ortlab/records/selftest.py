@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ortlab.errors import OrtlabError
 from ortlab.records.record_files import JsonRecord
@@ -12,8 +12,6 @@ from ortlab.shown import Shown
 
 if TYPE_CHECKING:
     import pandas as pd
-
-SCHEMA: Final = 1
 
 Outcome: TypeAlias = Literal["held", "did not hold", "stated", "failed", "not run"]
 """`stated` is a figure that nothing is claimed of; what `failed` ended in an error, or did not end."""

@@ -1,4 +1,4 @@
-"""Verdicts: when "faster", "slower", "less memory" and "more memory" may be said of measured runs, and when not.
+"""Verdicts: what may be said of measured runs, when not, and what a reader must know before believing their numbers.
 
 A verdict on time is given in two cases only. Either the configurations ran in turns, several rounds of them, so that a
 drift of the machine meets both sides alike; or the runs were made one after another, and a control shows that the
@@ -26,7 +26,6 @@ NOT_COMPARABLE: Final = "not comparable"
 TOO_FEW: Final = "too few steps to tell"
 LESS_MEMORY: Final = "less memory"
 MORE_MEMORY: Final = "more memory"
-
 CONFIDENCE: Final = 0.95
 RESAMPLES: Final = 2000
 MINIMUM_STEPS: Final = 3
@@ -162,8 +161,6 @@ def interval(values: Sequence[float], base: Sequence[float]) -> tuple[float, flo
 
 
 # ---- in turns -----------------------------------------------------------------------------------------------------
-
-
 def _in_turns(base: Sequence[Run], runs: Sequence[Run]) -> TimeRatio:
     """Compare round by round: what the machine does in a round, it does to both sides of a pair."""
     from scipy.stats import t
@@ -186,8 +183,6 @@ def _in_turns(base: Sequence[Run], runs: Sequence[Run]) -> TimeRatio:
 
 
 # ---- one after another --------------------------------------------------------------------------------------------
-
-
 def _one_after_another(base: Sequence[Run], runs: Sequence[Run]) -> TimeRatio:
     one, other = _times(base, "total_ms"), _times(runs, "total_ms")
     ratio = statistics.median(other) / statistics.median(one)
@@ -263,3 +258,40 @@ def _swapping(runs: Sequence[Run]) -> str:
         if pages > _SWAPPED_PAGES:
             return f"run {run.number} read {pages:,.0f} pages a step from disk: the machine swaps"
     return ""
+
+
+FELL_BACK: Final = "fell back"
+"""The verdict on a run that PyTorch executed, in part or as a whole: no result of ONNX Runtime or of a switch."""
+
+
+def cautions(run: Run) -> tuple[str, ...]:
+    """Say what must be known of a run, a clause each; usually nothing."""
+    found = []
+    if run.is_partial:
+        found.append(f"is partial: Ctrl-C stopped it after {len(run.steps):,} of {run.planned_steps:,} steps")
+    if run.fell_back:
+        found.append(
+            f"was executed by PyTorch, not ORT{fallen_share(run)}: {run.fallback_reason or 'no reason was recorded'}"
+        )
+    if run.mode == "evaluation" and any(step.backward_ms for step in run.steps):
+        found.append(
+            "trained in eval mode: without dropout, and with the running statistics of batch normalisation"
+        )
+    strange = first_strange_loss(run)
+    if strange is not None:
+        found.append(f"has a loss of {run.losses[strange - 1]} from step {strange} on")
+    return tuple(found)
+
+
+def fallen_share(run: Run) -> str:
+    """Say in how many of its steps a run fell back, if not in all: ", in 3 of 10 steps"; else an empty text."""
+    fallen, steps = len(run.fallback_steps), len(run.steps)
+    return f", in {fallen} of {steps} steps" if fallen < steps else ""
+
+
+def first_strange_loss(run: Run) -> int | None:
+    """Return the number of the first step, from 1 on, whose loss is nan or infinite; None if there is none."""
+    for number, loss in enumerate(run.losses, start=1):
+        if loss is not None and not math.isfinite(loss):
+            return number
+    return None

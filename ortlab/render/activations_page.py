@@ -1,17 +1,19 @@
-"""The page of the saved activations: each of them, their totals by layer, operator and module, and the figure."""
+"""The page and the figure of the saved activations: each of them, and their totals by layer, operator and module."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ortlab import units
-from ortlab.memory.activations import place_of
-from ortlab.records.coverage import names
-from ortlab.render.page import Block, Cell, Column, Drawing, Folded, Mark, Note, Page, Table, row
+from ortlab.memory.saved_activations import OUTSIDE, place_of
+from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, row
+from ortlab.render.plan_pages import missing_notes
+from ortlab.render.plots import COLOURS, MIB, drawing, dress, key, new_figure, plain, say
 
 if TYPE_CHECKING:
-    from ortlab.memory.activations import ActivationGroup, SavedActivation
-    from ortlab.memory.saved_activations import Kind, SavedActivations
+    from matplotlib.figure import Figure
+
+    from ortlab.memory.saved_activations import ActivationGroup, Kind, SavedActivation, SavedActivations
 
 ACTIVATIONS_SHOWN = 30
 """Rows of activations that a page shows: those that take most."""
@@ -24,7 +26,8 @@ def activations_page(activations: SavedActivations) -> Page:
     """List what is kept, the largest first, and what it adds up to; or that alone, where one kind is asked for."""
     if not activations.rows:
         return Page(
-            "Saved activations", (Note("Nothing is kept for backward.", Mark.QUIET), *_missing(activations))
+            "Saved activations",
+            (Note("Nothing is kept for backward.", Mark.QUIET), *missing_notes(activations)),
         )
     if activations.shown_by:
         return _by_page(activations, activations.shown_by)
@@ -33,7 +36,10 @@ def activations_page(activations: SavedActivations) -> Page:
         Note(total_sentence(activations)),
         *before,
         groups_table(activations, "layer", "By layer"),
-        _drawing(activations),
+        drawing(
+            "What each layer keeps, by operator; ortlab.plot(activations) draws it.",
+            lambda: activations_plot(activations),
+        ),
         groups_table(activations, "operator", "By operator"),
         Folded("By module", blocks=(groups_table(activations, "module", ""),)),
         activations_table(activations),
@@ -51,7 +57,7 @@ def _notes(activations: SavedActivations) -> tuple[tuple[Note, ...], tuple[Note,
         Mark.QUIET,
     )
     before = (*_unknown(activations), *_returned(activations), *_applied(activations))
-    return before, (*_inputs(activations), *_missing(activations), how, *_built(activations))
+    return before, (*_inputs(activations), *missing_notes(activations), how, *_built(activations))
 
 
 def _built(activations: SavedActivations) -> tuple[Note, ...]:
@@ -65,7 +71,7 @@ def _by_page(activations: SavedActivations, kind: Kind) -> Page:
             Note(total_sentence(activations)),
             *_unknown(activations),
             groups_table(activations, kind, ""),
-            *_missing(activations),
+            *missing_notes(activations),
             Note(f"For {_sizes(activations)}; worked out from shapes, not measured.", Mark.QUIET),
             *_built(activations),
         ),
@@ -75,8 +81,7 @@ def _by_page(activations: SavedActivations, kind: Kind) -> Page:
 def total_sentence(activations: SavedActivations) -> str:
     """Say how much is kept, and in how many buffers."""
     least = "At least " if activations.unknown else ""
-    buffers = "1 buffer" if len(activations.rows) == 1 else f"{units.count(len(activations.rows))} buffers"
-    return f"{least}{units.size(activations.total_bytes)} in {buffers}."
+    return f"{least}{units.size(activations.total_bytes)} in {units.many(activations.rows, 'buffer')}."
 
 
 def activations_notes(activations: SavedActivations) -> tuple[Note, ...]:
@@ -86,7 +91,7 @@ def activations_notes(activations: SavedActivations) -> tuple[Note, ...]:
         *_returned(activations),
         *_applied(activations),
         *_inputs(activations),
-        *_missing(activations),
+        *missing_notes(activations),
     )
     return (*notes, Note(f"For {_sizes(activations)}; worked out from shapes, not measured.", Mark.QUIET))
 
@@ -284,23 +289,61 @@ def _inputs(activations: SavedActivations) -> tuple[Note, ...]:
     return (Note(f"Backward also reads these inputs, which the caller holds anyway: {listed}.", Mark.QUIET),)
 
 
-def _missing(activations: SavedActivations) -> tuple[Note, ...]:
-    if not activations.missing:
-        return ()
-    return (Note(f"Without a graph, since not called yet: {names(activations.missing)}.", Mark.WARN),)
-
-
 def _sizes(activations: SavedActivations) -> str:
     return ", ".join(f"{name} = {size:,}" for name, size in activations.symbols.items()) or "fixed sizes"
 
 
-def _drawing(activations: SavedActivations) -> Drawing:
-    what = "What each layer keeps, by operator; ortlab.plot(activations) draws it."
+# ---- the figure -----------------------------------------------------------------------------------------------------
 
-    def svg() -> str:
-        from ortlab.render.activations_plot import activations_plot
-        from ortlab.render.plots import svg as inline
 
-        return inline(activations_plot(activations), what)
+LAYERS_SHOWN: Final = 32
+"""Bars: the largest layers, in the model's order."""
 
-    return Drawing(what, svg)
+_REST: Final = "other operators"
+_REST_COLOUR: Final = "#8d8d8d"
+_NAME: Final = 36  # characters
+_INCHES_PER_BAR: Final = 0.26
+
+
+def activations_plot(activations: SavedActivations) -> Figure:
+    """Draw what each layer keeps for backward, stacked by operator: the six that keep most, and the others.
+
+    Activations of unknown size are left out, and the heading says so.
+    """
+    layers = activations.by("layer")
+    largest = {group.name for group in sorted(layers, key=lambda group: -group.bytes)[:LAYERS_SHOWN]}
+    shown = [group for group in layers if group.name in largest and group.bytes]
+    operators = [group.name for group in activations.by("operator")[: len(COLOURS)]]
+    kept: dict[str, dict[str, int]] = {name: {} for name in (*operators, _REST)}
+    for one in activations.rows:
+        bars = kept[one.operator if one.operator in operators else _REST]
+        layer = activations.group_of(one, "layer")
+        bars[layer] = bars.get(layer, 0) + (one.bytes or 0)
+    figure = new_figure(1.3 + _INCHES_PER_BAR * max(len(shown), 4))
+    axes = figure.add_subplot()
+    unit, per_unit = ("MiB", MIB) if activations.total_bytes >= MIB else ("KiB", 1 << 10)
+    heading = f"Kept for backward, worked out from shapes: {units.size(activations.total_bytes)} in all"
+    if activations.unknown:
+        heading += f", and {units.count(len(activations.unknown))} activations of unknown size"
+    if len(shown) < sum(group.bytes > 0 for group in layers):
+        heading += f"; the {len(shown)} largest layers"
+    dress(axes, heading, unit, "")
+    if not shown:
+        say(axes, "Nothing is kept for backward.")
+        return figure
+    rows = [_bar_name(group.name) for group in shown]
+    left = [0.0] * len(shown)
+    for (operator, bars), colour in zip(
+        kept.items(), (*COLOURS[: len(operators)], _REST_COLOUR), strict=True
+    ):
+        widths = [bars.get(group.name, 0) / per_unit for group in shown]
+        if any(widths):
+            axes.barh(rows, widths, left=left, label=_bar_name(operator), color=colour, height=0.7)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
+    key(axes)
+    return figure
+
+
+def _bar_name(text: str) -> str:
+    return plain(text if text == OUTSIDE else units.fold(units.printable(text), _NAME))

@@ -1,15 +1,16 @@
-"""The page of a search: its points, the figure, what they say, and what the numbers are."""
+"""The page and the figure of a search for the batch size: its points, what they say, and what the numbers are."""
 
 from __future__ import annotations
 
 import math
+import textwrap
 from typing import TYPE_CHECKING, Final
 
 from ortlab import units
 from ortlab.memory.measured import RESIDENT
-from ortlab.render.page import Block, Cell, Column, Drawing, Mark, Note, Page, Table, row
-from ortlab.studies.batch_size_following import first_misfit, following
-from ortlab.studies.batch_size_points import (
+from ortlab.render.page import Block, Cell, Column, Mark, Note, Page, Table, row
+from ortlab.render.plots import COLOURS, FALLBACK, INK, MIB, drawing, dress, key, new_figure, say
+from ortlab.studies.batch_size import (
     FAILED,
     FELL_BACK,
     FITS,
@@ -17,12 +18,16 @@ from ortlab.studies.batch_size_points import (
     PREDICTED,
     RAN_OUT,
     TOO_LARGE,
+    first_misfit,
+    following,
     plans_name,
 )
 
 if TYPE_CHECKING:
-    from ortlab.studies.batch_size_points import BatchSizePoint
-    from ortlab.studies.batch_size_search import BatchSizeSearch
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from ortlab.studies.batch_size import BatchSizePoint, BatchSizeSearch, Plans
 
 _COLUMNS: Final = (
     Column("batch", numeric=True, meaning="samples in a batch"),
@@ -61,7 +66,13 @@ def batch_size_page(search: BatchSizeSearch) -> Page:
     if search.points:
         order = sorted(search.points, key=lambda one: (_place(search, one), one.size))
         blocks.append(Table("", _COLUMNS, tuple(_row(search, one, best) for one in order)))
-        blocks += [_drawing(search), _sources(search)]
+        blocks += [
+            drawing(
+                "Samples per second and memory against the batch, with the limit; ortlab.plot(search) draws it.",
+                lambda: batch_size_plot(search),
+            ),
+            _sources(search),
+        ]
     limit = f"{units.size(search.asked_bytes)} of {search.limit_of}"
     return Page(
         f"Batch sizes {search.number} of {search.model}: batch sizes on {search.engine} under {limit}",
@@ -90,18 +101,6 @@ def _row(search: BatchSizeSearch, point: BatchSizePoint, best: BatchSizePoint | 
         spread,
         units.fold(point.reason),
     )
-
-
-def _drawing(search: BatchSizeSearch) -> Drawing:
-    what = "Samples per second and memory against the batch, with the limit; ortlab.plot(search) draws it."
-
-    def svg() -> str:
-        from ortlab.render.batch_size_plot import plot
-        from ortlab.render.plots import svg as inline
-
-        return inline(plot(search), what)
-
-    return Drawing(what, svg)
 
 
 def _sources(search: BatchSizeSearch) -> Note:
@@ -186,3 +185,127 @@ def _need(search: BatchSizeSearch, point: BatchSizePoint) -> str:
     if point.predicted_bytes is not None:
         return f"batch {units.count(point.size)} is predicted to need {units.size(point.predicted_bytes)}"
     return f"batch {units.count(point.size)} {'ran out of memory' if point.outcome == RAN_OUT else 'was not run'}"
+
+
+# ---- the figure -----------------------------------------------------------------------------------------------------
+
+
+_MARKERS: Final = ("o", "s", "^", "D", "v", "P")
+_HEIGHT: Final = 5.2  # inches
+_NAME_WIDTH: Final = 26  # characters
+
+
+def batch_size_plot(search: BatchSizeSearch) -> Figure:
+    """Draw samples per second (median, quartiles) and memory of the batches, those that do not fit hollow."""
+    figure = new_figure(_HEIGHT)
+    top, bottom = figure.subplots(2, sharex=True)
+    sets = tuple(dict.fromkeys(one.plans for one in search.points))
+    for position, plans in enumerate(sets):
+        points = sorted((one for one in search.points if one.plans == plans), key=lambda one: one.size)
+        colour, marker = COLOURS[position % len(COLOURS)], _MARKERS[position % len(_MARKERS)]
+        _draw_pace(top, points, colour, marker)
+        _draw_memory(bottom, search, points, colour, marker)
+    dress(
+        top, f"Samples per second, measured on {search.device} (median; whiskers: quartiles)", "", "samples/s"
+    )
+    kinds = ", ".join(dict.fromkeys(one.kind for one in search.points if one.kind))
+    what = f"Peak of {search.limit_of}" if search.of_device else "Step memory"
+    dress(bottom, f"{what} ({kinds or 'not measured'})", "batch", "MiB")
+    limit = search.asked_bytes / MIB
+    bottom.axhline(limit, color=FALLBACK, linestyle="--", linewidth=1)
+    bottom.annotate(
+        f"limit: {units.size(search.asked_bytes)}",
+        (0.0, limit),
+        xycoords=("axes fraction", "data"),
+        xytext=(4, 3),
+        textcoords="offset points",
+        fontsize=8,
+        color=FALLBACK,
+    )
+    if not any(one.timed for one in search.points):
+        say(top, "No batch was timed.")
+    _scale(bottom, sorted({one.size for one in search.points}))
+    top.set_ylim(bottom=0)
+    _key(top, sets)
+    return figure
+
+
+def _draw_pace(axes: Axes, points: list[BatchSizePoint], colour: str, marker: str) -> None:
+    timed = [one for one in points if one.timed]
+    if not timed:
+        return
+    medians = [one.samples_per_s for one in timed]
+    spread = [
+        [max(0.0, median - one.spread[0]) for one, median in zip(timed, medians, strict=True)],
+        [max(0.0, one.spread[1] - median) for one, median in zip(timed, medians, strict=True)],
+    ]
+    axes.errorbar(
+        [one.size for one in timed],
+        medians,
+        yerr=spread,
+        color=colour,
+        marker=marker,
+        markersize=5,
+        capsize=3,
+        linewidth=1.2,
+    )
+
+
+def _draw_memory(
+    axes: Axes, search: BatchSizeSearch, points: list[BatchSizePoint], colour: str, marker: str
+) -> None:
+    measured = [one for one in points if search.needed(one) is not None]
+    axes.plot(
+        [one.size for one in measured],
+        [(search.needed(one) or 0) / MIB for one in measured],
+        color=colour,
+        linewidth=1.2,
+    )
+    for one in points:
+        needed = search.needed(one)
+        known = needed if needed is not None else one.predicted_bytes
+        if known is not None:
+            filled = colour if one.fits else "none"
+            axes.plot(
+                [one.size], [known / MIB], color=colour, marker=marker, markersize=5, markerfacecolor=filled
+            )
+
+
+def _scale(axes: Axes, sizes: list[int]) -> None:
+    if not sizes:
+        return
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator(sizes))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _position: units.count(size)))
+
+
+def _key(axes: Axes, sets: tuple[Plans, ...]) -> None:
+    from matplotlib.lines import Line2D
+
+    handles = [
+        Line2D(
+            [],
+            [],
+            color=COLOURS[position % len(COLOURS)],
+            marker=_MARKERS[position % len(_MARKERS)],
+            markersize=5,
+            linewidth=1.2,
+            label=textwrap.fill(units.fold(units.printable(plans_name(plans)), 4 * _NAME_WIDTH), _NAME_WIDTH),
+        )
+        for position, plans in enumerate(sets)
+    ]
+    handles.append(
+        Line2D(
+            [],
+            [],
+            linestyle="none",
+            marker="o",
+            markerfacecolor="none",
+            color=INK,
+            label=textwrap.fill("hollow: does not fit, or predicted and not run", _NAME_WIDTH),
+        )
+    )
+    key(axes, handles=handles)

@@ -6,22 +6,22 @@ from typing import TYPE_CHECKING, Final
 
 from ortlab import units
 from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, row
-from ortlab.studies.bisection import NO_CHANGE, NOT_COMPARABLE, RESPONSIBLE, TOO_NOISY, UNFINISHED
-from ortlab.studies.bisection_metrics import LOSS, PARITY, PEAK_BYTES, STEP_MS
+from ortlab.studies.bisection import (
+    LOSS,
+    NO_CHANGE,
+    NOT_COMPARABLE,
+    PARITY,
+    PEAK_BYTES,
+    RESPONSIBLE,
+    STEP_MS,
+    TOO_NOISY,
+    UNFINISHED,
+)
 
 if TYPE_CHECKING:
-    from ortlab.studies.bisection import Bisection
-    from ortlab.studies.bisection_search import Culprits
-    from ortlab.studies.bisection_trials import Trial
+    from ortlab.studies.bisection import Bisection, Culprits, Trial
 
 _NOUNS: Final = {
-    LOSS: "the losses",
-    PARITY: "the distance to PyTorch",
-    STEP_MS: "the step time",
-    PEAK_BYTES: "the peak memory",
-}
-
-_TITLES: Final = {
     LOSS: "the losses",
     PARITY: "the distance to PyTorch",
     STEP_MS: "the step time",
@@ -59,8 +59,8 @@ def bisection_page(bisection: Bisection) -> Page:
         table = _table(bisection)
         blocks.append(Folded("What was tried", blocks=(table,), is_open=len(bisection.trials) <= 12))  # noqa: PLR2004
     blocks.append(_sources(bisection))
-    about = _TITLES.get(bisection.metric, bisection.metric)
-    changes = "1 change" if len(bisection.changes) == 1 else f"{units.count(len(bisection.changes))} changes"
+    about = _NOUNS.get(bisection.metric, bisection.metric)
+    changes = units.many(bisection.changes, "change")
     return Page(f"Bisection {bisection.number} of {bisection.model}: {about}, {changes}", tuple(blocks))
 
 
@@ -95,7 +95,7 @@ def _row(bisection: Bisection, number: int, trial: Trial) -> tuple[Cell, ...]:
 
 def _sources(bisection: Bisection) -> Note:
     """Say once, under the table, what the numbers are and what they are not."""
-    steps = f"{units.count(bisection.count)} {'step' if bisection.count == 1 else 'steps'}"
+    steps = units.many(bisection.count, "step")
     runs = f"{units.count(bisection.runs)} runs of {steps} from one start"
     if bisection.metric == PEAK_BYTES:
         runs = f"{units.count(bisection.runs)} measurements from one start"

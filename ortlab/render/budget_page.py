@@ -1,4 +1,4 @@
-"""The page of a budget: what was asked for, the plans, what is predicted of them and what was measured."""
+"""The page and the figure of a budget: what was asked for, its plans, what is predicted and what was measured."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from ortlab import units
-from ortlab.render.page import Block, Cell, Column, Drawing, Folded, Mark, Note, Page, Table, row
+from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, left_out, row
+from ortlab.render.plots import COLOURS, INK, MIB, drawing, dress, key, new_figure, plain, say
 from ortlab.studies import budget as outcomes
-from ortlab.studies.batch_size_points import plans_name
+from ortlab.studies.batch_size import plans_name
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
     from ortlab.studies.budget import Budget, Obstacle, Prediction
 
 _MARKS: Final = {
@@ -22,6 +26,7 @@ _MARKS: Final = {
     outcomes.PREDICTED: Mark.PLAIN,
     outcomes.TOO_SMALL: Mark.BAD,
 }
+
 _LIVE_SHOWN: Final = 8
 _NAMED: Final = 4
 """Plans that the first sentence names."""
@@ -44,7 +49,13 @@ def budget_page(budget: Budget) -> Page:
     blocks: list[Block] = [Note(_verdict(budget), _MARKS[budget.outcome])]
     blocks += [Note(said) for said in (_time(budget), _device(budget), _state(budget)) if said]
     if budget.curve:
-        blocks.append(_drawing(budget))
+        blocks.append(
+            drawing(
+                "Time that plans add to a step against its memory, predicted and measured; "
+                "ortlab.plot(budget) draws it.",
+                lambda: budget_plot(budget),
+            )
+        )
     if budget.outcome != outcomes.NO_PLANS_NEEDED and budget.solver.plans:
         blocks.append(_plans(budget))
     if budget.trials:
@@ -119,7 +130,7 @@ def _names(prediction: Prediction) -> str:
         return f"memory_level={prediction.memory_level}"
     names = list(dict.fromkeys(units.fold(plans_name((plan,)), _NAME) for plan in prediction.plans))
     shown = names if len(names) <= _NAMED else [*names[:_NAMED], f"{len(names) - _NAMED} more"]
-    plans = "1 plan" if len(prediction.plans) == 1 else f"{units.count(len(prediction.plans))} plans"
+    plans = units.many(prediction.plans, "plan")
     return f"{plans} ({', '.join(shown)})" if names else "no plan"
 
 
@@ -195,7 +206,7 @@ def _had(before: Mapping[str, Any]) -> str:
     plans = before.get("memory_plan", ())
     said = [f'engine "{before["engine"]}"'] if "engine" in before else []
     said += [f"memory_level={before['memory_level']}"] if "memory_level" in before else []
-    said += ["1 plan" if len(plans) == 1 else f"{units.count(len(plans))} plans"] if plans else []
+    said += [units.many(plans, "plan")] if plans else []
     return " and ".join(said)
 
 
@@ -283,7 +294,7 @@ def _obstacle(obstacle: Obstacle) -> Folded:
         hidden = len(obstacle.live) - len(shown)
         columns = (Column("what lives there"), Column("size", numeric=True))
         rows = tuple(row(name, units.size(size)) for name, size in shown)
-        blocks.append(Table("", columns, rows, f"{units.count(hidden)} smaller ones" if hidden else ""))
+        blocks.append(Table("", columns, rows, left_out(hidden, "smaller ones")))
     return Folded("What keeps memory from falling further", blocks=tuple(blocks), is_open=True)
 
 
@@ -318,18 +329,6 @@ def _compared(budget: Budget) -> Table:
     return Table("", columns, rows)
 
 
-def _drawing(budget: Budget) -> Drawing:
-    what = "Time that plans add to a step against its memory, predicted and measured; ortlab.plot(budget) draws it."
-
-    def svg() -> str:
-        from ortlab.render.budget_plot import plot
-        from ortlab.render.plots import svg as inline
-
-        return inline(plot(budget), what)
-
-    return Drawing(what, svg)
-
-
 def _sources(budget: Budget) -> str:
     """Say once what the numbers are and where they come from."""
     solver = budget.solver
@@ -349,3 +348,120 @@ def _sources(budget: Budget) -> str:
                 line += f" (at most {units.percent(solver.gap)} cheaper)"
         lines.append(f"{line}.")
     return "\n".join(lines)
+
+
+# ---- the figure -----------------------------------------------------------------------------------------------------
+
+
+_PREDICTED, _MEASURED, _OTHER, _TIMED = COLOURS[0], COLOURS[5], COLOURS[2], COLOURS[1]
+_HEIGHT = 3.8  # inches
+
+
+def budget_plot(budget: Budget) -> Figure:
+    """Draw what plans add to a step's time against the memory that it needs: the front of what plans can do.
+
+    The line is predicted, and so is the time of every mark but two: the answer's own, with its 95 % interval, and those
+    of candidates. Measured memory is filled, and joined with its prediction, so that the length of the line is the
+    error.
+    """
+    figure = new_figure(_HEIGHT)
+    axes = figure.add_subplot()
+    step_ms = budget.without.step_ms
+    heading = (
+        f"What less memory costs on {budget.device} (hollow and line: predicted; filled: memory measured)"
+    )
+    time = "added to a step [%]" if step_ms else "added to a step [ms]"
+    dress(axes, heading, f"step memory [MiB] ({budget.kind})", time)
+    if math.isnan(budget.without.step_memory_bytes):
+        say(axes, "Nothing was measured.")
+        return figure
+    unit = step_ms / 100 if step_ms else 1.0
+    _draw_curve(axes, budget, unit)
+    _draw_measured(axes, budget, unit)
+    if budget.limit_bytes > 0:
+        where = budget.limit_bytes / MIB
+        if (
+            where < 2 * budget.without.step_memory_bytes / MIB
+        ):  # a limit far above would press the rest together
+            axes.axvline(where, color=INK, linestyle="--", linewidth=1, label="asked for", zorder=0)
+    if budget.solver.plans:
+        floor = budget.floor_bytes / MIB
+        axes.axvline(
+            floor, color=INK, linestyle=":", linewidth=1, label="floor: plans reach no lower", zorder=0
+        )
+    axes.margins(0.1)
+    axes.set_xlim(left=0)
+    key(axes, 1.02)
+    return figure
+
+
+def _draw_curve(axes: Axes, budget: Budget, unit: float) -> None:
+    points = sorted(
+        (one.step_memory_bytes / MIB, one.cost_ms / unit) for one in budget.curve or (budget.prediction,)
+    )
+    x, y = zip(*points, strict=True)
+    axes.plot(
+        x,
+        y,
+        color=_PREDICTED,
+        marker="o",
+        markersize=5,
+        markerfacecolor="none",
+        linewidth=1.2,
+        drawstyle="steps-post",
+        label="plans, predicted",
+    )
+
+
+def _draw_measured(axes: Axes, budget: Budget, unit: float) -> None:
+    """Draw what was measured: plans at their predicted time, the answer also at its measured one, and other ways."""
+    axes.plot(
+        [budget.without.step_memory_bytes / MIB],
+        [0.0],
+        "s",
+        color=_MEASURED,
+        markersize=7,
+        linestyle="none",
+        label="without plans",
+    )
+    for number, trial in enumerate(budget.trials, start=1):
+        told = trial.prediction
+        label = "plans, memory measured" if number == 1 else None
+        sizes = [told.step_memory_bytes / MIB, trial.step_memory_bytes / MIB]
+        added = told.cost_ms / unit
+        axes.plot(sizes, [added] * 2, color=_MEASURED, linewidth=0.8)
+        axes.plot(sizes[1:], [added], "o", color=_MEASURED, markersize=7, linestyle="none", label=label)
+        _name(axes, "answer" if trial is budget.best else str(number), sizes[1], added)
+    _draw_timing(axes, budget)
+    base = budget.compared[0].step_ms if budget.compared else None
+    for position, one in enumerate(budget.compared):
+        if one.step_ms is None or base is None:
+            continue
+        label = "candidates, both measured" if position == 0 else None
+        x, added = one.step_memory_bytes / MIB, (one.step_ms - base) / unit
+        axes.plot([x], [added], "D", color=_OTHER, markersize=6, linestyle="none", label=label)
+        _name(axes, plain(one.name), x, added)
+
+
+def _draw_timing(axes: Axes, budget: Budget) -> None:
+    """Draw the answer where its time was measured, with the interval; not where the machine was not steady."""
+    timing, best = budget.timing, budget.best
+    if timing is None or best is None or not timing.holds or math.isnan(timing.low):
+        return
+    middle = 100 * (timing.ratio - 1)
+    ends = [[max(0.0, middle - 100 * (timing.low - 1))], [max(0.0, 100 * (timing.high - 1) - middle)]]
+    axes.errorbar(
+        [best.step_memory_bytes / MIB],
+        [middle],
+        yerr=ends,
+        fmt="^",
+        color=_TIMED,
+        markersize=7,
+        capsize=3,
+        linewidth=1.2,
+        label="answer, time measured as well",
+    )
+
+
+def _name(axes: Axes, name: str, x: float, y: float) -> None:
+    axes.annotate(name, (x, y), xytext=(6, 5), textcoords="offset points", fontsize=8, color=INK)

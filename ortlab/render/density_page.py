@@ -1,4 +1,4 @@
-"""The page of densities: ORTModule's table, and what to do about what it shows."""
+"""The page and the figure of densities: ORTModule's table, and what to do about what it shows; the table of a run."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from ortlab import units
-from ortlab.records.density import EMBED, LABEL
-from ortlab.records.density_report import THRESHOLD
-from ortlab.render.page import Block, Cell, Column, Drawing, Mark, Note, Page, Table, row
+from ortlab.records.density import EMBED, LABEL, THRESHOLD
+from ortlab.render.page import Block, Cell, Column, Mark, Note, Page, Table, row
+from ortlab.render.plots import COLOURS, INK, drawing, dress, key, new_figure, plain, say, whole_steps
 
 if TYPE_CHECKING:
-    from ortlab.records.density_report import DensityReport, SwitchEffect
+    from matplotlib.figure import Figure
+
+    from ortlab.records.density import Density, DensityReport, SwitchEffect
 
 STEPS_SHOWN: Final = 10
 """Steps that a page shows, the latest; ORTModule printed as many at a time."""
 
 _SAMPLES_SHOWN: Final = 32
-
 _COLUMNS: Final = (
     Column("STEP", numeric=True),
     Column(
@@ -37,7 +38,12 @@ def density_page(report: DensityReport) -> Page:
     blocks: list[Block] = []
     if report.density:
         blocks.append(_table(report))
-        blocks.append(Drawing(_DRAWN, lambda: _drawn(report)))
+        blocks.append(
+            drawing(
+                "Density of each input over the steps; ortlab.plot(report) draws it.",
+                lambda: density_plot(report),
+            )
+        )
     blocks += _advice(report)
     if report.effects:
         blocks.append(_effects(report))
@@ -47,16 +53,6 @@ def density_page(report: DensityReport) -> Page:
             if one.failure
         ]
     return Page(f"Density of the inputs: counted in {report.source}", tuple(blocks))
-
-
-_DRAWN: Final = "Density of each input over the steps; ortlab.plot(report) draws it."
-
-
-def _drawn(report: DensityReport) -> str:
-    from ortlab.render.density_plot import density_plot
-    from ortlab.render.plots import svg
-
-    return svg(density_plot(report), _DRAWN)
 
 
 def _table(report: DensityReport) -> Table:
@@ -169,15 +165,18 @@ _ACTS: Final = (
     "Label sparsity acts: it cuts about {share} of the loss FLOPs; where the model does not return its logits, also of "
     'the layers ahead that work place by place. lab.flops(against={{"label_sparse_optimizer": False}}) counts them.'
 )
+
 _OFF: Final = (
     "Label sparsity is off: lab.set(compute_optimizer=True, label_sparse_optimizer=True) will cut about {share} of "
     "the loss FLOPs."
 )
+
 _UNSEEN: Final = (
     "Label sparsity would cut about {share} of the loss FLOPs, but cannot see this loss: it is no "
     "torch.nn.CrossEntropyLoss sub-module. ortlab.with_loss(model, ortlab.TokenLoss(), loss_only=True) makes it "
     "one (shift=True for causal language models)."
 )
+
 _LABELS: Final = {
     "acts": (_ACTS, Mark.GOOD),
     "off": (_OFF, Mark.WARN),
@@ -228,3 +227,66 @@ def _effect(one: SwitchEffect) -> tuple[Cell, ...]:
         units.ratio(one.memory_ratio),
         units.difference(one.loss_difference),
     )
+
+
+# ---- the table of a run, and the figure -----------------------------------------------------------------------------
+
+
+_INPUT = (
+    Column("input", meaning="name of the model's argument"),
+    Column("holds", meaning="tokens that an embedding looks up, or labels of a cross entropy"),
+    Column("left out", numeric=True, meaning="the padding token, or the label that is ignored"),
+    Column("density", numeric=True, meaning="counted: share that is not left out, over all steps of the run"),
+    Column("last step", numeric=True, meaning="counted: how many are not left out, and how many there are"),
+    Column("per sample", numeric=True, meaning="counted in the last step: fewest and most of one sample"),
+)
+
+
+def density_table(density: Density) -> Table:
+    """List each input once: its mean density, and the counts of the last step."""
+    rows = []
+    for last, mean in density.means():
+        samples = last.valid_per_sample
+        rows.append(
+            row(
+                last.name,
+                "tokens" if last.kind == EMBED else "labels",
+                str(last.pad_index),
+                units.percent(mean),
+                f"{units.count(last.valid)} of {units.count(last.total)}",
+                f"{units.count(min(samples))} to {units.count(max(samples))}" if samples else "-",
+            )
+        )
+    return Table("Density of the inputs: counted, all steps in run.density.table()", _INPUT, tuple(rows))
+
+
+def density_plot(report: DensityReport) -> Figure:
+    """Draw which part of each input counts, step by step; the line below which the sparsity optimizers act, too."""
+    from matplotlib.ticker import MaxNLocator
+
+    from ortlab.records.density import THRESHOLD
+
+    figure = new_figure(2.8)
+    axes = figure.add_subplot()
+    dress(axes, f"Density of the inputs, counted in {report.source}", "step", "valid [%]")
+    inputs = dict.fromkeys((one.kind, one.name) for one in report.rows)
+    if not inputs:
+        say(axes, "Nothing was counted.")
+        return figure
+    for position, (kind, name) in enumerate(inputs):
+        rows = [one for one in report.rows if (one.kind, one.name) == (kind, name)]
+        axes.plot(
+            [one.step for one in rows],
+            [100 * one.density for one in rows],
+            label=plain(f"{kind} {units.printable(name)}"),
+            color=COLOURS[position % len(COLOURS)],
+            marker="o",
+            markersize=4,
+            linewidth=1.5,
+        )
+    axes.axhline(100 * THRESHOLD, color=INK, linestyle=":", linewidth=1)
+    axes.set_ylim(0, 105)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    whole_steps(axes)
+    key(axes)
+    return figure

@@ -1,29 +1,42 @@
-"""The page of candidates: time, memory and loss of each beside ONNX Runtime's, and what could not be run."""
+"""The page and the figure of engines: time, memory and loss of each, and what could not be run."""
 
 from __future__ import annotations
 
+import math
+import textwrap
 from typing import TYPE_CHECKING
 
 from ortlab import units
-from ortlab.options.engine_names import engine_kind
-from ortlab.render.page import Block, Cell, Column, Drawing, Mark, Note, Page, Table, row
-from ortlab.render.run_pages import engine_words
-from ortlab.render.verdict_cells import BASELINE, MEMORY_MEASURED, reasons, verdict_cell
+from ortlab.options.configuration import engine_kind
+from ortlab.render.comparison_page import (
+    COMPARED,
+    MEMORY_MEASURED,
+    compared_cells,
+    reasons,
+)
+from ortlab.render.execution_words import engine_words
+from ortlab.render.page import Block, Cell, Column, Mark, Note, Page, Table, row
+from ortlab.render.plots import (
+    INK,
+    MIB,
+    drawing,
+    dress,
+    engine_colour,
+    key,
+    new_figure,
+    plain,
+    quartiles,
+    say,
+)
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from ortlab.studies.engine_comparison import Candidate, EngineComparison
 
 _COLUMNS = (
     Column("candidate", meaning="who executed the model, and how it differs from the lab as it is set"),
-    Column("time", numeric=True, meaning="measured: step time over the baseline's, with 95 % interval"),
-    Column(
-        "verdict", meaning="what may be said; nothing where the machine may have drifted between the runs"
-    ),
-    Column("step", numeric=True, meaning="measured: median wall time of a warm step, all rounds together"),
-    Column("step memory", numeric=True, meaning="measured: how far a step rises above its start"),
-    Column("memory", numeric=True, meaning="measured: step memory against the baseline's"),
-    Column("last loss", numeric=True, meaning="measured: loss of the last step"),
-    Column("loss difference", numeric=True, meaning="measured: largest relative one, step by step"),
+    *COMPARED,
 )
 
 
@@ -77,9 +90,15 @@ def engines_page(candidates: EngineComparison) -> Page:
         "lab.compare_engines() with three rounds or more",
     )
     if measured:
-        blocks += [_drawing(candidates), _sources(measured)]
+        blocks += [
+            drawing(
+                "Step time against the memory of a step, one mark per candidate; ortlab.plot(candidates) draws it.",
+                lambda: engines_plot(candidates),
+            ),
+            _sources(measured),
+        ]
     rounds = f"{units.count(candidates.sweep.rounds)} rounds of " if candidates.sweep.rounds > 1 else ""
-    steps = f"{units.count(candidates.sweep.count)} {'steps' if candidates.sweep.count > 1 else 'step'}"
+    steps = units.many(candidates.sweep.count, "step")
     return Page(f"Engines of {candidates.sweep.model}: {rounds}{steps} each", tuple(blocks))
 
 
@@ -92,31 +111,9 @@ def candidate_words(candidate: Candidate) -> str:
 def _row(candidates: EngineComparison, candidate: Candidate) -> tuple[Cell, ...]:
     outcome, point = candidate.outcome, candidate.point
     assert outcome is not None  # noqa: S101 - only measured candidates have a row
-    is_base = point is candidates.sweep.baseline
     name = Cell(candidate_words(candidate), Mark.BAD if point.fell_back else Mark.PLAIN)
-    time = units.ratio_interval(outcome.time_ratio, outcome.time_low, outcome.time_high)
-    return row(
-        name,
-        units.ratio(1.0) if is_base else time,
-        BASELINE if is_base and not point.fell_back else verdict_cell(outcome.verdict, outcome.memory),
-        units.duration(point.step_ms),
-        units.size(candidate.rise_bytes),
-        "-" if is_base else units.change(candidate.rise_ratio),
-        units.loss(point.runs[-1].losses[-1]),
-        "-" if is_base else units.difference(outcome.loss_difference),
-    )
-
-
-def _drawing(candidates: EngineComparison) -> Drawing:
-    what = "Step time against the memory of a step, one mark per candidate; ortlab.plot(candidates) draws it."
-
-    def svg() -> str:
-        from ortlab.render.engines_plot import engines_plot
-        from ortlab.render.plots import svg as inline
-
-        return inline(engines_plot(candidates), what)
-
-    return Drawing(what, svg)
+    is_base = point is candidates.sweep.baseline
+    return (name, *compared_cells(outcome, candidate.rise_ratio, is_base=is_base))
 
 
 def _sources(measured: list[Candidate]) -> Note:
@@ -133,3 +130,70 @@ def _sources(measured: list[Candidate]) -> Note:
             "PyTorch and ONNX Runtime draw dropout masks from different generators: with dropout, losses differ."
         )
     return Note("\n".join(lines), Mark.QUIET)
+
+
+# ---- the figure -----------------------------------------------------------------------------------------------------
+
+
+_MARKERS = {"ort": "o", "eager": "s", "checkpoint": "^", "compile": "D"}
+_NAME_WIDTH = 44  # characters
+
+
+def engines_plot(candidates: EngineComparison) -> Figure:
+    """Draw the median step time, with quartiles, against step memory.
+
+    Where step memory is not known, the candidates stand in a row.
+    Those that were not measured are left out.
+    """
+    shown = [candidate for candidate in candidates if candidate.outcome is not None]
+    figure = new_figure(max(3.4, 1.4 + 0.34 * len(shown)))
+    axes = figure.add_subplot()
+    if not shown:
+        dress(axes, "Step time against memory", "", "step [ms]")
+        say(axes, "No candidate was measured.")
+        return figure
+    devices = ", ".join(dict.fromkeys(run.device for candidate in shown for run in candidate.point.runs))
+    memory, words = _memory(shown)
+    for number, (candidate, place) in enumerate(zip(shown, memory, strict=True), start=1):
+        low, high = quartiles(candidate.point.warm_steps)
+        colour = engine_colour(candidate.engine, fell_back=candidate.point.fell_back)
+        name = textwrap.fill(
+            units.fold(units.printable(f"{number}  {candidate_words(candidate)}"), 2 * _NAME_WIDTH),
+            _NAME_WIDTH,
+            subsequent_indent="    ",
+        )
+        axes.errorbar(
+            [place],
+            [candidate.point.step_ms],
+            yerr=[[candidate.point.step_ms - low], [high - candidate.point.step_ms]],
+            color=colour,
+            marker=_MARKERS.get(engine_kind(candidate.engine), "o"),
+            markersize=7,
+            capsize=3,
+            linewidth=1,
+            linestyle="none",
+            label=plain(name),
+        )
+        axes.annotate(
+            str(number),
+            (place, candidate.point.step_ms),
+            xytext=(6, 5),
+            textcoords="offset points",
+            fontsize=8,
+            color=INK,
+        )
+    dress(
+        axes, f"Step time and memory, measured on {devices} (median; whiskers: quartiles)", words, "step [ms]"
+    )
+    axes.margins(0.14)
+    axes.set_ylim(bottom=0)
+    key(axes, 1.02, handlelength=1.2)
+    return figure
+
+
+def _memory(shown: list[Candidate]) -> tuple[list[float], str]:
+    """Return where each candidate stands, and what that is: step memory, or places in a row."""
+    sizes = [candidate.rise_bytes / MIB for candidate in shown]
+    if not any(map(math.isnan, sizes)):
+        return sizes, "step memory [MiB]"
+    return [float(number) for number in range(1, len(shown) + 1)], "candidates"

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ortlab import units
 from ortlab.graphs.outline import outline, parts_of
-from ortlab.render.page import printable
 
 if TYPE_CHECKING:
     from ortlab.graphs.outline import Flow, Kept, Module, Outline, Side
@@ -248,15 +247,13 @@ def _tooltip(module: Module, nodes: tuple[str, ...], operators: Mapping[str, int
 
 
 def _amount(flow: Flow) -> str:
-    return "1 value" if flow.values == 1 else f"{units.count(flow.values)} values"
+    return units.many(flow.values, "value")
 
 
 def _kept_words(title: str, kept: Kept) -> str:
     """Say what a module keeps for the backward."""
     noun = "buffer" if kept.are_buffers else "value"
-    words = (
-        f"{_fold(title)} keeps {units.count(kept.count)} {noun}{'' if kept.count == 1 else 's'} for backward"
-    )
+    words = f"{_fold(title)} keeps {units.many(kept.count, noun)} for backward"
     if not kept.are_buffers:
         return words
     lower = "at least " if kept.unknown else ""
@@ -294,7 +291,7 @@ def _words(module: Module) -> str:
 
 def _short(text: str, limit: int, *, at_end: bool = False) -> str:
     """Shorten a name; the end of a module's path says more than its beginning."""
-    text = printable(text)
+    text = units.printable(text)
     if len(text) <= limit:
         return text
     return f"…{text[len(text) - limit + 1 :]}" if at_end else units.fold(text, limit)
@@ -305,7 +302,7 @@ def _beginning(text: str, limit: int) -> str:
 
 
 def _fold(text: str) -> str:
-    return units.fold(printable(text), _TOOLTIP_LENGTH)
+    return units.fold(units.printable(text), _TOOLTIP_LENGTH)
 
 
 def _safe(text: str) -> str:

@@ -2,46 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
 from functools import singledispatch
 
 from ortlab import units
 from ortlab.graphs.diff import GraphDiff
-from ortlab.graphs.flop_savings import FlopSavings
-from ortlab.graphs.flops import Flops
-from ortlab.graphs.graph_set import GraphSet
+from ortlab.graphs.flops import Flops, FlopSavings
 from ortlab.graphs.onnx_files import FileGraph
-from ortlab.graphs.stages import Graph
+from ortlab.graphs.stages import Graph, GraphSet
 from ortlab.graphs.triton_kernels import TritonKernel, TritonKernels
-from ortlab.graphs.viewer.embedded import EmbeddedGraph
+from ortlab.graphs.viewer.document import EmbeddedGraph
 from ortlab.memory.device_snapshot import MemorySnapshot
 from ortlab.memory.measured import MemoryMeasurement
 from ortlab.memory.plan import MemoryPlan
 from ortlab.memory.saved_activations import SavedActivations
 from ortlab.memory.saved_plans import SavedPlans
 from ortlab.memory.trace import Trace
-from ortlab.options.option_list import OptionList
+from ortlab.options.catalogue import OptionList
 from ortlab.options.options import Options
-from ortlab.parity.functions import FunctionReport
-from ortlab.parity.record import Parity
+from ortlab.parity.function_check import FunctionReport
+from ortlab.parity.parity import Parity
 from ortlab.ranks import Cluster
-from ortlab.ranks.balance import Balance
-from ortlab.ranks.cluster_status import ClusterStatus
-from ortlab.ranks.ranks import Ranks
-from ortlab.records.checks import Report
+from ortlab.ranks.balancing import Balance
+from ortlab.ranks.cluster_records import ClusterStatus
+from ortlab.ranks.ledgers import Ranks
+from ortlab.records.checks import Recipe, Report
 from ortlab.records.comparison import Comparison
-from ortlab.records.density_report import DensityReport
-from ortlab.records.findings import Level
+from ortlab.records.density import DensityReport
 from ortlab.records.memory_phases import MemoryPhases
 from ortlab.records.messages import Messages
-from ortlab.records.preflight import Preflight
-from ortlab.records.recipe import Recipe
+from ortlab.records.preflight import Level, Preflight
 from ortlab.records.runs import Ledger, Run
 from ortlab.records.selftest import SelfTest
 from ortlab.records.status import Status
 from ortlab.records.tuning_results import TuningResults
-from ortlab.studies.batch_size_points import plans_name
-from ortlab.studies.batch_size_search import BatchSizeSearch
+from ortlab.studies.batch_size import BatchSizeSearch, plans_name
 from ortlab.studies.bisection import Bisection
 from ortlab.studies.budget import Budget
 from ortlab.studies.engine_comparison import EngineComparison
@@ -55,11 +49,6 @@ def headline(record: object) -> str:
     raise TypeError(message)
 
 
-def _many(of: Sized | int, one: str, many: str = "") -> str:
-    number = of if isinstance(of, int) else len(of)
-    return f"{units.count(number)} {one if number == 1 else many or f'{one}s'}"
-
-
 # ---- runs and what is made of them --------------------------------------------------------------------------------
 
 
@@ -67,7 +56,7 @@ def _many(of: Sized | int, one: str, many: str = "") -> str:
 def _run(run: Run) -> str:
     loss = run.losses[-1] if run.losses else None
     last = "" if loss is None else f", last loss {units.loss(loss)}"
-    return f"{run.title}: {_many(run.steps, 'step')}, {units.duration(run.step_ms)} each{last}"
+    return f"{run.title}: {units.many(run.steps, 'step')}, {units.duration(run.step_ms)} each{last}"
 
 
 @headline.register
@@ -76,7 +65,7 @@ def _ledger(ledger: Ledger) -> str:
         return "no runs"
     fell = sum(run.fell_back for run in ledger)
     fallback = f", {units.count(fell)} fell back to PyTorch" if fell else ""
-    return f"{_many(ledger, 'run')}{fallback}, the last: {_run(ledger[-1])}"
+    return f"{units.many(ledger, 'run')}{fallback}, the last: {_run(ledger[-1])}"
 
 
 @headline.register
@@ -86,15 +75,15 @@ def _comparison(comparison: Comparison) -> str:
 
 @headline.register
 def _sweep(sweep: Sweep) -> str:
-    points, rounds = _many(sweep.points, "point"), _many(sweep.rounds, "round")
-    done = f"{units.count(sweep.runs_done)} of {_many(sweep.runs_planned, 'run')} done"
-    return f"{sweep.number}: {sweep.model}, {points} in {rounds} of {_many(sweep.count, 'step')}, {done}"
+    points, rounds = units.many(sweep.points, "point"), units.many(sweep.rounds, "round")
+    done = f"{units.count(sweep.runs_done)} of {units.many(sweep.runs_planned, 'run')} done"
+    return f"{sweep.number}: {sweep.model}, {points} in {rounds} of {units.many(sweep.count, 'step')}, {done}"
 
 
 @headline.register
 def _engines(candidates: EngineComparison) -> str:
     names = "; ".join(one.name for one in candidates)
-    return f"{candidates.sweep.model}: {_many(len(candidates), 'way')} to run the step: {names}"
+    return f"{candidates.sweep.model}: {units.many(len(candidates), 'way')} to run the step: {names}"
 
 
 @headline.register
@@ -102,7 +91,7 @@ def _bisection(bisection: Bisection) -> str:
     named = "; ".join(
         " with ".join(bisection.words(name) for name in one.names) for one in bisection.culprits
     )
-    tried = f"{_many(bisection.changes, 'change')}, {_many(bisection.trials, 'trial')}"
+    tried = f"{units.many(bisection.changes, 'change')}, {units.many(bisection.trials, 'trial')}"
     return (
         f"{bisection.number}: {bisection.model}, {bisection.metric}: {named or bisection.outcome} ({tried})"
     )
@@ -113,7 +102,7 @@ def _search(search: BatchSizeSearch) -> str:
     best = search.best
     found = f"best: batch {best.size}, {plans_name(best.plans)}" if best else "nothing timed"
     limit = f"limit {units.size(search.asked_bytes)} of {search.limit_of}"
-    return f"{search.number}: {search.model}, {found} ({_many(search.points, 'point')}, {limit})"
+    return f"{search.number}: {search.model}, {found} ({units.many(search.points, 'point')}, {limit})"
 
 
 @headline.register
@@ -121,7 +110,7 @@ def _budget(budget: Budget) -> str:
     level = budget.answer.memory_level
     plans = f", memory_level={level}" if level else ""
     if budget.plans and not level:
-        plans = f", {_many(budget.plans, 'plan')}: {', '.join(budget.plans)}"
+        plans = f", {units.many(budget.plans, 'plan')}: {', '.join(budget.plans)}"
     return f"{budget.asked} for {budget.model}: {budget.outcome}{plans}"
 
 
@@ -133,16 +122,15 @@ def _parity(parity: Parity) -> str:
         if first
         else "no difference"
     )
-    tried = f"{_many(parity.steps, 'step')}, {_many(parity.pairs, 'tensor')}"
+    tried = f"{units.many(parity.steps, 'step')}, {units.many(parity.pairs, 'tensor')}"
     return f"{parity.candidate} against {parity.reference}: {parity.model}, {found} ({tried})"
 
 
 @headline.register
 def _ranks(ranks: Ranks) -> str:
-    missing = f", {_many(ranks.missing, 'ledger')} missing" if ranks.missing else ""
-    return (
-        f"{_many(ranks.ranks, 'rank')}, {_many(ranks.numbers, 'run')} on all, shown: {ranks.shown}{missing}"
-    )
+    missing = f", {units.many(ranks.missing, 'ledger')} missing" if ranks.missing else ""
+    found = f"{units.many(ranks.ranks, 'rank')}, {units.many(ranks.numbers, 'run')} on all"
+    return f"{found}, shown: {ranks.shown}{missing}"
 
 
 # ---- memory -------------------------------------------------------------------------------------------------------
@@ -151,44 +139,46 @@ def _ranks(ranks: Ranks) -> str:
 @headline.register
 def _measurement(measured: MemoryMeasurement) -> str:
     needs = f"a step needs {units.size(measured.rise_bytes)} above its start"
-    return (
-        f"{measured.engine}: {needs}, {measured.kind} on {measured.device}, {_many(measured.steps, 'step')}"
-    )
+    return f"{measured.engine}: {needs}, {measured.kind} on {measured.device}, {units.many(measured.steps, 'step')}"
 
 
 @headline.register
 def _phases(phases: MemoryPhases) -> str:
-    read = f"{_many(phases.readings, 'reading')} in {_many(phases.steps, 'step')}"
+    read = f"{units.many(phases.readings, 'reading')} in {units.many(phases.steps, 'step')}"
     return f"{phases.source or 'memory at points'}: {read}"
 
 
 @headline.register
 def _snapshot(snapshot: MemorySnapshot) -> str:
-    return f"{units.size(snapshot.total_bytes)} in {_many(snapshot.blocks, 'block')} on {snapshot.device}"
+    return (
+        f"{units.size(snapshot.total_bytes)} in {units.many(snapshot.blocks, 'block')} on {snapshot.device}"
+    )
 
 
 @headline.register
 def _plan(plan: MemoryPlan) -> str:
     on = ", ".join(plan.enabled) or "none"
-    return f"{_many(plan.rows, 'plan')} on offer, memory_level={plan.memory_level}, on: {on}"
+    return f"{units.many(plan.rows, 'plan')} on offer, memory_level={plan.memory_level}, on: {on}"
 
 
 @headline.register
 def _saved_plans(saved: SavedPlans) -> str:
     on = ", ".join(saved.enabled) or "none"
-    return f"{_many(saved.rows, 'plan')} from {saved.source}, written as in {saved.dialect}, on: {on}"
+    return f"{units.many(saved.rows, 'plan')} from {saved.source}, written as in {saved.dialect}, on: {on}"
 
 
 @headline.register
 def _activations(activations: SavedActivations) -> str:
     unknown = f", {units.count(len(activations.unknown))} of unknown size" if activations.unknown else ""
-    return f"{units.size(activations.total_bytes)} kept for backward, {_many(activations.rows, 'activation')}{unknown}"
+    rows = units.many(activations.rows, "activation")
+    return f"{units.size(activations.total_bytes)} kept for backward, {rows}{unknown}"
 
 
 @headline.register
 def _trace(trace: Trace) -> str:
     forward, backward = units.duration(trace.forward_ms), units.duration(trace.backward_ms)
-    return f"forward {forward}, backward {backward}: {_many(trace.nodes, 'kernel')}, {_many(trace.steps, 'step')}"
+    kernels, steps = units.many(trace.nodes, "kernel"), units.many(trace.steps, "step")
+    return f"forward {forward}, backward {backward}: {kernels}, {steps}"
 
 
 # ---- graphs -------------------------------------------------------------------------------------------------------
@@ -197,12 +187,12 @@ def _trace(trace: Trace) -> str:
 @headline.register
 def _graph(graph: Graph) -> str:
     of = f" of {graph.part}" if graph.part else ""
-    return f"{graph.stage}{of}, {graph.mode}: {_many(graph.node_count, 'node')}, opset {graph.opset}"
+    return f"{graph.stage}{of}, {graph.mode}: {units.many(graph.node_count, 'node')}, opset {graph.opset}"
 
 
 @headline.register
 def _file_graph(graph: FileGraph) -> str:
-    return f"{graph.path}: {_many(graph.node_count, 'node')}, opset {graph.opset}"
+    return f"{graph.path}: {units.many(graph.node_count, 'node')}, opset {graph.opset}"
 
 
 @headline.register
@@ -245,7 +235,7 @@ def _options(options: Options) -> str:
 
 @headline.register
 def _option_list(listed: OptionList) -> str:
-    return f"{_many(len(listed.switches), 'option')}: {', '.join(one.name for one in listed.switches)}"
+    return f"{units.many(len(listed.switches), 'option')}: {', '.join(one.name for one in listed.switches)}"
 
 
 @headline.register
@@ -267,14 +257,14 @@ def _preflight(preflight: Preflight) -> str:
 
 @headline.register
 def _recipe(recipe: Recipe) -> str:
-    missing = f", {_many(recipe.missing, 'thing')} missing here" if recipe.missing else ""
-    return f"{recipe.name}: {recipe.title}, {_many(recipe.code.splitlines(), 'line')}{missing}"
+    missing = f", {units.many(recipe.missing, 'thing')} missing here" if recipe.missing else ""
+    return f"{recipe.name}: {recipe.title}, {units.many(recipe.code.splitlines(), 'line')}{missing}"
 
 
 @headline.register
 def _functions(report: FunctionReport) -> str:
     found = "all agree" if report.ok else "some do not agree"
-    return f"{report.model}: {_many(report.checks, 'function')}, {found}"
+    return f"{report.model}: {units.many(report.checks, 'function')}, {found}"
 
 
 @headline.register
@@ -286,7 +276,7 @@ def _density(report: DensityReport) -> str:
 @headline.register
 def _balance(record: Balance) -> str:
     without, having = (units.ratio(record.worst(epochs)) for epochs in (record.without, record.having))
-    return f"{_many(record.ranks, 'rank')}, worst step: max / mean {having}, without {without}"
+    return f"{units.many(record.ranks, 'rank')}, worst step: max / mean {having}, without {without}"
 
 
 @headline.register
@@ -297,22 +287,20 @@ def _cluster(cluster: Cluster) -> str:
 @headline.register
 def _cluster_status(status: ClusterStatus) -> str:
     died = f", {status.died}" if status.died else ""
-    return f"{len(status.running)} of {_many(status.ranks, 'rank')} running over {status.backend}{died}"
+    return f"{len(status.running)} of {units.many(status.ranks, 'rank')} running over {status.backend}{died}"
 
 
 @headline.register
 def _report(report: Report) -> str:
     wrong = [check.name for check in report.checks if check.status == "fail"]
     found = f"failed: {', '.join(wrong)}" if wrong else "can train with ONNX Runtime"
-    return f"{found}, {_many(report.checks, 'check')}"
+    return f"{found}, {units.many(report.checks, 'check')}"
 
 
 @headline.register
 def _selftest(test: SelfTest) -> str:
     end = "interrupted" if test.interrupted else "ok" if test.ok else "not ok"
-    return (
-        f"{test.device}: {end}, {_many(test.findings, 'finding')}, {units.count(len(test.not_run))} not run"
-    )
+    return f"{test.device}: {end}, {units.many(test.findings, 'finding')}, {units.count(len(test.not_run))} not run"
 
 
 @headline.register
@@ -323,9 +311,9 @@ def _kernel(kernel: TritonKernel) -> str:
 
 @headline.register
 def _kernels(kernels: TritonKernels) -> str:
-    return f"{_many(len(kernels), 'kernel')} in {kernels.folder}"
+    return f"{units.many(len(kernels), 'kernel')} in {kernels.folder}"
 
 
 @headline.register
 def _tuning(results: TuningResults) -> str:
-    return f"{_many(results.operators, 'tuned operator')} in {results.path}"
+    return f"{units.many(results.operators, 'tuned operator')} in {results.path}"

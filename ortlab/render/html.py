@@ -1,12 +1,12 @@
-"""Records as self-contained HTML: semantic tables, no network, light and dark themes, and no script but `sorting`'s."""
+"""Records as self-contained HTML: tables, no network, light and dark themes, and no script but that which sorts."""
 
 from __future__ import annotations
 
 import base64
 from html import escape
+from typing import Final
 
 from ortlab import units
-from ortlab.render import code, sorting
 from ortlab.render.page import Block, Cell, Code, Column, Drawing, Folded, Frame, Mark, Note, Page, Table
 from ortlab.render.pages import compose
 
@@ -73,7 +73,7 @@ def fragment(record: object) -> str:
 
 def table(content: Table) -> str:
     """Write one table: caption, column headings, and the first cell of each row as its heading."""
-    classes = f"ortlab-table {sorting.CLASS}" if content.sorts else "ortlab-table"
+    classes = f"ortlab-table {SORTS}" if content.sorts else "ortlab-table"
     parts = [f'<div class="ortlab-scroll"><table class="{classes}">']
     if content.caption:
         parts.append(f"<caption>{escape(content.caption)}</caption>")
@@ -91,7 +91,7 @@ def table(content: Table) -> str:
         parts.append(f'<p class="ortlab-quiet">{escape(content.left_out)}</p>')
     parts.append("</div>\n")
     if content.sorts:
-        parts.append(sorting.SCRIPT)
+        parts.append(SORT_SCRIPT)
     return "\n".join(parts)
 
 
@@ -115,7 +115,7 @@ def _block(block: Block) -> str:
         lines = "<br>".join(escape(line) for line in block.text.splitlines())
         return f"<p{_classes(block.mark)}>{lines}</p>\n"
     if isinstance(block, Code):
-        shown = f"<style>{code.STYLE}</style>{code.highlighted(block.source)}"
+        shown = f"<style>{CODE_STYLE}</style>{highlighted(block.source)}"
         return f"<p><strong>{escape(block.caption)}</strong></p>\n{shown}\n"
     if isinstance(block, Drawing):
         return f'<div class="ortlab-scroll">{image(block.svg(), block.description)}</div>\n'
@@ -152,3 +152,70 @@ def _classes(mark: Mark = Mark.PLAIN, *, number: bool = False, short: bool = Fal
     elif short:
         names.append("ortlab-short")
     return f' class="{" ".join(names)}"' if names else ""
+
+
+# ---- code, and tables that are sorted -------------------------------------------------------------------------------
+
+
+CODE_STYLE: Final = """\
+.ortlab pre.ortlab-code { font: 12px/1.45 var(--jp-code-font-family, monospace); margin: 0 0 8px; padding: 8px;
+  overflow: auto; max-height: 40em; border: 1px solid var(--jp-border-color2, rgba(128, 128, 128, .35));
+  background: none; color: inherit; white-space: pre; tab-size: 4; }
+.ortlab-code .k, .ortlab-code .kn, .ortlab-code .kc, .ortlab-code .ow {
+  color: var(--jp-mirror-editor-keyword-color, #2e8540); font-weight: 600; }
+.ortlab-code .nf, .ortlab-code .nd, .ortlab-code .nb { color: var(--jp-mirror-editor-def-color, #3b82f6); }
+.ortlab-code .mi, .ortlab-code .mf { color: var(--jp-mirror-editor-number-color, #2e8540); }
+.ortlab-code .s1, .ortlab-code .s2, .ortlab-code .sd { color: var(--jp-mirror-editor-string-color, #c2410c); }
+.ortlab-code .c1 { color: var(--jp-mirror-editor-comment-color, #767676); font-style: italic; }
+.ortlab-code .o { color: var(--jp-mirror-editor-operator-color, #9333ea); }
+"""
+"""Goes with `highlighted`; the colours of JupyterLab's theme where there is one, others that both grounds bear."""
+
+
+def highlighted(source: str) -> str:
+    """Write Python code as one HTML element; everything in it is escaped."""
+    from pygments import highlight
+    from pygments.formatters import HtmlFormatter
+    from pygments.lexers import PythonLexer
+
+    inner = highlight(source, PythonLexer(stripnl=False), HtmlFormatter(nowrap=True))
+    return f'<pre class="ortlab-code" tabindex="0">{inner}</pre>'
+
+
+SORTS: Final = "ortlab-sorts"
+"""Class of the tables that are sorted."""
+
+SORT_SCRIPT: Final = """\
+<style>
+.ortlab table.ortlab-sorts thead button { font: inherit; color: inherit; background: none; border: 0; padding: 0;
+  margin: 0; cursor: pointer; }
+.ortlab table.ortlab-sorts thead button:focus-visible { outline: 2px solid var(--jp-brand-color1, #1976d2); }
+.ortlab table.ortlab-sorts th[aria-sort=ascending] button::after { content: " \\25B2"; font-size: 9px; }
+.ortlab table.ortlab-sorts th[aria-sort=descending] button::after { content: " \\25BC"; font-size: 9px; }
+</style>
+<script>
+(() => {
+  for (const table of document.querySelectorAll("table.ortlab-sorts:not([data-sorts])")) {
+    table.dataset.sorts = "";
+    const heads = [...table.tHead.rows[0].cells];
+    const rows = [...table.tBodies[0].rows];
+    heads.forEach((head, at) => {
+      const button = document.createElement("button");
+      button.type = "button";
+      button.setAttribute("data-lm-suppress-shortcuts", "true"); // JupyterLab takes keys for itself
+      button.append(...head.childNodes);
+      head.append(button);
+      const words = (row) => row.cells[at].textContent;
+      button.addEventListener("click", () => {
+        const way = head.getAttribute("aria-sort") === "ascending" ? -1 : 1;
+        heads.forEach((one) => one.removeAttribute("aria-sort"));
+        head.setAttribute("aria-sort", way > 0 ? "ascending" : "descending");
+        rows.sort((a, b) => way * words(a).localeCompare(words(b), undefined, { numeric: true }));
+        table.tBodies[0].append(...rows);
+      });
+    });
+  }
+})();
+</script>
+"""
+"""Makes a button of each heading. Nothing of a record is in it: names come from models and may hold markup."""

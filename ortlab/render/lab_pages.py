@@ -1,23 +1,22 @@
-"""Pages of what a lab is and offers: its status, the whole lab, the doctor's report."""
+"""Pages of a lab: its status, the whole lab, and in words what the next step rebuilds."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from ortlab import units
 from ortlab.lab.following import shown_ranks
 from ortlab.options.options import Options
-from ortlab.render.coverage_words import coverage_blocks, extent
+from ortlab.render.execution_words import coverage_blocks, engine_words, extent
 from ortlab.render.message_pages import summary
 from ortlab.render.option_pages import difference_page
-from ortlab.render.page import Block, Cell, Column, Mark, Note, Page, Table, row
-from ortlab.render.ranks_page import rank_blocks
-from ortlab.render.rebuild_words import pending_note
-from ortlab.render.run_pages import engine_words, ledger_page
+from ortlab.render.page import Block, Mark, Note, Page, Table
+from ortlab.render.ranks_pages import rank_blocks
+from ortlab.render.run_pages import ledger_page
 
 if TYPE_CHECKING:
     from ortlab.lab.lab import Lab
-    from ortlab.records.checks import Report
-    from ortlab.records.status import Status
+    from ortlab.records.status import Rebuild, Status
 
 _STAGES = {
     "export": "the export, the gradient graph and the session",
@@ -79,17 +78,47 @@ def lab_page(lab: Lab) -> Page:
     return Page(f"{lab.name}: {type(lab.module).__name__}", tuple(blocks))
 
 
-def report_page(report: Report) -> Page:
-    """Show what the doctor found, and the command that repairs what is wrong."""
-    words = {
-        "ok": Cell("ok", Mark.GOOD),
-        "warn": Cell("WARNING", Mark.WARN),
-        "fail": Cell("FAILED", Mark.BAD),
-    }
-    rows = tuple(row(check.name, words[check.status], check.found) for check in report.checks)
-    verdict = Note("This installation can train with ONNX Runtime.", Mark.GOOD)
-    if not report.ok:
-        verdict = Note("This installation cannot train with ONNX Runtime as it is.", Mark.BAD)
-    fixes = [Note(f"{check.name}: {check.fix}", Mark.WARN) for check in report.checks if check.fix]
-    table = Table("", (Column("check"), Column("result"), Column("found")), rows)
-    return Page("Doctor", (table, verdict, *fixes))
+# ---- what a step rebuilds -------------------------------------------------------------------------------------------
+
+
+STAGE_NAMES: Final = {"export": "export", "graph": "gradient graph", "session": "session"}
+"""What is rebuilt first; what comes after it is rebuilt with it."""
+
+_NAMES_SHOWN: Final = 4
+
+
+def pending_note(pending: Rebuild) -> Note | None:
+    """Say why the next step rebuilds something, and what that took last time; None if there is nothing to say.
+
+    What is rebuilt stands in the line of the status, above.
+    """
+    if pending.is_first or pending.stage not in STAGE_NAMES:
+        return None
+    shown = ", ".join(pending.changed[:_NAMES_SHOWN])
+    more = len(pending.changed) - _NAMES_SHOWN
+    names = f"{shown} and {more} more" if more > 0 else shown
+    sentences = [f"Changed since the last build: {names}."] if names else []
+    if pending.last_ms is not None:
+        sentences.append(f"Such a rebuild took {_measured(pending)}.")
+    return Note(" ".join(sentences), Mark.WARN) if sentences else None
+
+
+def switch_words(rebuild: Rebuild, pending: Rebuild) -> str:
+    """Say what it takes to change one switch now; "" where it takes nothing beyond what is to be built anyway.
+
+    `rebuild` is what a step would rebuild with the switch changed, `pending` what the next step rebuilds as it is.
+    """
+    if rebuild.is_first:
+        return ""
+    if rebuild.stage in STAGE_NAMES:
+        if rebuild.stage == pending.stage:
+            return ""
+        took = "" if rebuild.last_ms is None else f", {_measured(rebuild)}"
+        return f"rebuilds the {STAGE_NAMES[rebuild.stage]}{took}"
+    if pending.stage in STAGE_NAMES:
+        return f"saves the rebuild of the {STAGE_NAMES[pending.stage]}"
+    return "no rebuild, from the next step on" if rebuild.stage else "no rebuild"
+
+
+def _measured(rebuild: Rebuild) -> str:
+    return f"{units.duration(rebuild.last_ms)} in run {rebuild.run}"

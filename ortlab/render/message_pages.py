@@ -107,7 +107,7 @@ def _row(kind: Sequence[Message]) -> tuple[Cell, ...]:
     first, _, rest = text.strip().partition("\n")
     line = first[:_LINE] + ("…" if len(first) > _LINE else "")
     lines = text.count("\n")
-    line += f" (+{units.count(lines)} line{'s' if lines != 1 else ''})" if lines else ""
+    line += f" (+{units.many(lines, 'line')})" if lines else ""
     line += f" ({units.count(len(kind))} times)" if len(kind) > 1 else ""
     whole = "\n".join(one.text for one in kind) if len(kind) > 1 or rest or len(first) > _LINE else ""
     left = len(whole) - _WHOLE

@@ -1,10 +1,15 @@
-"""Pages of options: all switches with their values, and what differs between two records."""
+"""Pages of options: all switches with their values, what differs between two records, and a list of some."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ortlab.options.options import Options, declaration, switches
 from ortlab.options.switches import Effect, Group, Switch, Value
-from ortlab.render.page import Cell, Column, Mark, Note, Page, Table, row
+from ortlab.render.page import Block, Cell, Column, Mark, Note, Page, Table, row
+
+if TYPE_CHECKING:
+    from ortlab.options.catalogue import OptionList
 
 EFFECT_WORDS = {
     Effect.WRAP: "re-export",
@@ -70,3 +75,27 @@ def _row(one: Switch, options: Options, defaults: Options) -> tuple[Cell, ...]:
     if value != default:
         shown = Cell(f"{value_text(value)} (default {value_text(default)})", Mark.WARN)
     return row(one.name, shown, EFFECT_WORDS[one.effect])
+
+
+# ---- a list of some -------------------------------------------------------------------------------------------------
+
+
+_LISTED = (Column("option"), Column("value"), Column("choices"), Column("what it does"))
+
+
+def option_list_page(chosen: OptionList) -> Page:
+    """List the switches with their help; one that cannot act here is followed by the reason."""
+    rows = []
+    reasons: list[Block] = []
+    for one in chosen.switches:
+        value = getattr(chosen.options, one.name)
+        shown = value_text(value)
+        if value != one.default:
+            shown += f" (default {value_text(one.default)})"
+        missing = chosen.missing(one.name)
+        mark = Mark.QUIET if missing else Mark.WARN if value != one.default else Mark.PLAIN
+        choices = "on, off" if one.type is bool else ", ".join(map(str, one.choices))
+        rows.append(row(one.name, Cell(shown, mark), choices, one.help))
+        if missing:
+            reasons.append(Note(missing, Mark.QUIET))
+    return Page("Options", (Table("", _LISTED, tuple(rows)), *reasons))

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+from ortlab import units
+
 
 class Mark(Enum):
     """How a cell or a note wants to be read; a renderer may add colour, never meaning that the words lack."""
@@ -124,10 +126,6 @@ def row(*cells: str | Cell) -> tuple[Cell, ...]:
     return tuple(cell if isinstance(cell, Cell) else Cell(cell) for cell in cells)
 
 
-def printable(text: str) -> str:
-    r"""Return `text` with control characters written out, so that a name cannot break a table or a terminal.
-
-    A line break becomes a space, and an escape sequence its Python escape: "\\x1b[31m".
-    """
-    flat = " ".join(text.splitlines())
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in flat)
+def left_out(number: int, words: str) -> str:
+    """Say what a table does not show, "12 more: run.table() has them."; nothing where it shows all."""
+    return f"{units.count(number)} {words}" if number else ""

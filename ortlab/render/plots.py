@@ -1,4 +1,4 @@
-"""Runs as figures: loss, step time with its spread, memory; without pyplot, so nothing global is touched."""
+"""How figures are drawn, without pyplot: nothing global is touched. And those of runs: loss, step time, memory."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import io
 import re
 import statistics
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import quoteattr
 
 from ortlab import units
-from ortlab.records.runs import EXECUTED_BY_FALLBACK, Run
-from ortlab.render.page import printable
-from ortlab.render.run_pages import step_parts, title
+from ortlab.options.configuration import engine_kind
+from ortlab.records.runs import EXECUTED_BY_FALLBACK, Run, Step
+from ortlab.render.execution_words import ENGINE_NAMES, title
+from ortlab.render.page import Drawing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,20 +27,16 @@ INK = "#7a7a7a"
 """Grey of text and axes: contrast 4.3 on white, 4.4 on JupyterLab's dark theme, so one file suits both."""
 
 FALLBACK = "#d32f2f"
+
 # Okabe and Ito's colours, which people with any kind of colour vision can tell apart.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 _PARTS = ("forward", "backward", "optimizer", "everything else")
 MIB = 1 << 20
+_ENGINE_COLOURS = dict(zip(ENGINE_NAMES, COLOURS, strict=False))
 _WIDTH = 8.5  # inches
 _INCHES_PER_BAR = 0.34
 _LABEL_WIDTH = 30  # characters
-_LEGEND: dict[str, Any] = {
-    "frameon": False,
-    "labelcolor": INK,
-    "fontsize": 8,
-    "loc": "upper left",
-    "bbox_to_anchor": (1.0, 1.0),
-}
+
 _BETWEEN = re.compile(r"<!--.*?-->|(?<=>)\s+(?=<)", re.DOTALL)
 _TAG = re.compile(r"<[^>]+>")
 _NAME = re.compile(r' id="([^"]*)"')
@@ -113,6 +110,11 @@ def svg(figure: Figure, description: str) -> str:
     return body.replace("<svg", f'<svg role="img" aria-label={label} style="{_SVG_STYLE}"', 1)
 
 
+def drawing(what: str, draw: Callable[[], Figure]) -> Drawing:
+    """Put a figure into a page; it is drawn when the page is shown as HTML. `what` is one sentence."""
+    return Drawing(what, lambda: svg(draw(), what))
+
+
 def inline(figure: Figure, description: str) -> str:
     """Write a figure as `svg` does, for a living page: text and axes take the colour of the text around it."""
     return svg(figure, description).replace(INK, "currentColor")
@@ -168,7 +170,7 @@ def _draw_losses(axes: Axes, runs: list[Run]) -> None:
 
     dress(axes, "Loss, measured", "step", "loss")
     if axes.lines:
-        axes.legend(**_LEGEND)
+        key(axes)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         whole_steps(axes)
     else:
@@ -184,8 +186,11 @@ def _draw_times(axes: Axes, runs: list[Run]) -> None:
         axes.barh(rows, widths, left=left, label=name, color=colour, height=0.6)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     medians = [run.step_ms for run in runs]
-    spread = [[m - q[0] for m, q in zip(medians, map(_quartiles, runs), strict=True)],
-              [q[1] - m for m, q in zip(medians, map(_quartiles, runs), strict=True)]]  # fmt: skip
+    ends = [quartiles(run.warm_steps) for run in runs]
+    spread = [
+        [median - low for median, (low, _) in zip(medians, ends, strict=True)],
+        [high - median for median, (_, high) in zip(medians, ends, strict=True)],
+    ]
     axes.errorbar(medians, rows, xerr=spread, fmt="none", ecolor=INK, capsize=3, linewidth=1.2)
     devices = ", ".join(dict.fromkeys(run.device for run in runs))
     heading = (
@@ -197,7 +202,7 @@ def _draw_times(axes: Axes, runs: list[Run]) -> None:
     axes.invert_yaxis()
     _mark_fallbacks(axes, runs)
     if runs:
-        axes.legend(**_LEGEND)
+        key(axes)
     else:
         say(axes, "No run yet.")
 
@@ -218,8 +223,9 @@ def _draw_memory(axes: Axes, runs: list[Run]) -> None:
         say(axes, "No run measured its step memory.")
 
 
-def _quartiles(run: Run) -> tuple[float, float]:
-    times = [step.total_ms for step in run.warm_steps]
+def quartiles(steps: Sequence[Step]) -> tuple[float, float]:
+    """Return the lower and the upper quartile of the times of steps, in ms."""
+    times = [step.total_ms for step in steps]
     if len(times) == 1:
         return times[0], times[0]
     low, _, high = statistics.quantiles(times, n=4, method="inclusive")
@@ -228,9 +234,9 @@ def _quartiles(run: Run) -> tuple[float, float]:
 
 def _label(run: Run) -> str:
     """Name a run in a figure: two lines at most, and no dollar sign, which would start a formula."""
-    name = units.fold(printable(title(run)), 2 * _LABEL_WIDTH - 4)
+    name = units.fold(units.printable(title(run)), 2 * _LABEL_WIDTH - 4)
     # A hyphen is the minus of a plan, "Gelu+:1:-1", and no place to break a line at.
-    return textwrap.fill(name, _LABEL_WIDTH, break_on_hyphens=False).replace("$", r"\$")
+    return plain(textwrap.fill(name, _LABEL_WIDTH, break_on_hyphens=False))
 
 
 def dress(axes: Axes, heading: str, x: str, y: str) -> None:
@@ -243,6 +249,23 @@ def dress(axes: Axes, heading: str, x: str, y: str) -> None:
     for name, spine in axes.spines.items():
         spine.set_visible(name in {"left", "bottom"})
         spine.set_color(INK)
+
+
+def key(axes: Axes, top: float = 1.0, **more: Any) -> None:
+    """Write the key of a figure beside its axes; `top` is where it begins, as a share of their height."""
+    axes.legend(
+        frameon=False, labelcolor=INK, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, top), **more
+    )
+
+
+def engine_colour(engine: str, *, fell_back: bool = False) -> str:
+    """Return the colour of an engine, the same in every figure; that of a fallback is red."""
+    return FALLBACK if fell_back else _ENGINE_COLOURS.get(engine_kind(engine), INK)
+
+
+def plain(name: str) -> str:
+    """Return a name for matplotlib, to which a dollar sign would start a formula."""
+    return name.replace("$", r"\$")
 
 
 def whole_steps(axes: Axes) -> None:
@@ -263,3 +286,20 @@ def _mark_fallbacks(axes: Axes, runs: list[Run]) -> None:
 def say(axes: Any, sentence: str) -> None:
     """Write a sentence where a figure has nothing to draw."""
     axes.text(0.5, 0.5, sentence, transform=axes.transAxes, ha="center", va="center", color=INK, fontsize=9)
+
+
+def step_parts(run: Run) -> dict[str, float]:
+    """Return the ms that each part takes of the median step; they add up to it.
+
+    Medians of the parts would not: a slow forward and a slow backward need not be in the same step. So each part has
+    its share of all warm steps together.
+    """
+    steps = run.warm_steps
+    whole = sum(step.total_ms for step in steps) or 1.0
+    spent = {
+        "forward": sum(step.forward_ms for step in steps),
+        "backward": sum(step.backward_ms for step in steps),
+        "optimizer": sum(step.optimizer_ms for step in steps),
+        "everything else": sum(step.other_ms for step in steps),
+    }
+    return {name: run.step_ms * ms / whole for name, ms in spent.items()}

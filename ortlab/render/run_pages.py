@@ -1,57 +1,36 @@
-"""Pages of runs: one run, the ledger, and runs held against a baseline."""
+"""Pages of runs: one run, and the ledger."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
-from typing import TYPE_CHECKING
 
 from ortlab import units
 from ortlab.options.options import Options
-from ortlab.records.cautions import cautions, fallen_share
-from ortlab.records.comparison import MEASURE_IN_TURNS, short_name
-from ortlab.records.runs import EXECUTED_BY_PARTS, Initialization, Ledger, Run
-from ortlab.records.verdicts import MARGIN, MEMORY_MARGIN
-from ortlab.render.coverage_words import coverage_blocks, extent
+from ortlab.records.runs import EXECUTED_BY_PARTS, Initialization, Ledger, Run, median_parts
+from ortlab.records.verdicts import cautions, fallen_share
+from ortlab.render.density_page import density_table
+from ortlab.render.execution_words import coverage_blocks, engine_words, extent, name_cell, title
+from ortlab.render.memory_pages import phases_table
 from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, row
-from ortlab.render.recorded_tables import density_table, phases_table
-from ortlab.render.verdict_cells import BASELINE, reasons, verdict_cell
-
-if TYPE_CHECKING:
-    from ortlab.records.comparison import Comparison, Contrast
-
-ENGINE_NAMES = {
-    "ort": "ONNX Runtime",
-    "eager": "PyTorch eager",
-    "checkpoint": "PyTorch, layers checkpointed",
-    "compile": "torch.compile",
-}
-"""What the engines are called in sentences; `engine_words` says what one is told, too."""
+from ortlab.render.plots import step_parts
 
 ROWS_SHOWN = 50
 """Runs that the ledger's page shows: the latest ones."""
 
 _RUN = Column("run", meaning="number, who executed it, and the switches that differ from the defaults")
-_NAME = Column("run", meaning="what differs from the baseline; the runs in full are below")
-_TIMES = (
+TIMES = (
     Column("step", numeric=True, meaning="measured: median wall time of a warm step, start-up left out"),
     Column("forward", numeric=True, meaning="measured: median wall time inside the model's forward"),
     Column("backward", numeric=True, meaning="measured: median wall time inside backward() calls"),
     Column("optimizer", numeric=True, meaning="measured: median wall time inside optimizer.step()"),
 )
-_WAITED = Column("start-up", numeric=True, meaning="reported by ORT: export, graph building, sessions")
-_RATIO = Column("time", numeric=True, meaning="measured: step time over the baseline's, with 95 % interval")
-_VERDICT = Column(
-    "verdict", meaning="what may be said; nothing where the machine may have drifted between the runs"
-)
-_MEMORY = Column("step memory", numeric=True, meaning="measured: how far a step rises above its start")
-_MEMORY_CHANGE = Column("memory", numeric=True, meaning="measured: step memory against the baseline's")
-_LOSS = Column("last loss", numeric=True, meaning="measured: loss of the last step")
-_SHORT_STEP_MS = 2.0
-LISTED = (_RUN, Column("steps", numeric=True), _TIMES[0], _MEMORY, _LOSS, *_TIMES[1:], _WAITED)
-"""Columns of a list of runs; `listed` gives the cells."""
 
-_DIFFERENCE = Column("loss difference", numeric=True, meaning="measured: largest relative one, step by step")
+_WAITED = Column("start-up", numeric=True, meaning="reported by ORT: export, graph building, sessions")
+STEP_MEMORY = Column("step memory", numeric=True, meaning="measured: how far a step rises above its start")
+LAST_LOSS = Column("last loss", numeric=True, meaning="measured: loss of the last step")
+LISTED = (_RUN, Column("steps", numeric=True), TIMES[0], STEP_MEMORY, LAST_LOSS, *TIMES[1:], _WAITED)
+"""Columns of a list of runs; `listed` gives the cells."""
 
 
 def run_page(run: Run) -> Page:
@@ -90,17 +69,6 @@ def run_page(run: Run) -> Page:
     return Page(f"Run {title(run)}", tuple(blocks))
 
 
-def engine_words(engine: str) -> str:
-    """Name an engine in a sentence: "torch.compile with activation memory budget 0.5"."""
-    kind, _, told = engine.partition(":")
-    name = ENGINE_NAMES.get(kind, kind)
-    if not told:
-        return name
-    if kind == "checkpoint":
-        return f"PyTorch, {told.replace('+', ', ')} checkpointed"
-    return f"{name} with activation memory budget {told}"
-
-
 def ledger_page(ledger: Ledger, rows_shown: int = ROWS_SHOWN) -> Page:
     """List the latest runs."""
     if not len(ledger):
@@ -115,7 +83,7 @@ def ledger_page(ledger: Ledger, rows_shown: int = ROWS_SHOWN) -> Page:
     marked = [
         Note(f"Sweep {number}: lab.sweeps[{number - 1}] shows its points.", Mark.QUIET) for number in sweeps
     ]
-    return Page("Runs", (Table("", LISTED, rows, left_out), *_fallbacks(runs), *marked, _sources(runs)))
+    return Page("Runs", (Table("", LISTED, rows, left_out), *_fallbacks(runs), *marked, sources(runs)))
 
 
 def _groups(ledger: Ledger) -> list[list[Run]]:
@@ -150,78 +118,13 @@ def _swept(runs: list[Run]) -> tuple[Cell, ...]:
         _range(units.duration(min(times)), units.duration(max(times))),
         _range(units.size(min(sizes)), units.size(max(sizes))) if sizes else units.MISSING,
         "-",
-        *("-",) * (len(_TIMES) - 1),
+        *("-",) * (len(TIMES) - 1),
         units.duration(waited) if waited else "-",
     )
 
 
 def _range(low: str, high: str) -> str:
     return low if low == high else f"{low} to {high}"
-
-
-def comparison_page(comparison: Comparison) -> Page:
-    """Say what came out in a sentence; then each run beside the baseline: time, step memory, loss."""
-    base = comparison.baseline
-    columns = (_NAME, _TIMES[0], _RATIO, _MEMORY, _MEMORY_CHANGE, _VERDICT, _DIFFERENCE)
-    rows = [_compared_base(comparison)] + [_compared(contrast) for contrast in comparison.contrasts]
-    summary = comparison.summary
-    why = ((contrast.name, contrast.time.reason) for contrast in comparison.contrasts)
-    unsaid = [(name, reason) for name, reason in why if reason not in summary]
-    blocks: list[Block] = [
-        Note(summary, Mark.PLAIN),
-        Table("", columns, tuple(rows)),
-        *reasons(unsaid, MEASURE_IN_TURNS),
-    ]
-    blocks += [Note(f"{name}: not run. {reason}", Mark.BAD) for name, reason in comparison.failed]
-    blocks += [
-        Note(f"{_name(contrast)}: {'; '.join(contrast.remarks)}.", _remark_mark(contrast))
-        for contrast in comparison.contrasts
-        if contrast.remarks
-    ]
-    runs = [
-        *(comparison.runs or (base,)),
-        *(run for contrast in comparison.contrasts for run in contrast.runs),
-    ]
-    if max(run.step_ms for run in runs) < _SHORT_STEP_MS:
-        blocks.append(Note("A step takes less than 2 ms, and much of that is Python's own time.", Mark.WARN))
-    blocks += [_how_compared(comparison), _sources(runs)]
-    blocks.append(
-        Folded(
-            "The runs in full", blocks=(Table("", LISTED, tuple(listed(run) for run in runs)),), repeats=True
-        )
-    )
-    return Page("Comparison", tuple(blocks))
-
-
-def _how_compared(comparison: Comparison) -> Note:
-    """Say what the ratios and intervals are."""
-    against = f"Ratios are against {comparison.name}, {short_name(comparison.baseline)}; below 1 is less."
-    if comparison.in_turns:
-        rounds = len(comparison.runs)
-        how = (
-            f"Brackets: 95 % interval over {rounds} rounds in turns, which a drift of the machine meets alike; steps "
-            "count from where page faults have settled."
-        )
-    else:
-        how = (
-            "Brackets: 95 % bootstrap interval over warm steps of runs made one after another. A verdict is given "
-            "where the optimizer's step, the same code in all runs, shows that the machine did not drift."
-        )
-    return Note(
-        f"{against} {how} A difference counts beyond {100 * MARGIN:.0f} % of time, {100 * MEMORY_MARGIN:.0f} % of "
-        "memory.",
-        Mark.QUIET,
-    )
-
-
-def title(run: Run) -> str:
-    """Name a run for tables; one that PyTorch executed for ORT says so in capitals."""
-    return run.title.replace("PyTorch (fallback", "PYTORCH (fallback")
-
-
-def name_cell(run: Run) -> Cell:
-    """Name a run in a cell, red where PyTorch executed it for ORT."""
-    return Cell(title(run), Mark.BAD if run.fell_back else Mark.PLAIN)
 
 
 def _executed(run: Run) -> Note:
@@ -251,23 +154,6 @@ def _fallback(run: Run) -> str:
 def _cautions(run: Run) -> list[Note]:
     """Say what is to be known of a run besides a fallback, which has a red line of its own."""
     return [Note(f"The run {words}.", Mark.WARN) for words in cautions(run)[run.fell_back :]]
-
-
-def step_parts(run: Run) -> dict[str, float]:
-    """Return the ms that each part takes of the median step; they add up to it.
-
-    Medians of the parts would not: a slow forward and a slow backward need not be in the same step. So each part has
-    its share of all warm steps together.
-    """
-    steps = run.warm_steps
-    whole = sum(step.total_ms for step in steps) or 1.0
-    spent = {
-        "forward": sum(step.forward_ms for step in steps),
-        "backward": sum(step.backward_ms for step in steps),
-        "optimizer": sum(step.optimizer_ms for step in steps),
-        "everything else": sum(step.other_ms for step in steps),
-    }
-    return {name: run.step_ms * ms / whole for name, ms in spent.items()}
 
 
 def _times(run: Run) -> Table:
@@ -337,58 +223,10 @@ def _changed(run: Run) -> str:
 
 
 def _medians(run: Run) -> list[str]:
-    warm = run.warm_steps
-    return [
-        units.duration(run.step_ms),
-        units.duration(statistics.median(step.forward_ms for step in warm)),
-        units.duration(statistics.median(step.backward_ms for step in warm)),
-        units.duration(statistics.median(step.optimizer_ms for step in warm)),
-    ]
+    return [units.duration(ms) for ms in (run.step_ms, *median_parts(run.warm_steps).values())]
 
 
-def _compared_base(comparison: Comparison) -> tuple[Cell, ...]:
-    base = comparison.baseline
-    name = "baseline" if base.sweep else f"#{base.number}"
-    return row(
-        Cell(f"{name} ({short_name(base)})", Mark.BAD if base.fell_back else Mark.PLAIN),
-        units.duration(comparison.step_ms),
-        units.ratio(1.0),
-        units.size(comparison.step_memory_bytes),
-        "-",
-        BASELINE,
-        "-",
-    )
-
-
-def _compared(contrast: Contrast) -> tuple[Cell, ...]:
-    fallen = any(run.fell_back for run in contrast.runs)
-    return row(
-        Cell(_name(contrast), Mark.BAD if fallen else Mark.PLAIN),
-        units.duration(contrast.step_ms),
-        units.ratio_interval(contrast.time_ratio, contrast.time_low, contrast.time_high),
-        units.size(contrast.step_memory_bytes),
-        units.change(contrast.memory_ratio),
-        verdict_cell(contrast.verdict, contrast.memory),
-        units.difference(contrast.loss_difference),
-    )
-
-
-def _name(contrast: Contrast) -> str:
-    """Name what is compared; what PyTorch executed for ORT says so in capitals."""
-    if not any(run.fell_back for run in contrast.runs):
-        return contrast.name
-    number, _, changed = (
-        contrast.name.partition(" ") if contrast.name.startswith("#") else ("", "", contrast.name)
-    )
-    changed = "" if changed in ("ort", "the same again") else f", {changed}"
-    return f"{number} PYTORCH (fallback){changed}".strip()
-
-
-def _remark_mark(contrast: Contrast) -> Mark:
-    return Mark.BAD if contrast.fell_back else Mark.WARN
-
-
-def _sources(runs: list[Run]) -> Note:
+def sources(runs: list[Run]) -> Note:
     """Say once, under a table, what its numbers are."""
     devices = ", ".join(dict.fromkeys(run.device for run in runs))
     lines = [f"Times: measured on {devices}, median of warm steps, start-up left out."]

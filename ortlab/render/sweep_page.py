@@ -1,38 +1,47 @@
-"""The page of a sweep: its points by time and by memory, the figure, and what could not be measured."""
+"""The page and the figure of a sweep: its points by time and by memory, and what could not be measured."""
 
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ortlab import units
-from ortlab.options.engine_names import engine_kind
+from ortlab.options.configuration import engine_kind
 from ortlab.records.verdicts import MINIMUM_ROUNDS
-from ortlab.render.page import Block, Cell, Column, Drawing, Folded, Mark, Note, Page, Table, row
-from ortlab.render.verdict_cells import BASELINE, MEMORY_MEASURED, reasons, verdict_cell
+from ortlab.render.comparison_page import COMPARED, MEMORY_MEASURED, compared_cells, reasons, remark_mark
+from ortlab.render.execution_words import ENGINE_NAMES
+from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, row
+from ortlab.render.plots import (
+    FALLBACK,
+    INK,
+    MIB,
+    drawing,
+    dress,
+    engine_colour,
+    key,
+    new_figure,
+    plain,
+    quartiles,
+    say,
+)
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
     from ortlab.records.runs import Run
-    from ortlab.studies.sweep import Sweep
-    from ortlab.studies.sweep_outcomes import Outcome
-    from ortlab.studies.sweep_points import Point
+    from ortlab.studies.sweep import Outcome, Point, Sweep
 
 _COLUMNS = (
     Column("point", meaning="its number in the order of the grid, and what differs between the points"),
-    Column("time", numeric=True, meaning="measured: step time over the baseline's, with 95 % interval"),
-    Column(
-        "verdict", meaning="what may be said; nothing where the machine may have drifted between the runs"
-    ),
-    Column("step", numeric=True, meaning="measured: median wall time of a warm step, all rounds together"),
-    Column("step memory", numeric=True, meaning="measured: how far a step rises above its start"),
-    Column("memory", numeric=True, meaning="measured: step memory against the baseline's"),
+    *COMPARED[:5],
     Column(
         "best trade-off",
         meaning="no other point is faster without more memory; memory within 2 % counts as equal",
     ),
-    Column("last loss", numeric=True, meaning="measured: loss of the last step"),
-    Column("loss difference", numeric=True, meaning="measured: largest relative one, step by step"),
+    *COMPARED[5:],
     Column("rebuilt", meaning="what was built for the point, all rounds together; never part of a step time"),
 )
 
@@ -54,7 +63,12 @@ def sweep_page(sweep: Sweep) -> Page:
         blocks.append(Note(f"At every point: {words}.", Mark.QUIET))
     if outcomes:
         blocks += _tables(sweep, outcomes)
-        blocks.append(_drawing(sweep))
+        blocks.append(
+            drawing(
+                "Step time against step memory, best trade-offs joined; ortlab.plot(sweep) draws it.",
+                lambda: sweep_plot(sweep),
+            )
+        )
     elif sweep.complete:
         blocks.append(Note("No point could be measured.", Mark.BAD))
     blocks += _not_measured(sweep)
@@ -64,7 +78,7 @@ def sweep_page(sweep: Sweep) -> Page:
     blocks += [
         Note(
             f"Point {one.point.number} ({sweep.name(one.point)}): {'; '.join(one.remarks)}.",
-            _remark_mark(one),
+            remark_mark(one),
         )
         for one in outcomes
         if one.remarks
@@ -77,7 +91,7 @@ def sweep_page(sweep: Sweep) -> Page:
 def _title(sweep: Sweep) -> str:
     points = units.count(len(sweep.points))
     rounds = f"{units.count(sweep.rounds)} rounds of " if sweep.rounds > 1 else ""
-    steps = f"{units.count(sweep.count)} {'steps' if sweep.count > 1 else 'step'}"
+    steps = units.many(sweep.count, "step")
     return f"Sweep {sweep.number} of {sweep.model}: {points} points, {rounds}{steps} each"
 
 
@@ -103,18 +117,12 @@ def _table(sweep: Sweep, outcomes: Sequence[Outcome], caption: str) -> Table:
 
 def _row(sweep: Sweep, one: Outcome) -> tuple[Cell, ...]:
     point = one.point
-    is_base = point is sweep.baseline
-    ratio = units.ratio(1.0) if is_base else units.ratio_interval(one.time_ratio, one.time_low, one.time_high)
+    cells = compared_cells(one, one.memory_ratio, is_base=point is sweep.baseline)
     return row(
         Cell(f"{point.number}  {sweep.name(point)}", Mark.BAD if point.fell_back else Mark.PLAIN),
-        ratio,
-        BASELINE if is_base and not point.fell_back else verdict_cell(one.verdict, one.memory),
-        units.duration(point.step_ms),
-        units.size(point.step_memory_bytes),
-        "-" if is_base else units.change(one.memory_ratio),
+        *cells[:5],
         Cell("yes", Mark.GOOD) if one.on_front else "",
-        units.loss(point.runs[-1].losses[-1]),
-        "-" if is_base else units.difference(one.loss_difference),
+        *cells[5:],
         _rebuilt(point),
     )
 
@@ -145,22 +153,6 @@ def _not_measured(sweep: Sweep) -> list[Block]:
     return [Table("Not measured", columns, rows)]
 
 
-def _drawing(sweep: Sweep) -> Drawing:
-    what = "Step time against step memory, best trade-offs joined; ortlab.plot(sweep) draws it."
-
-    def svg() -> str:
-        from ortlab.render.plots import svg as inline
-        from ortlab.render.sweep_plot import plot
-
-        return inline(plot(sweep), what)
-
-    return Drawing(what, svg)
-
-
-def _remark_mark(one: Outcome) -> Mark:
-    return Mark.BAD if one.fell_back else Mark.WARN
-
-
 def _sources(sweep: Sweep, outcomes: Sequence[Outcome]) -> Note:
     """Say once, under the tables, what the numbers are and what they are not."""
     runs: list[Run] = [run for one in outcomes for run in one.point.runs]
@@ -185,3 +177,120 @@ def _sources(sweep: Sweep, outcomes: Sequence[Outcome]) -> Note:
     missing = dict.fromkeys(one.point.no_step_memory for one in outcomes if one.point.no_step_memory)
     lines += [f"No step memory: {reason}" for reason in missing]
     return Note("\n".join(lines), Mark.QUIET)
+
+
+# ---- the figure -----------------------------------------------------------------------------------------------------
+
+
+_NAMES_SHOWN = 24
+"""Points that the key names; a sweep's page names all."""
+
+_NAME_WIDTH = 46  # characters
+_INCHES_PER_LINE = 0.17
+
+
+def sweep_plot(sweep: Sweep) -> Figure:
+    """Draw step time, the median with quartiles, against step memory.
+
+    Points on the front, which no other point beats in both, are filled and joined. Where step memory is
+    not known, the points stand in a row by time.
+    Points that were not measured are left out.
+    """
+    outcomes = sweep.outcomes()
+    named = sorted(outcomes, key=lambda one: one.point.number)[:_NAMES_SHOWN]
+    lines = sum(_label(sweep, one).count("\n") + 1 for one in named)
+    figure = new_figure(max(3.6, 1.2 + _INCHES_PER_LINE * lines))
+    axes = figure.add_subplot()
+    if not outcomes:
+        dress(axes, "Step time against memory", "", "step [ms]")
+        say(axes, "No point was measured.")
+        return figure
+    with_memory = not any(math.isnan(one.point.step_memory_bytes) for one in outcomes)
+    devices = ", ".join(dict.fromkeys(run.device for one in outcomes for run in one.point.runs))
+    for position, one in enumerate(outcomes):
+        _mark(axes, one, one.point.step_memory_bytes / MIB if with_memory else position)
+    if with_memory:
+        _join_front(axes, outcomes)
+    memory = "step memory [MiB]" if with_memory else "points, the fastest first"
+    heading = f"Step time and step memory, measured on {devices} (median; whiskers: quartiles)"
+    dress(axes, heading, memory, "step [ms]")
+    axes.margins(0.12)
+    _name(axes, sweep, named, len(outcomes))
+    return figure
+
+
+def _mark(axes: Axes, one: Outcome, memory: float) -> None:
+    point = one.point
+    low, high = quartiles(point.warm_steps)
+    colour = engine_colour(point.runs[0].engine, fell_back=point.fell_back)
+    axes.errorbar(
+        [memory],
+        [point.step_ms],
+        yerr=[[point.step_ms - low], [high - point.step_ms]],
+        color=colour,
+        marker="o",
+        markersize=7,
+        markerfacecolor=colour if one.on_front else "none",
+        capsize=3,
+        linewidth=1,
+    )
+    axes.annotate(
+        str(point.number),
+        (memory, point.step_ms),
+        xytext=(6, 5),
+        textcoords="offset points",
+        fontsize=8,
+        color=INK,
+        fontweight="bold" if one.on_front else "normal",
+    )
+
+
+def _join_front(axes: Axes, outcomes: Sequence[Outcome]) -> None:
+    front = sorted((one.point for one in outcomes if one.on_front), key=lambda point: point.step_memory_bytes)
+    axes.plot(
+        [point.step_memory_bytes / MIB for point in front],
+        [point.step_ms for point in front],
+        color=INK,
+        linestyle="--",
+        linewidth=1,
+        zorder=0,
+    )
+
+
+def _name(axes: Axes, sweep: Sweep, named: Sequence[Outcome], total: int) -> None:
+    """Write the key beside the axes: number and name of each point, and what the marks mean."""
+    from matplotlib.lines import Line2D
+
+    handles = [Line2D([], [], linestyle="none", label=_label(sweep, one)) for one in named]
+    if total > len(named):
+        handles.append(Line2D([], [], linestyle="none", label=f"and {total - len(named)} more"))
+    engines = dict.fromkeys(engine_kind(one.point.runs[0].engine) for one in named if not one.fell_back)
+    handles += [
+        Line2D(
+            [],
+            [],
+            linestyle="none",
+            marker="o",
+            color=engine_colour(name),
+            label=ENGINE_NAMES[name],
+        )
+        for name in engines
+    ]
+    if any(one.fell_back for one in named):
+        handles.append(
+            Line2D([], [], linestyle="none", marker="o", color=FALLBACK, label="PYTORCH (fallback)")
+        )
+    handles.append(
+        Line2D([], [], linestyle="--", marker="o", color=INK, linewidth=1, label="filled: best trade-offs")
+    )
+    key(axes, 1.02, handles=handles, handlelength=1.2)
+
+
+def _label(sweep: Sweep, one: Outcome) -> str:
+    """Name a point."""
+    base = ", baseline" if one.point is sweep.baseline else ""
+    name = units.fold(units.printable(sweep.name(one.point)), 2 * _NAME_WIDTH)
+    words = f"{one.point.number}  {name}{base}"
+    # A hyphen is the minus of a plan, "Gelu+:1:-1", and no place to break a line at.
+    lines = textwrap.fill(words, _NAME_WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+    return plain(lines)

@@ -6,20 +6,7 @@ import textwrap
 import unicodedata
 
 from ortlab import units
-from ortlab.render.page import (
-    Block,
-    Cell,
-    Code,
-    Column,
-    Drawing,
-    Folded,
-    Frame,
-    Mark,
-    Note,
-    Page,
-    Table,
-    printable,
-)
+from ortlab.render.page import Block, Cell, Code, Column, Drawing, Folded, Frame, Mark, Note, Page, Table
 from ortlab.render.pages import compose
 
 _GAP = "  "
@@ -44,30 +31,30 @@ def render(record: object) -> str:
         If there is no page for a record of this type.
     """
     page = record if isinstance(record, Page) else compose(record)
-    parts = [printable(page.title), *(_block(block) for block in page.blocks)]
+    parts = [units.printable(page.title), *(_block(block) for block in page.blocks)]
     return "\n\n".join(part for part in parts if part)
 
 
 def table(content: Table) -> str:
     """Write one table, its columns as wide as their widest cell."""
-    heads = [printable(column.name) for column in content.columns]
+    heads = [units.printable(column.name) for column in content.columns]
     body = [
         [_cell(cell, column) for cell, column in zip(cells, content.columns, strict=True)]
         for cells in content.rows
     ]
     widths = [max(_width(line[i]) for line in [heads, *body]) for i in range(len(heads))]
     flush_right = [column.numeric for column in content.columns]
-    lines = [printable(content.caption)] if content.caption else []
+    lines = [units.printable(content.caption)] if content.caption else []
     if any(heads):
         lines += [_line(heads, widths, flush_right), _GAP.join("-" * width for width in widths)]
     lines += [_line(cells, widths, flush_right) for cells in body]
     if content.left_out:
-        lines.append(printable(content.left_out))
+        lines.append(units.printable(content.left_out))
     return "\n".join(lines)
 
 
 def _cell(cell: Cell, column: Column) -> str:
-    written = printable(cell.text)
+    written = units.printable(cell.text)
     return written if column.whole else units.fold(written, _CELL_LIMIT)
 
 
@@ -79,19 +66,19 @@ def _block(block: Block) -> str:
         wrapper = textwrap.TextWrapper(
             _NOTE_WIDTH, initial_indent=prefix, subsequent_indent=" " * len(prefix), break_on_hyphens=False
         )
-        return "\n".join(wrapper.fill(printable(line)) for line in block.text.splitlines())
+        return "\n".join(wrapper.fill(units.printable(line)) for line in block.text.splitlines())
     if isinstance(block, (Drawing, Frame)):
-        return f"Figure: {printable(block.description)}"
+        return f"Figure: {units.printable(block.description)}"
     if isinstance(block, Code):
-        lines = (f"    {printable(line)}".rstrip() for line in block.source.splitlines())
-        return "\n".join([f"{printable(block.caption)}:", *lines])
+        lines = (f"    {units.printable(line)}".rstrip() for line in block.source.splitlines())
+        return "\n".join([f"{units.printable(block.caption)}:", *lines])
     return _folded(block)
 
 
 def _folded(block: Folded) -> str:
     if block.repeats:
         return ""
-    lines = [f"{printable(block.title)}:", *(printable(line) for line in block.text.splitlines())]
+    lines = [f"{units.printable(block.title)}:", *(units.printable(line) for line in block.text.splitlines())]
     return "\n".join([*lines, *(_block(one) for one in block.blocks)])
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 from ortlab.engine.baselines import Baseline, baseline
 from ortlab.engine.installation import have as installed_needs
@@ -15,24 +15,21 @@ from ortlab.engine.logs.build_log import step_messages
 from ortlab.engine.logs.runtime_log import crashed_processes
 from ortlab.engine.ort import OrtEngine
 from ortlab.errors import OptionError, StepError, WrapError
-from ortlab.memory.plan_costs import KnownCosts
-from ortlab.options.configuration import Configuration
-from ortlab.options.engine_names import check_engine, engine_kind
+from ortlab.memory.recompute import KnownCosts
+from ortlab.options.configuration import Configuration, check_engine, engine_kind
 from ortlab.options.option_files import with_files, with_usable_export_folder
-from ortlab.options.options import Options, check_needs, switches
+from ortlab.options.options import Options, check_needs
 from ortlab.options.variables import sources
 from ortlab.records.coverage import Coverage
 from ortlab.records.messages import MessageLog
 from ortlab.records.runs import EXECUTED_BY_PARTS, Initialization, Ledger, Run
 from ortlab.records.status import Status
+from ortlab.runs.experiment import Snapshot
 from ortlab.runs.interrupts import say
-from ortlab.runs.measuring import Measuring
-from ortlab.runs.partial import PartsEngine
-from ortlab.runs.parts import find_parts
+from ortlab.runs.parts import PartsEngine, find_parts
 from ortlab.runs.progress import Progress
 from ortlab.runs.recording import Recording
-from ortlab.runs.snapshot import Snapshot
-from ortlab.runs.step_memory import shares_steps, with_step_memory
+from ortlab.runs.step_memory import Measuring, shares_steps, with_step_memory
 from ortlab.runs.wrapping import Takeover, check_wrappable
 
 if TYPE_CHECKING:
@@ -41,20 +38,30 @@ if TYPE_CHECKING:
     from ortlab.lab.lab import Lab
     from ortlab.options.options import Need
     from ortlab.parity.subscribers import Subscription
+    from ortlab.runs.allocator_history import Snapshotting
     from ortlab.runs.experiment import Experiment
-    from ortlab.runs.loop_recording import LoopRecording
     from ortlab.runs.parts import Wishes
-    from ortlab.runs.snapshotting import Snapshotting
-    from ortlab.studies.batch_size_search import BatchSizeSearch
+    from ortlab.runs.recording import LoopRecording
+    from ortlab.studies.batch_size import BatchSizeSearch
     from ortlab.studies.bisection import Bisection
     from ortlab.studies.budget import Budget
-    from ortlab.studies.budget_simulation import SimulatedStep
+    from ortlab.studies.budget_problem import SimulatedStep
     from ortlab.studies.sweep import Sweep
 
 NOT_BEGUN: Final = "Stopped before the first step was done; nothing is kept, and the lab is as it was before."
 
 Observer = Callable[[str], None]
 """Called with "options", "status", "runs" or "progress:<text>:<fraction>" after each change."""
+
+
+_wrapped: list[ref[Bench]] = []
+"""The benches of all labs that live and that `ortlab.wrap` has made, in that order."""
+
+
+def latest() -> Bench | None:
+    """Return the bench that was wrapped last and is not unwrapped; if all are, the last one; None if there is none."""
+    living = [bench for bench in (reference() for reference in _wrapped) if bench is not None]
+    return next((bench for bench in reversed(living) if bench.wrapped), living[-1] if living else None)
 
 
 class Bench:
@@ -79,7 +86,7 @@ class Bench:
         notes: tuple[str, ...] = ()
         if options is None:
             options, notes = _options_of_environment(changes)
-            found = sources(os.environ, switches())
+            found = sources(os.environ)
             self.from_environment = {name: found[name] for name in found if name not in changes}
         self.notes = notes + crashed_processes()
         options = with_files(options.replace(**changes), Options().changed(options) + tuple(changes))
@@ -355,6 +362,10 @@ class Bench:
             return
         with step_messages(self.log) as drop:
             yield drop
+
+    def note_wrapped(self) -> None:
+        """Let `latest` find this bench, as long as it lives."""
+        _wrapped.append(ref(self, _wrapped.remove))
 
     def unwrap(self, *, forget: bool) -> None:
         """Give the model its own forward back, and free sessions; see `Lab.unwrap`."""

@@ -4,6 +4,12 @@ Where the loss stays outside, the logits cross from ONNX Runtime to PyTorch and 
 optimizer of the graph sees which labels count. optimum had a `ModuleWithLoss` around the model for this. Here the model
 keeps its identity: only its class is swapped for a subclass of the same name, so `state_dict` keys, `config`,
 `save_pretrained` and optimizers are what they were, and a checkpoint is a checkpoint of the plain model.
+
+`TokenLoss` is the cross entropy that transformers' models compute inside their forward, as a module that ORT can see:
+ORT's label sparsity finds `torch.nn.CrossEntropyLoss` sub-modules only (row D7). Models of transformers call
+`torch.nn.functional.cross_entropy`, or make the module anew in each forward, so nothing is left out. With
+`ortlab.with_loss(model, ortlab.TokenLoss(), loss_only=True)` the same loss is a sub-module, and its gather can move
+ahead of the head, whose logits nobody else reads.
 """
 
 from __future__ import annotations
@@ -12,15 +18,16 @@ import copyreg
 import dataclasses
 import functools
 import inspect
-import types
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
+from torch.jit._trace import TracerWarning
 
 from ortlab.errors import StepError, WrapError
-from ortlab.runs.wrapping import is_wrapped
+from ortlab.runs.wrapping import is_wrapped, same_named_subclass
 
 Loss: TypeAlias = Callable[..., torch.Tensor]
 """Called as `loss(outputs, labels)`, and with `num_items_in_batch=` by name if it takes that."""
@@ -196,14 +203,8 @@ def _subclass(original: type, *, takes_items: bool, loss_only: bool) -> type:
         "forward": forward,
         "accepts_loss_kwargs": takes_items,  # transformers' Trainer asks for it
         "__reduce_ex__": reduce_ex,
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
     }
-    subclass: type = types.new_class(
-        original.__name__, (original,), exec_body=lambda names: names.update(members)
-    )
-    known[takes_items, loss_only] = subclass
+    known[takes_items, loss_only] = subclass = same_named_subclass(original, members)
     return subclass
 
 
@@ -244,3 +245,77 @@ def _in_front(loss: torch.Tensor, outputs: Any, *, alone: bool) -> Any:
         why="A forward with a loss returns a tensor, a tuple, a dict, or a dataclass with a field `loss`.",
         fix="Give its class a field `loss` that is None by default.",
     )
+
+
+class TokenLoss(torch.nn.Module):
+    """Cross entropy of logits, shape (..., classes), against labels, shape (...).
+
+    Parameters
+    ----------
+    ignore_index
+        The label that does not count.
+    shift
+        Whether a place predicts the label of the next one, as causal language models do.
+
+    Examples
+    --------
+    >>> lab = ortlab.wrap(ortlab.with_loss(BertForMaskedLM(config), ortlab.TokenLoss(), loss_only=True))
+    >>> lab = ortlab.wrap(ortlab.with_loss(GPT2LMHeadModel(config), ortlab.TokenLoss(shift=True), loss_only=True))
+    """
+
+    def __init__(self, *, ignore_index: int = -100, shift: bool = False) -> None:
+        super().__init__()
+        self.cross_entropy = torch.nn.CrossEntropyLoss(ignore_index=ignore_index)
+        self.shift = shift
+
+    def forward(self, outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+        """Return the mean over the labels that count; a tensor of one element.
+
+        Parameters
+        ----------
+        outputs
+            What the model returned: logits, or an object, a mapping or a tuple with them.
+        labels
+            Class numbers, int64.
+
+        Raises
+        ------
+        StepError
+            If there are no logits in the outputs, or their shape does not fit that of the labels.
+        """
+        logits = _logits(outputs)
+        if logits.shape[:-1] != labels.shape:
+            raise StepError(
+                f"Logits of shape {tuple(logits.shape)} do not fit labels of shape {tuple(labels.shape)}.",
+                why="TokenLoss takes a label for each place of the logits' shape but the last.",
+                fix="Give labels of that shape, or write the loss as a function: with_loss(model, my_loss).",
+            )
+        if self.shift:
+            logits, labels = logits[..., :-1, :], labels[..., 1:]
+        loss: torch.Tensor = self.cross_entropy(logits.reshape(-1, _classes(logits)), labels.reshape(-1))
+        return loss
+
+
+def _classes(logits: torch.Tensor) -> int:
+    """Return the number of classes as a constant of a trace: the weights of the head have that size.
+
+    ORT moves its gather ahead of a Reshape only if the shape is constant (upstream_reshape.cc).
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TracerWarning)
+        return int(logits.shape[-1])
+
+
+def _logits(outputs: Any) -> torch.Tensor:
+    if isinstance(outputs, Mapping):
+        found = outputs.get("logits")
+    elif isinstance(outputs, tuple | list):
+        found = outputs[0] if outputs else None
+    else:
+        found = getattr(outputs, "logits", outputs)
+    if not isinstance(found, torch.Tensor):
+        raise StepError(
+            f"There are no logits in a {type(outputs).__name__}.",
+            fix="Return a tensor, or something whose `logits` is one; or write the loss as a function.",
+        )
+    return found

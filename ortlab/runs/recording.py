@@ -1,43 +1,50 @@
-"""The recording of one run: steps are executed, and their times, losses, memory by phase and data are written down."""
+"""The recording of a run: steps are executed, and their times, losses, memory by phase and data are written down.
+
+`Recording` runs the steps itself, `HeldRecording` does so under a ceiling of memory, and `LoopRecording` lets somebody
+else's loop run them, such as transformers' Trainer or one with accelerate.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ortlab.engine.versions import versions
+from ortlab.engine.installation import versions
 from ortlab.errors import StepError
 from ortlab.records.coverage import names
 from ortlab.records.density import Density
-from ortlab.records.memory_phases import PHASES, MemoryPhase, MemoryPhases, is_read
-from ortlab.records.optimizer_names import optimizer_name
-from ortlab.records.runs import EXECUTED_BY_EAGER, EXECUTED_BY_FALLBACK, Initialization, Run, Step
-from ortlab.runs.exchange import exchange_watched
+from ortlab.records.memory_phases import MemoryPhases
+from ortlab.records.runs import (
+    EXECUTED_BY_EAGER,
+    EXECUTED_BY_FALLBACK,
+    Initialization,
+    Run,
+    Step,
+    optimizer_name,
+)
+from ortlab.runs.experiment import DataDigest
 from ortlab.runs.interrupts import interrupts_kept
-from ortlab.runs.measure import (
-    MemoryProbe,
+from ortlab.runs.padded_inputs import DensityProbe
+from ortlab.runs.process_memory import MemoryProbe, PhaseProbe, device_of, memory_probe
+from ortlab.runs.stopwatch import (
     OtherPrograms,
     Stopwatch,
-    allocator_sizes,
+    exchange_watched,
     faults_since,
-    memory_probe,
     page_faults,
-    resident_bytes,
     synchronizer,
 )
-from ortlab.runs.padded_inputs import DensityProbe
-from ortlab.runs.snapshot import DataDigest
 
 if TYPE_CHECKING:
     from ortlab.options.options import Options
     from ortlab.records.coverage import Coverage
     from ortlab.runs.experiment import Experiment
     from ortlab.runs.progress import Progress
-
-_RESIDENT: Final = {"resident": "VmRSS", "max resident": "VmHWM"}
 
 
 class Engine(Protocol):
@@ -87,7 +94,7 @@ class Recording:
         self._engine = engine
         self._experiment = experiment
         self._progress = progress
-        self._device = next((tensor.device for tensor in module.parameters()), torch.device("cpu"))
+        self._device = device_of(module)
         self._probe: MemoryProbe = memory_probe(self._device)
         self._others = OtherPrograms()
         self._rises: list[int | None] = []
@@ -120,10 +127,7 @@ class Recording:
         if options.print_memory_stats:
             self._phases = phases = PhaseProbe(self._device)
             self._stopwatch.on_phase = lambda phase: phases.take(self._number, phase)
-        if self._engine.name == "ort":
-            from ortlab.engine.sessions import seed
-
-            seed(start.ort_seed)
+        start.seed(self._engine.name)
         self._engine.start_over()
         return Run(
             number=number,
@@ -205,12 +209,15 @@ class Recording:
 
     def built(self, done: Initialization) -> None:
         """Write down that the engine has just built something, before it runs the module."""
-        self._stopwatch.initialization_ms += done.total_ms
-        so_far = self._initialization
-        self._initialization = done if so_far is None else so_far.plus(done)
+        self._add_build(done)
         # An export needs more memory than the steps it is for: their peak counts from here on.
         with self._stopwatch.excluded():
             self._probe.start()
+
+    def _add_build(self, done: Initialization) -> None:
+        self._stopwatch.initialization_ms += done.total_ms
+        so_far = self._initialization
+        self._initialization = done if so_far is None else so_far.plus(done)
 
     def _step(self) -> Step:
         watch = self._stopwatch
@@ -223,17 +230,21 @@ class Recording:
         taken = faults_since(faults)
         self._rises.append(self._probe.rise_of_step() if not watch.initialization_ms else None)
         self._check_step()
+        step = self._timed(total_ms, _loss(result, watch.backward_root))
+        return replace(step, page_faults=taken and taken.minor, swapped_pages=taken and taken.major)
+
+    def _timed(self, total_ms: float, loss: float | None) -> Step:
+        """Write down what the stopwatch shows of a step."""
+        watch = self._stopwatch
         return Step(
             total_ms=total_ms,
             forward_ms=watch.forward_ms,
             backward_ms=watch.backward_ms,
             optimizer_ms=watch.optimizer_ms,
             initialization_ms=watch.initialization_ms,
-            loss=_loss(result, watch.backward_root),
+            loss=loss,
             executed_by=self._who(),
             exchange_ms=watch.exchange_ms,
-            page_faults=taken and taken.minor,
-            swapped_pages=taken and taken.major,
         )
 
     def _step_memory(self) -> int | None:
@@ -309,23 +320,135 @@ def _loss(result: object, root: torch.Tensor | None) -> float | None:
     return None if loss is None else float(loss)
 
 
-class PhaseProbe:
-    """Reads the memory of a device at the points of a step."""
+class HeldRecording(Recording):
+    """Executes an experiment once, under a ceiling that `hold` puts up.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._taken: list[MemoryPhase] = []
+    A build is not held to the limit: C++ code that builds graphs does not survive a lack of memory, and it needs
+    about as much for a small batch as for a large one. `pending` says whether the engine builds something first.
+    `settle` prepares the heap before steps and between them, so that the resident set follows the live buffers.
+    """
 
-    def take(self, step: int, phase: str) -> None:
-        """Read the memory at a point of a step (from 1), if step and point are among those that are read."""
-        if phase in PHASES and is_read(step):
-            self._taken.append(MemoryPhase(step, phase, self._sizes()))
+    def __init__(
+        self, *facts: Any, hold: Callable[[], None], settle: Callable[[], object], pending: bool
+    ) -> None:
+        super().__init__(*facts)
+        self._hold = hold
+        self._settle = settle
+        self._pending = pending
 
-    def read(self) -> tuple[MemoryPhase, ...]:
-        """Return what was taken."""
-        return tuple(self._taken)
+    def run(self, number: int, options: Options, *, show: bool, partial: bool = False) -> Run:
+        """Execute the steps and write the run down; see `Recording.run`."""
+        self._settle()
+        if not self._pending:
+            self._hold()
+        return super().run(number, options, show=show, partial=partial)
 
-    def _sizes(self) -> dict[str, int]:
-        if self._device.type == "cuda":
-            return allocator_sizes(self._device)
-        return {name: resident_bytes(field) for name, field in _RESIDENT.items()}
+    def built(self, done: Initialization) -> None:
+        """Write down that the engine has just built something, and put the ceiling up before it runs."""
+        with self._stopwatch.excluded():
+            self._settle()
+        super().built(done)
+        self._hold()
+
+    def _step(self) -> Step:
+        step = super()._step()
+        self._settle()
+        return step
+
+
+class LoopRecording(Recording):
+    """Executes a whole loop once, and finds its steps.
+
+    A step goes from the first forward in training mode after the last step to the end of the optimizer's step, so it
+    has as many forwards as gradients are accumulated over. Evaluation, logging, saving and the loading of a step's
+    first batch belong to no step.
+    """
+
+    failure: BaseException | None = None  # what ended the loop early, after at least one step
+
+    @property
+    def _planned_steps(self) -> int:
+        return 0  # the loop knows, and tells nobody
+
+    def _steps(self, *, show: bool, partial: bool) -> tuple[Step, ...]:  # noqa: ARG002 - the loop draws its own bar
+        self._done: list[Step] = []
+        self._losses: list[float] = []
+        self._is_open = False
+        self._measured: Step | None = None
+        self._probe.start()
+        exchange = exchange_watched(self._module, self._stopwatch, self._device)
+        line = self._progress.task(show=False)
+        with exchange, self._stopwatch.watching(), line as self._task, interrupts_kept():
+            hook = register_optimizer_step_post_hook(self._optimizer_stepped)
+            try:
+                self._experiment.step()
+            except BaseException as failure:
+                self._close()
+                if not self._done:
+                    raise
+                self.failure = failure
+            finally:
+                hook.remove()
+        self._close()
+        if not self._done:
+            self._explain_no_step()
+        return tuple(self._done)
+
+    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run one forward of the module; timed, and part of a step, in training mode only."""
+        if not self._module.training:
+            outputs = self._engine.forward(args, kwargs)
+            self._fallback_reason = self._fallback_reason or self._engine.fallback_reason
+            return outputs
+        self._close()
+        if not self._is_open:
+            self._is_open = True
+            self._number += 1
+            self._executed_by = set()
+            self._stopwatch.start_step()
+        with self._stopwatch.excluded():
+            self._note_loss()
+        return super().forward(args, kwargs)
+
+    def built(self, done: Initialization) -> None:
+        """Write down that the engine has just built something; the peak starts anew for the first graph only."""
+        if self._module.training and not self._done:
+            super().built(done)
+        else:
+            self._add_build(done)
+
+    def _optimizer_stepped(self, *_: Any) -> None:
+        """Measure the open step as it is now; another optimizer may follow before the next forward."""
+        if not self._is_open:
+            return
+        watch = self._stopwatch
+        with watch.excluded():
+            self._note_loss()
+        self._measured = self._timed(watch.elapsed_ms(), sum(self._losses) if self._losses else None)
+
+    def _note_loss(self) -> None:
+        """Add the loss of the last backward to the step's; the loop has scaled each to its part of the batch."""
+        root, self._stopwatch.backward_root = self._stopwatch.backward_root, None
+        if isinstance(root, torch.Tensor) and root.numel() == 1:
+            self._losses.append(float(root.detach().float().item()))
+
+    def _close(self) -> None:
+        """End the open step if its optimizer has stepped; otherwise leave it open."""
+        if self._measured is None:
+            return
+        self._done.append(self._measured)
+        self._task.step(self._measured.loss, self._measured.total_ms)
+        self._losses, self._is_open, self._measured = [], False, None
+
+    def _explain_no_step(self) -> None:
+        if not self._is_open:
+            raise StepError(
+                "The training did not call the wrapped model in training mode.",
+                why="There is nothing that ONNX Runtime could have executed.",
+                fix="Give the trainer the model that was wrapped, Trainer(model=lab.module), and let it train.",
+            )
+        raise StepError(
+            "The training called the model, and no optimizer made a step.",
+            why="A step is written down when a torch.optim optimizer has made it.",
+            fix="Let the loop call optimizer.step(), or time single calls: lab.step(fn).",
+        )

@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Final
 
 from ortlab.errors import StepError
 from ortlab.runs.bench import NOT_BEGUN
-from ortlab.runs.experiment import Experiment
+from ortlab.runs.experiment import Experiment, Snapshot, check_weights
 from ortlab.runs.interrupts import answered, interrupts_kept, say
-from ortlab.runs.loop_recording import LoopRecording
-from ortlab.runs.snapshot import Snapshot
-from ortlab.runs.weights import check_weights
+from ortlab.runs.recording import LoopRecording
 
 if TYPE_CHECKING:
     from ortlab.records.runs import Run

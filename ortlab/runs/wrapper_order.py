@@ -151,13 +151,7 @@ def wrapper_order(module: torch.nn.Module, *, wrapping: bool = False) -> Wrapper
 
 
 def check_call(module: torch.nn.Module) -> None:
-    """Refuse a call of a wrapped module that a wrapper around it has made impossible since.
-
-    Raises
-    ------
-    WrapError
-        If `DataParallel` has copied it, or FSDP has sharded its parameters.
-    """
+    """Raise WrapError for a call of a wrapped module that `DataParallel` has copied or FSDP has sharded since."""
     attributes = module.__dict__
     kind = _DATA_PARALLEL if attributes.get("_is_replica") else None
     if attributes.get("_is_fsdp_managed_module"):  # torch/distributed/fsdp/_dynamo_utils.py

@@ -203,15 +203,14 @@ def _subclass(original: type) -> type:
             state = {key: value for key, value in state.items() if key != _KEY}
         return (constructor, plain, state, *rest)
 
-    members = {
-        "forward": forward,
-        "__reduce_ex__": reduce_ex,
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-    }
-    subclass: type = types.new_class(
-        original.__name__, (original,), exec_body=lambda names: names.update(members)
-    )
+    subclass = same_named_subclass(original, {"forward": forward, "__reduce_ex__": reduce_ex})
     _subclasses[original] = subclass
     return subclass
+
+
+def same_named_subclass(original: type, members: Mapping[str, Any]) -> type:
+    """Make a subclass that passes for the original wherever a class is shown."""
+    shown = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return types.new_class(
+        original.__name__, (original,), exec_body=lambda names: names.update({**members, **shown})
+    )

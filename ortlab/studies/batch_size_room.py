@@ -7,16 +7,16 @@ raise. It is the soft limit that is set, and put back after. On other systems th
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final
 
-from ortlab.runs.measure import resident_bytes
+import torch
 
-if TYPE_CHECKING:
-    import torch
+from ortlab.runs.process_memory import resident_bytes
 
 _MEMINFO: Final = Path("/proc/meminfo")
 _CGROUPS: Final = Path("/sys/fs/cgroup")
@@ -38,16 +38,6 @@ def available_bytes() -> int | None:
     """
     found = [size for size in (_of_the_machine(), *_of_control_groups()) if size is not None]
     return max(0, min(found)) if found else None
-
-
-class Ceiling(Protocol):
-    """Makes allocations beyond it fail while it is up."""
-
-    def put_up(self, room_bytes: int) -> None:
-        """Let the process take this many bytes more than now, and no more."""
-
-    def take_down(self) -> None:
-        """Put the limits back that were there before."""
 
 
 class ProcessCeiling:
@@ -85,8 +75,6 @@ class CudaCeiling:
 
     def put_up(self, room_bytes: int) -> None:
         """Let torch's allocator hand out this many bytes more than now, and no more."""
-        import torch
-
         _, total = torch.cuda.mem_get_info(self._device)
         wished = torch.cuda.memory_allocated(self._device) + max(0, room_bytes)
         torch.cuda.empty_cache()  # what the allocator keeps counts as well
@@ -94,8 +82,6 @@ class CudaCeiling:
 
     def take_down(self) -> None:
         """Let it have the whole device, which is torch's default."""
-        import torch
-
         torch.cuda.set_per_process_memory_fraction(1.0, self._device)
 
 
@@ -104,7 +90,7 @@ def cuda_fraction(wished_bytes: int, total_bytes: int) -> float:
     return min(1.0, max(1, wished_bytes) / total_bytes)
 
 
-def ceiling_of(device: torch.device) -> Ceiling:
+def ceiling_of(device: torch.device) -> ProcessCeiling | CudaCeiling:
     """Return the ceiling that fits a device."""
     return CudaCeiling(device) if device.type == "cuda" else ProcessCeiling()
 
@@ -114,7 +100,7 @@ class Room:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._ceiling = ceiling_of(device)
+        self.ceiling = ceiling_of(device)
 
     @property
     def on_cpu(self) -> bool:
@@ -124,16 +110,12 @@ class Room:
     def used_bytes(self) -> int:
         """Return what is in use now: the resident set, or what torch's CUDA allocator has handed out."""
         if self._device.type == "cuda":
-            import torch
-
             return int(torch.cuda.memory_allocated(self._device))
         return resident_bytes("VmRSS")
 
     def left_bytes(self) -> int | None:
         """Return how many more bytes a point may take, with some left to the machine; None where nothing tells it."""
         if self._device.type == "cuda":
-            import torch
-
             free, _ = torch.cuda.mem_get_info(self._device)
             cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
             return int((free + cached) * _SHARE_OF_AVAILABLE)
@@ -144,20 +126,12 @@ class Room:
         """Put the ceiling up at a level of use, or lower where the machine has less left."""
         room = limit_bytes - self.used_bytes()
         left = self.left_bytes()
-        self._ceiling.put_up(room if left is None else min(room, left))
-
-    def let_go(self) -> None:
-        """Take the ceiling down."""
-        self._ceiling.take_down()
+        self.ceiling.put_up(room if left is None else min(room, left))
 
     def free(self) -> None:
         """Give memory that nobody uses any more back to the device."""
-        import gc
-
         gc.collect()
         if self._device.type == "cuda":
-            import torch
-
             torch.cuda.empty_cache()
 
     @contextmanager
@@ -166,7 +140,7 @@ class Room:
         try:
             yield
         finally:
-            self.let_go()
+            self.ceiling.take_down()
 
 
 def _of_the_machine() -> int | None:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from ortlab.engine.exhaustion import place, ran_out, reason, says_ran_out
-from ortlab.errors import OrtlabError, PlanWarning
+from ortlab.engine.diagnosis import place, ran_out, reason, says_ran_out
+from ortlab.errors import OptionError, OrtlabError, PlanWarning
 from ortlab.memory.measured import RESIDENT
+from ortlab.options.options import Options
 from ortlab.runs.experiment import Experiment
-from ortlab.runs.heap import following_live_buffers, reason_unknown
-from ortlab.runs.held_recording import HeldRecording
-from ortlab.studies.batch_size_plan_sets import largest_plan_sets
-from ortlab.studies.batch_size_points import (
+from ortlab.runs.process_memory import following_live_buffers, reason_unknown
+from ortlab.runs.recording import HeldRecording
+from ortlab.studies.batch_size import (
     FAILED,
     FELL_BACK,
     FITS,
@@ -25,17 +25,72 @@ from ortlab.studies.batch_size_points import (
     RAN_OUT,
     BatchSizePoint,
     Plans,
+    most_of,
 )
-from ortlab.studies.batch_size_prediction import most_of
 from ortlab.studies.plans import plan
 
 if TYPE_CHECKING:
+    from ortlab.memory.plan import MemoryPlan, PlanRow
     from ortlab.records.runs import Run
     from ortlab.runs.bench import Bench
-    from ortlab.runs.snapshot import Snapshot
-    from ortlab.studies.batch_size_following import Task
+    from ortlab.runs.experiment import Snapshot
+    from ortlab.studies.batch_size import BatchSizeSearch, Plans, Task
     from ortlab.studies.batch_size_room import Room
-    from ortlab.studies.batch_size_search import BatchSizeSearch
+
+_SINGLES: Final = 3
+_IN_SET: Final = 4
+_SMALLEST_SHARE: Final = 0.25
+"""Least share of the largest saving: a plan that saves less gets no batch to the next power of two."""
+
+
+def read_plan_sets(plans: object) -> tuple[Plans, ...] | None:
+    """Read the sets of plans that a user names; None stays None. Raises OptionError for what is no list of plans.
+
+    A set is one plan ("Gelu+:1:-1") or several that are applied together.
+    """
+    if plans is None:
+        return None
+    fix = 'plans=["Gelu+:1:-1", ("Gelu+:1:-1", "Dropout+:1:-1")]; lab.plan() lists them.'
+    given = [plans] if isinstance(plans, str) else plans
+    if not isinstance(given, Iterable):
+        raise OptionError(f"The plans are a {type(plans).__name__}, not a list of plans.", fix=fix)
+    sets: dict[Plans, None] = {}
+    for one in given:
+        if not isinstance(one, (str, list, tuple)) or not all(isinstance(part, str) for part in one):
+            raise OptionError(f"{one!r} is no set of plans.", fix=fix)
+        together = (one,) if isinstance(one, str) else tuple(one)
+        checked = Options(memory_plan=together).memory_plan  # raises for what is no plan
+        if checked:
+            sets[checked] = None
+    return tuple(sets)
+
+
+def largest_plan_sets(plan: MemoryPlan) -> tuple[Plans, ...]:
+    """Choose sets from a table of plans: at most `_SINGLES` of the largest singly, then the largest that go together.
+
+    Savings are those of the simulated peak where known, else ORT's own; they only rank. There are no sets where ORT
+    offers no plan.
+    """
+    rows = sorted((row for row in plan.rows if _saving(row) > 0), key=lambda row: (-_saving(row), row.config))
+    rows = [row for row in rows if _saving(row) >= _SMALLEST_SHARE * _saving(rows[0])]
+    together: list[PlanRow] = []
+    for row in rows:
+        if len(together) < _IN_SET and not any(_clash(row, other) for other in together):
+            together.append(row)
+    sets: dict[Plans, None] = {(row.config,): None for row in rows[:_SINGLES]}
+    if together:
+        sets[tuple(row.config for row in together)] = None
+    return tuple(sets)
+
+
+def _saving(row: PlanRow) -> float:
+    known = row.peak_saving_bytes if row.peak_saving_bytes is not None else row.saving_bytes
+    return known or 0.0
+
+
+def _clash(one: PlanRow, other: PlanRow) -> bool:
+    return other.config in one.excludes or one.config in other.excludes
+
 
 MARGIN: Final = 1.1
 """A point is tried if it is predicted to need at most this many times the limit: the prediction may be wrong."""
@@ -219,7 +274,7 @@ class Trials:
             with room.ceiling_down_after(), following_live_buffers() if follow else nullcontext() as gaps:
                 room.hold(most)
                 batch = self._make_batch(size)
-                room.let_go()
+                room.ceiling.take_down()
                 self._start.put_back()  # it may have drawn random numbers
                 experiment = Experiment(lambda: self._step(batch), count, self._start)
                 levels = [room.used_bytes()]  # at the start of each step, and at the end
@@ -234,7 +289,7 @@ class Trials:
                     run = self._record(experiment, lambda: room.hold(most), settle)
                 self._level = levels[-2]
                 if plans:
-                    room.let_go()  # reading plans builds
+                    room.ceiling.take_down()  # reading plans builds
                     self._check_known(plans)
             return run
         finally:

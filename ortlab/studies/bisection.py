@@ -1,22 +1,204 @@
-"""A bisection: which switches cause a change, what was run to find out, and what it says."""
+"""A bisection: which switches cause a change, how that is measured, what was run to find out, and what it says."""
 
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from ortlab.errors import OptionError
 from ortlab.options.options import Options
 from ortlab.records.record_files import JsonRecord
+from ortlab.records.runs import Run
 from ortlab.shown import Shown
-from ortlab.studies.bisection_metrics import Metric
-from ortlab.studies.bisection_search import Culprits
-from ortlab.studies.bisection_trials import Trial
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from ortlab.options.switches import Value
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A set of changes, run from the common start.
+
+    Attributes
+    ----------
+    names
+        The changes that stood, in the order of search; none for the baseline.
+    value
+        What the metric says: a distance, a ratio, or the user's own number; None where it failed.
+    low, high
+        Ends of its 95 % interval, for a time; else None.
+    amount
+        What was measured: the median step time in ms, or the peak in bytes; None for the other metrics.
+    failure
+        Why it failed, its kind of error first; empty where it ran.
+    runs
+        Its runs, in order; none where only memory was measured.
+    """
+
+    names: tuple[str, ...]
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+    amount: float | None = None
+    failure: str = ""
+    runs: tuple[Run, ...] = ()
+
+    @property
+    def kind_of_failure(self) -> str:
+        """The kind of error, without its words."""
+        return self.failure.partition(":")[0]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types, readable by `from_dict`."""
+        return {**vars(self), "names": list(self.names), "runs": [run.to_dict() for run in self.runs]}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Trial:
+        """Rebuild a trial from `to_dict`; a missing field raises KeyError."""
+        runs = tuple(Run.from_dict(run) for run in data["runs"])
+        return cls(**{**data, "names": tuple(data["names"]), "runs": runs})
+
+
+LOSS: Final = "loss"
+PARITY: Final = "parity"
+STEP_MS: Final = "step_ms"
+PEAK_BYTES: Final = "peak_bytes"
+METRICS: Final = (LOSS, PARITY, STEP_MS, PEAK_BYTES)
+
+SHARE: Final = 0.5
+"""Share of the whole change that a set must show to be taken for its cause; of a ratio, on the logarithmic scale."""
+
+FLOORS: Final = 3.0
+"""A change counts from so many times what two equal runs differ by."""
+
+CONFIDENCE: Final = 0.95
+
+Own = Callable[[Run], float]
+
+_TOLERANCE: Final = {LOSS: 1e-5, PARITY: 1e-4, STEP_MS: 0.02, PEAK_BYTES: 0.02}
+
+
+@dataclass(frozen=True)
+class Culprits:
+    """A smallest set of changes that shows the effect.
+
+    Attributes
+    ----------
+    names
+        The changes, in the order of search.
+    together
+        Groups of at least two of them that could not be told apart: no set that holds only a part gave an answer.
+    """
+
+    names: tuple[str, ...]
+    together: tuple[tuple[str, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Metric:
+    """How a change is measured."""
+
+    name: str  # "loss", "parity", "step_ms", "peak_bytes", or the name of the user's function
+    tolerance: (
+        float  # changes up to this are none: relative, but for a function of the user's, whose unit it has
+    )
+    own: Own | None = None  # the user's function
+
+    @classmethod
+    def read(cls, metric: str | Own, tolerance: float | None) -> Metric:
+        """Read what the user gave; raise OptionError for no metric, or a tolerance that is no number from 0 on."""
+        if tolerance is not None and (
+            isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance >= 0
+        ):
+            raise OptionError(
+                f"The tolerance must be a number from 0 on, not {tolerance!r}.",
+                fix='lab.bisect("loss", tolerance=1e-5).',
+            )
+        if isinstance(metric, str) and metric in METRICS:
+            return cls(metric, _TOLERANCE[metric] if tolerance is None else float(tolerance))
+        if isinstance(metric, str) or not callable(metric):
+            raise OptionError(
+                f"There is no metric {metric!r}.",
+                fix=f"Give one of {', '.join(METRICS)}, or a function that takes a run and returns a number.",
+            )
+        name = getattr(metric, "__name__", type(metric).__name__)
+        return cls(name, 0.0 if tolerance is None else float(tolerance), metric)
+
+    @property
+    def is_ratio(self) -> bool:
+        """Whether a trial is measured as a ratio to the baseline, whose value is 1."""
+        return self.own is None and self.name in (STEP_MS, PEAK_BYTES)
+
+    def floor(self, equal: Sequence[float]) -> float:
+        """Return what equal runs differ by, from the values of trials of the baseline."""
+        return max((self.size(value, equal[0]) for value in equal), default=0.0)
+
+    def size(self, value: float, base: float) -> float:
+        """Return how far a value is from the baseline's: 0 for none, infinite if only one of them is a number."""
+        if self.is_ratio:
+            return abs(math.log(value)) if value > 0 else math.inf
+        if value == base or (math.isnan(value) and math.isnan(base)):
+            return 0.0
+        return abs(value - base) if math.isfinite(value) and math.isfinite(base) else math.inf
+
+    def least(self, base: float, floor: float) -> float:
+        """Return the size up to which a change is none."""
+        own = math.log1p(self.tolerance) if self.is_ratio else self.tolerance
+        # Against PyTorch the baseline has a distance of its own, and a run as far as that is no worse than it.
+        grown = base if self.name == PARITY and self.own is None and math.isfinite(base) else 0.0
+        return max(own, FLOORS * floor, grown)
+
+    def is_change(self, whole: Trial, base: float, floor: float) -> bool | None:
+        """Tell whether all changes together change anything; None if the noise does not let it be told."""
+        assert whole.value is not None  # noqa: S101 - a trial that failed has no value to be asked for
+        if self.size(whole.value, base) <= self.least(base, floor):
+            return False
+        if self.name == STEP_MS and self.own is None:
+            return True if _beyond(whole, 1.0) else None
+        return True
+
+    def shows(self, trial: Trial, whole: Trial, base: float, floor: float) -> bool | None:
+        """Tell whether a set of changes shows the change of all of them together; None if noise hides it."""
+        assert trial.value is not None  # noqa: S101 - as above
+        assert whole.value is not None  # noqa: S101 - as above
+        if not self.is_ratio:
+            limit = max(self.least(base, floor), SHARE * self.size(whole.value, base))
+            size = self.size(trial.value, base)
+            return size > limit or (math.isinf(size) and math.isinf(limit))
+        middle = math.exp(SHARE * math.log(whole.value))
+        return (trial.value > middle) == (whole.value > 1) if _beyond(trial, middle) else None
+
+
+def _beyond(trial: Trial, value: float) -> bool:
+    """Tell whether the interval of a trial, or where it has none its value, lies on one side of a value."""
+    low, high = trial.low, trial.high
+    if low is None or high is None:
+        low = high = trial.value
+    assert low is not None  # noqa: S101 - the caller has a value
+    assert high is not None  # noqa: S101 - as above
+    return not math.isnan(low + high) and not low <= value <= high
+
+
+def ratio_of_pairs(values: Sequence[float], base: Sequence[float]) -> tuple[float, float, float]:
+    """Return the geometric mean of the ratios of pairs, with the ends of its 95 % t interval; nan for a single pair.
+
+    The times are of runs that were made as neighbours, so that a drift of the machine is in both of a pair.
+    """
+    from scipy.stats import t
+
+    logs = [math.log(one / other) for one, other in zip(values, base, strict=True)]
+    mean = statistics.fmean(logs)
+    if len(logs) < 2:  # noqa: PLR2004 - n - 1
+        return math.exp(mean), math.nan, math.nan
+    quantile = float(t.ppf((1 + CONFIDENCE) / 2, len(logs) - 1))
+    half = quantile * statistics.stdev(logs) / math.sqrt(len(logs))
+    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+
 
 RESPONSIBLE: Final = "responsible"
 NO_CHANGE: Final = "no change"
@@ -38,7 +220,7 @@ class Bisection(Shown, JsonRecord, noun="bisection", layout=1):
     metric
         "loss", "parity", "step_ms", "peak_bytes", or the name of the user's function.
     tolerance
-        Changes up to this are none; see `ortlab.studies.bisection_metrics.Metric`.
+        Changes up to this are none; see `Metric`.
     against
         The switches of the baseline.
     changes
@@ -112,12 +294,7 @@ class Bisection(Shown, JsonRecord, noun="bisection", layout=1):
     def shows(self, trial: Trial, metric: Metric | None = None) -> bool | None:
         """Tell whether a trial shows the change of all of them together; None if it cannot be told.
 
-        Parameters
-        ----------
-        trial
-            The trial.
-        metric
-            How to judge; by default by the record's own name and tolerance.
+        `metric` is how to judge; by default by the record's own name and tolerance.
         """
         base, whole = self.baseline, self.whole
         if base is None or whole is None:
@@ -149,8 +326,6 @@ class Bisection(Shown, JsonRecord, noun="bisection", layout=1):
 
     @property
     def _metric(self) -> Metric:
-        from ortlab.studies.bisection_metrics import METRICS
-
         return Metric(self.metric, self.tolerance, None if self.metric in METRICS else _unknown)
 
     def table(self) -> pd.DataFrame:

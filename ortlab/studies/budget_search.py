@@ -1,19 +1,22 @@
-"""From plans that add up to plans that fit when the whole step is simulated with them."""
+"""The search for the plans of a budget: solved, simulated, run, and chosen again if what was measured misses."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
-from ortlab.studies import budget_exact as exact
-from ortlab.studies import budget_greedy as greedy
-from ortlab.studies.budget_problem import TOLERANCE
+import numpy as np
+
+from ortlab.studies.budget import Budget, Compared, Device, Obstacle, PlanTrial, Prediction, Solver
+from ortlab.studies.budget_problem import TOLERANCE, Choice, Problem
+from ortlab.studies.budget_solvers import TIME_LIMIT_S, solve_exactly, solve_quickly
 
 if TYPE_CHECKING:
-    from ortlab.studies.budget_problem import Problem, Solution
+    from ortlab.studies.budget_problem import SimulatedStep, Solution
+    from ortlab.studies.budget_run import Request
 
 ROUNDS: Final = 6
 """How often a limit is tightened or loosened by what the simulation says."""
@@ -30,18 +33,8 @@ _DIFFERS: Final = 0.02
 Counts = tuple[int, ...]
 
 
-class Simulated(Protocol):
-    """A step that can be simulated with plans."""
-
-    problem: Problem  # what each place of each plan takes off, as far as that adds up
-    levels: Mapping[int, tuple[float, float]]  # by memory level: simulated peak in bytes and added ms
-
-    def peak(self, counts: Sequence[int]) -> float:
-        """Return the highest bytes of the step, simulated with all the places together; known ones at once."""
-
-
 @dataclass(frozen=True)
-class Choice:
+class Chosen:
     """What was chosen for a limit."""
 
     counts: Counts  # by choice of the problem: how many of its first places are on
@@ -59,7 +52,7 @@ class Choice:
         return self.peak_bytes <= self.limit_bytes + TOLERANCE
 
 
-def choose(step: Simulated, limit: float, *, time_limit_s: float = exact.TIME_LIMIT_S) -> Choice:
+def choose(step: SimulatedStep, limit: float, *, time_limit_s: float = TIME_LIMIT_S) -> Chosen:
     """Find the plans that cost least and fit within a limit in bytes when simulated together.
 
     Plans influence one another: what one recomputes, another may keep alive, and a chain that is recomputed from the
@@ -93,11 +86,11 @@ def choose(step: Simulated, limit: float, *, time_limit_s: float = exact.TIME_LI
         if (fits and (not fitting or level_ms < cost)) or (not fitting and level_peak < peak):
             counts, peak, cost, level = problem.nothing, level_peak, level_ms, number
     best = next((one for one in solved if one.counts == counts), solved[-1])
-    quick = greedy.solve(problem, best.limit_bytes)
-    return Choice(counts, cost, peak, limit, best, quick, time.perf_counter() - started, level)
+    quick = solve_quickly(problem, best.limit_bytes)
+    return Chosen(counts, cost, peak, limit, best, quick, time.perf_counter() - started, level)
 
 
-def by_hand(step: Simulated) -> Iterator[Counts]:
+def by_hand(step: SimulatedStep) -> Iterator[Counts]:
     """Yield what a person would tick: one plan after the other, in all places, the largest saving first."""
     problem = step.problem
     nothing, top = problem.nothing, step.peak(problem.nothing)
@@ -110,11 +103,11 @@ def by_hand(step: Simulated) -> Iterator[Counts]:
             yield counts
 
 
-def lowest_counts(step: Simulated) -> Counts:
+def lowest_counts(step: SimulatedStep) -> Counts:
     """Find the plans with the lowest simulated peak, going down from several starts, one plan at a time."""
     problem, started = step.problem, time.perf_counter()
     everything = tuple(choice.places for choice in problem.choices)
-    starts = [problem.nothing, greedy.solve(problem, 0.0).counts, *by_hand(step)]
+    starts = [problem.nothing, solve_quickly(problem, 0.0).counts, *by_hand(step)]
     if problem.allowed(everything):
         starts.append(everything)
     order = sorted(set(starts), key=step.peak)
@@ -124,7 +117,7 @@ def lowest_counts(step: Simulated) -> Counts:
     return best
 
 
-def _down(step: Simulated, counts: Counts, until: float) -> Counts:
+def _down(step: SimulatedStep, counts: Counts, until: float) -> Counts:
     """Change one plan at a time, the one that lowers the simulated peak most, or the cost at the same peak."""
     problem = step.problem
     while time.perf_counter() < until:
@@ -143,7 +136,7 @@ def _down(step: Simulated, counts: Counts, until: float) -> Counts:
     return counts
 
 
-def _rank(step: Simulated, counts: Counts) -> tuple[float, float]:
+def _rank(step: SimulatedStep, counts: Counts) -> tuple[float, float]:
     return step.peak(counts), step.problem.cost_ms(counts)
 
 
@@ -153,22 +146,20 @@ def _with(counts: Counts, position: int, count: int) -> Counts:
 
 def _within(problem: Problem, counts: Counts) -> Problem:
     """Return the problem with those places only."""
-    from ortlab.studies import budget_problem as made
-
     choices = tuple(
-        made.Choice(choice.config, choice.savings[:count], choice.cost_ms[:count])
+        Choice(choice.config, choice.savings[:count], choice.cost_ms[:count])
         for choice, count in zip(problem.choices, counts, strict=True)
     )
-    return made.Problem(problem.live, choices, problem.exclusive)
+    return Problem(problem.live, choices, problem.exclusive)
 
 
-def _rounds(step: Simulated, problem: Problem, limit: float, time_limit_s: float) -> list[Solution]:
+def _rounds(step: SimulatedStep, problem: Problem, limit: float, time_limit_s: float) -> list[Solution]:
     """Solve, simulate, move the limit, and solve again."""
     solved: list[Solution] = []
     target: float | None = limit
     spent = 0.0
     while target is not None and len(solved) < ROUNDS and spent < time_limit_s:
-        found = exact.solve(problem, target, time_limit_s=time_limit_s - spent)
+        found = solve_exactly(problem, target, time_limit_s=time_limit_s - spent)
         spent += found.seconds
         solved.append(found)
         target = None
@@ -177,7 +168,7 @@ def _rounds(step: Simulated, problem: Problem, limit: float, time_limit_s: float
     return solved
 
 
-def _next_target(solved: list[Solution], limit: float, step: Simulated) -> float | None:
+def _next_target(solved: list[Solution], limit: float, step: SimulatedStep) -> float | None:
     """Return the limit to solve for next: what the last simulation says, or half-way between; None to stop.
 
     The solver's peaks at which the simulation fits are held to lie below those at which it does not.
@@ -197,7 +188,7 @@ def _next_target(solved: list[Solution], limit: float, step: Simulated) -> float
     return None if same else target
 
 
-def _without_spare(step: Simulated, counts: Counts, limit: float) -> Counts:
+def _without_spare(step: SimulatedStep, counts: Counts, limit: float) -> Counts:
     """Switch off places that the simulation does not need, those that spare most first, until none is spare."""
     problem = step.problem
     while True:
@@ -217,3 +208,211 @@ def _without_spare(step: Simulated, counts: Counts, limit: float) -> Counts:
                     counts = fewer_counts
         if counts == before:
             return counts
+
+
+TRIALS: Final = 3
+"""How often plans are chosen and run before those that a person would tick and the memory levels are run as well."""
+
+CURVE_POINTS: Final = 12
+"""Budgets that are predicted between none and the floor."""
+
+_MARGIN: Final = 0.01
+"""Share of step memory that is kept free where that is possible: a simulation is off by so much."""
+
+_CURVE_TIME_S: Final = 0.25
+"""Seconds for the solver at each point of the curve."""
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What is known of a step before plans are chosen; bytes are above the start of the step."""
+
+    model: str
+    step: SimulatedStep
+    without: Compared  # as measured
+    within_bytes: float  # measured peak of forward and backward, which plans can lower
+    beyond_bytes: float  # measured peak of the other phases, such as the optimizer's step: no plan gets below
+    kind: str  # what the bytes are of
+    device: str
+    held_bytes: int = 0  # what the process or device holds at the start of the step
+
+    @property
+    def simulated_bytes(self) -> float:
+        """The simulated peak without plans, in the order that a session without plans has."""
+        return self.step.peak(self.step.problem.nothing)
+
+    def predicted(self, simulated_bytes: float) -> float:
+        """Return the step memory, in bytes, for a simulated peak."""
+        return max(self.within_bytes - self.simulated_bytes + simulated_bytes, self.beyond_bytes)
+
+    def to_simulate(self, limit: float) -> float:
+        """Return what may be simulated at most for a limit of step memory, in bytes."""
+        return limit - self.within_bytes + self.simulated_bytes
+
+    def prediction(self, choice: Chosen) -> Prediction:
+        """Write down what was chosen as options take it."""
+        if choice.level:
+            return Prediction((), self.predicted(choice.peak_bytes), choice.cost_ms, choice.level)
+        return self.of_counts(choice.counts)
+
+    def of_counts(self, counts: Sequence[int]) -> Prediction:
+        """Write down plans as options take them."""
+        problem = self.step.problem
+        plans = counted(
+            [one.config for one in problem.choices], counts, [one.places for one in problem.choices]
+        )
+        return Prediction(plans, self.predicted(self.step.peak(counts)), problem.cost_ms(counts))
+
+
+Run = Callable[[Prediction], int]
+"""Runs the step with plans and returns its measured step memory in bytes."""
+
+
+def answer(
+    ground: Ground,
+    request: Request,
+    run: Run | None,
+    tell: Callable[[str], None],
+    *,
+    curve: bool = True,
+) -> Budget:
+    """Find the plans for a request and verify them; only predict if `run` is None. The budget is not applied yet."""
+    needed = ground.without.step_memory_bytes
+    limit = request.limit(needed, ground.held_bytes)
+    tell("Choosing plans")
+    chosen = _chosen(ground, limit)
+    lowest = choose(ground.step, min(ground.to_simulate(0.0), 0.0))
+    first, floor = ground.prediction(chosen), ground.prediction(lowest)
+    trials: list[PlanTrial] = []
+    if run is not None and ground.step.problem.choices and limit < needed:
+        trials = _verified(ground, limit, first, run, tell)
+        if all(trial.step_memory_bytes > limit for trial in trials):
+            trials += _closest(ground, limit, floor, trials, run, tell)
+    met = limit >= needed or any(trial.step_memory_bytes <= limit for trial in trials)
+    return Budget(
+        model=ground.model,
+        asked=request.asked,
+        limit_bytes=limit,
+        kind=ground.kind,
+        without=ground.without,
+        prediction=first,
+        floor=floor,
+        solver=_solver(ground, chosen),
+        trials=tuple(trials),
+        obstacle=None if met or first.step_memory_bytes <= limit else _obstacle(ground, lowest),
+        curve=_curve(ground, lowest, tell) if curve else (),
+        whole_device=Device(request.device_bytes, ground.held_bytes) if request.device_bytes else None,
+        device=ground.device,
+    )
+
+
+def _chosen(ground: Ground, limit: float) -> Chosen:
+    """Choose for a little less than the limit, for all of it where less cannot be had, and nothing if all fits."""
+    needed = ground.without.step_memory_bytes
+    if limit >= needed:
+        return choose(ground.step, max(ground.to_simulate(limit), ground.simulated_bytes))
+    careful = choose(ground.step, ground.to_simulate(limit - _MARGIN * needed))
+    return careful if careful.fits else choose(ground.step, ground.to_simulate(limit))
+
+
+def _verified(
+    ground: Ground, limit: int, prediction: Prediction, run: Run, tell: Callable[[str], None]
+) -> list[PlanTrial]:
+    """Run the plans; where they miss, ask for as much less as the prediction was too low."""
+    trials: list[PlanTrial] = []
+    too_low = 0.0
+    while len(trials) < TRIALS and (prediction.plans or prediction.memory_level):
+        tell(f"Verifying, trial {len(trials) + 1}")
+        measured = run(prediction)
+        trials.append(PlanTrial(prediction, measured))
+        too_low = max(too_low, measured - prediction.step_memory_bytes)
+        if measured <= limit:
+            break
+        tell("Choosing plans that take more off")
+        prediction = ground.prediction(_chosen(ground, limit - too_low))
+        if any(trial.prediction.switches == prediction.switches for trial in trials):
+            break
+    return trials
+
+
+def _closest(
+    ground: Ground,
+    limit: int,
+    floor: Prediction,
+    trials: Sequence[PlanTrial],
+    run: Run,
+    tell: Callable[[str], None],
+) -> list[PlanTrial]:
+    """Run what else may come closest, until something fits, and return these trials.
+
+    It tries the lowest simulated peak, what a person would tick from the largest saving on, and the memory levels: the
+    simulation is off by a per cent or two, so only a measurement tells which of them needs least.
+    """
+    step, found = ground.step, list(trials)
+    ticked = min(by_hand(step), key=step.peak, default=None)
+    candidates = [("lowest", floor)]
+    if ticked is not None:
+        candidates.append(("by hand", ground.of_counts(ticked)))
+    candidates += [
+        (f"memory_level={level}", Prediction((), ground.predicted(peak), cost, level))
+        for level, (peak, cost) in step.levels.items()
+    ]
+    for why, prediction in candidates:
+        if any(trial.prediction.switches == prediction.switches for trial in found):
+            continue
+        tell(f"Looking for the closest: {why}")
+        found.append(PlanTrial(prediction, run(prediction), why))
+        if found[-1].step_memory_bytes <= limit:
+            break
+    return found[len(trials) :]
+
+
+def _obstacle(ground: Ground, lowest: Chosen) -> Obstacle:
+    """Say what keeps memory up: what lives at the simulated peak, or a phase that plans cannot lower."""
+    if ground.predicted(lowest.peak_bytes) <= ground.beyond_bytes:
+        return Obstacle("the optimizer's step or another phase that no plan acts on", ground.beyond_bytes)
+    found = ground.step.obstacle(lowest.counts, lowest.level)
+    return Obstacle(found.where, ground.predicted(found.bytes), found.live)
+
+
+def _curve(ground: Ground, lowest: Chosen, tell: Callable[[str], None]) -> tuple[Prediction, ...]:
+    """Predict budgets between none and the floor, each point once; none that needs more memory and more time."""
+    tell("Predicting other budgets")
+    top, bottom = ground.simulated_bytes, lowest.peak_bytes
+    points = [Prediction((), ground.predicted(top), 0.0), ground.prediction(lowest)]
+    points += [
+        ground.prediction(choose(ground.step, float(limit), time_limit_s=_CURVE_TIME_S))
+        for limit in np.linspace(top, bottom, CURVE_POINTS + 1)[1:-1]
+    ]
+    front: list[Prediction] = []
+    for point in sorted(points, key=lambda one: (one.cost_ms, one.step_memory_bytes)):
+        if not front or point.step_memory_bytes < front[-1].step_memory_bytes:
+            front.append(point)
+    return tuple(front)
+
+
+def _solver(ground: Ground, chosen: Chosen) -> Solver:
+    problem, solved, quick = ground.step.problem, chosen.solved, chosen.quick
+    return Solver(
+        plans=len(problem.choices),
+        places=sum(choice.places for choice in problem.choices),
+        instants=len(problem.live),
+        cost_ms=solved.cost_ms,
+        greedy_cost_ms=quick.cost_ms if quick.fits else None,
+        gap=None if math.isnan(solved.gap) else solved.gap,
+        proven=solved.proven,
+        seconds=chosen.seconds,
+    )
+
+
+def counted(configs: Sequence[str], counts: Sequence[int], places: Sequence[int]) -> tuple[str, ...]:
+    """Write plans as `Options.memory_plan` takes them: "Gelu+:1" in 3 of 12 places is "Gelu+:1:3", in all ":-1".
+
+    Two plans that go together, "A+:1,B+:1", are two entries.
+    """
+    return tuple(
+        f"{part}:{-1 if count == most else count}"
+        for config, count, most in zip(configs, counts, places, strict=True)
+        if count
+        for part in config.split(",")
+    )

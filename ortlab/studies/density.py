@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from ortlab.analyses.flops import count_flops
+from ortlab.analyses.graphs import count_flops
 from ortlab.errors import StepError
 from ortlab.options.options import Need
-from ortlab.records.density import EMBED, LABEL, Density
-from ortlab.records.density_report import THRESHOLD, DensityReport, Reach, SwitchEffect
+from ortlab.records.density import EMBED, LABEL, THRESHOLD, Density, DensityReport, Reach, SwitchEffect
 from ortlab.runs.padded_inputs import DensityProbe
 from ortlab.runs.recording import Recording
-from ortlab.studies.sweeping import sweep
+from ortlab.studies.sweep_run import sweep
 
 if TYPE_CHECKING:
     from ortlab.runs.bench import Bench
@@ -55,7 +54,7 @@ def density(bench: Bench, *batches: object, measure: int = 0) -> DensityReport:
         found, source = _count(bench, batches), f"{len(batches)} batch{'es' if len(batches) > 1 else ''}"
     else:
         found, source = _counted(bench)
-    report = DensityReport(found, source, _labels_reached(bench, found), _tokens_reached(bench, found))
+    report = DensityReport(found, source, _reached(bench, found, LABEL), _reached(bench, found, EMBED))
     if measure:
         report = replace(report, effects=tuple(_effects(bench, report, measure)))
     return report
@@ -96,32 +95,23 @@ def _count(bench: Bench, batches: tuple[object, ...]) -> Density:
     return probe.read()
 
 
-def _labels_reached(bench: Bench, density: Density) -> Reach:
-    rows = [row for row in density.rows if row.kind == LABEL]
-    if not rows:
+def _reached(bench: Bench, density: Density, kind: str) -> Reach:
+    """Say what the switch for labels, or for tokens, has to act on."""
+    row, options = next((row for row in density.rows if row.kind == kind), None), bench.options
+    if row is None:
         return "absent"
     if bench.configuration.engine != "ort":
         return "another engine"
-    if not any(isinstance(one, torch.nn.CrossEntropyLoss) for one in bench.module.modules()):
+    if kind == LABEL and not any(
+        isinstance(one, torch.nn.CrossEntropyLoss) for one in bench.module.modules()
+    ):
         return "not a sub-module"
-    options = bench.options
-    if not (options.compute_optimizer and options.label_sparse_optimizer):
+    if not (options.compute_optimizer and getattr(options, _SWITCHES[kind])):
         return "off"
-    return "acts" if rows[0].density < THRESHOLD else "dense"
-
-
-def _tokens_reached(bench: Bench, density: Density) -> Reach:
-    rows = [row for row in density.rows if row.kind == EMBED]
-    if not rows:
-        return "absent"
-    if bench.configuration.engine != "ort":
-        return "another engine"
-    options = bench.options
-    if not (options.compute_optimizer and options.embedding_sparse_optimizer):
-        return "off"
-    if Need.CUDA not in bench.have or not any(one.is_cuda for one in bench.module.parameters()):
+    on_cuda = Need.CUDA in bench.have and any(one.is_cuda for one in bench.module.parameters())
+    if kind == EMBED and not on_cuda:
         return "no CUDA"
-    return "acts" if rows[0].density < THRESHOLD else "dense"
+    return "acts" if row.density < THRESHOLD else "dense"
 
 
 def _effects(bench: Bench, report: DensityReport, rounds: int) -> list[SwitchEffect]:

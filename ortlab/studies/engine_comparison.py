@@ -16,8 +16,7 @@ from ortlab.studies.sweep import Sweep
 if TYPE_CHECKING:
     import pandas as pd
 
-    from ortlab.studies.sweep_outcomes import Outcome
-    from ortlab.studies.sweep_points import Point
+    from ortlab.studies.sweep import Outcome, Point
 
 
 @dataclass(frozen=True)

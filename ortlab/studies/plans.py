@@ -11,10 +11,10 @@ from ortlab.analyses.builds import builds, engine_of
 from ortlab.analyses.memory import memory
 from ortlab.analyses.profiling import profile
 from ortlab.errors import OptionError
-from ortlab.memory.lifetimes import lifetimes
-from ortlab.memory.plan_costs import KnownCosts, PlanCost, best_costs, costs_key, predicted_costs
-from ortlab.memory.reading import merged, with_measured_density
-from ortlab.studies.sweeping import sweep
+from ortlab.memory.plan_reading import merged, with_measured_density
+from ortlab.memory.recompute import KnownCosts, PlanCost, best_costs, costs_key, predicted_costs
+from ortlab.memory.trace import lifetimes
+from ortlab.studies.sweep_run import sweep
 
 if TYPE_CHECKING:
     from ortlab.engine.execution import Execution
@@ -80,7 +80,7 @@ def plan(
 
 
 def _plan(bench: Bench, execution: Execution, path: str, level: int | None) -> MemoryPlan:
-    from ortlab.engine.applied_plans import plans_of
+    from ortlab.engine.recompute_plans import plans_of
 
     read = with_measured_density(plans_of(execution, bench.module, path, level=level), bench.runs)
     return bench.known_costs.written_into(read, costs_key(execution, bench.experiment))

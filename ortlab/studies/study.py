@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
-from ortlab.errors import LedgerError
+from ortlab.errors import LedgerError, StepError
 from ortlab.runs.interrupts import say
 
 
@@ -22,13 +22,19 @@ S = TypeVar("S", bound=Study)
 
 @contextmanager
 def kept(
-    studies: list[S], study: S, place: str, stopped: Callable[[str], str], *, is_empty: Callable[[], bool]
-) -> Iterator[str]:
-    """Keep a study in the lab's list while the block fills it in, and yield where the user finds it: "lab.sweeps[0]".
+    studies: list[S],
+    study: S,
+    place: str,
+    stopped: Callable[[], str],
+    go_on: str,
+    *,
+    is_empty: Callable[[], bool] = lambda: False,
+) -> Iterator[None]:
+    """Keep a study in the lab's list while the block fills it in; after an error, a study that is empty goes.
 
     `place` is what the user calls the list; a study that is new to it takes the number of its place. On Ctrl-C the
-    study stays, and `stopped` says in a line what is left, given where it is kept. After an error, a study that is
-    empty goes.
+    study stays, and a line says what is left: `stopped` tells what, "the sweep after 2 of 8 runs", and `go_on` how to
+    resume it, "go on with lab.sweep(resume={})", where the braces are the study's place.
     """
     if all(study is not known for known in studies):
         study.number = len(studies) + 1
@@ -36,9 +42,10 @@ def kept(
     position = next(index for index, known in enumerate(studies) if known is study)
     name = f"{place}[{position}]"
     try:
-        yield name
+        yield
     except KeyboardInterrupt as interrupt:
-        say(interrupt, stopped(name))
+        words = f"Stopped {stopped()}; kept as {name}. The lab is as it was before; {go_on.format(name)}."
+        say(interrupt, words)
         raise
     except BaseException:
         if is_empty():
@@ -67,3 +74,9 @@ def check_same_ground(
             why="Differences between two versions in one table would be taken for effects of the switches.",
             fix=f"Resume it in the environment it was made in, or start another {what}.",
         )
+
+
+def check_rounds(rounds: object, least: int) -> None:
+    """Raise StepError for a number of rounds that is no whole number from `least` on."""
+    if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < least:
+        raise StepError(f"The number of rounds must be a whole number from {least} on, not {rounds!r}.")

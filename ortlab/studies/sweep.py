@@ -1,50 +1,288 @@
-"""A sweep: the points of a grid, what was measured at each, and what could not be."""
+"""A sweep: the points of a grid, what was measured at each against the baseline, and what could not be."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from ortlab.options.configuration import Configuration
+from ortlab.options.options import Effect, Options, switches
+from ortlab.options.switches import Value
+from ortlab.records import comparison, verdicts
 from ortlab.records.record_files import JsonRecord
+from ortlab.records.runs import Initialization, Run, Step, least_step_memory
+from ortlab.records.verdicts import FELL_BACK, Timed, TimeRatio, cautions
 from ortlab.shown import Shown
-from ortlab.studies.sweep_outcomes import Outcome
-from ortlab.studies.sweep_points import Point, cheapest_order
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from ortlab.records.runs import Run
-    from ortlab.studies.sweep_grid import Changes
+Changes: TypeAlias = dict[str, Value]
+"""What one point changes: options by name, "engine" among them."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of a sweep: a configuration and the runs that were made of it.
+
+    Attributes
+    ----------
+    number
+        1, 2, ... in the order of the grid; 0 for a baseline that is not among the points.
+    changes
+        What the point changes, as the user asked: options by name, "engine" among them.
+    configuration
+        Engine and all switches; None if they contradict each other or cannot act here.
+    skipped
+        Why the point is not run: a contradiction, or another point that does the same; "" otherwise.
+    failure
+        Why a run of it failed; "" otherwise. Its other runs, if any, count no more.
+    runs
+        One for each round that is done.
+    """
+
+    number: int
+    changes: Changes
+    configuration: Configuration | None
+    skipped: str = ""
+    failure: str = ""
+    runs: tuple[Run, ...] = ()
+
+    @property
+    def measured(self) -> bool:
+        """Whether there is something to show: a run, and none that failed."""
+        return bool(self.runs) and not self.failure
+
+    @property
+    def fell_back(self) -> bool:
+        """Whether PyTorch executed any step of its runs that ORT was asked for."""
+        return any(run.fell_back for run in self.runs)
+
+    @property
+    def warm_steps(self) -> tuple[Step, ...]:
+        """The warm steps of all rounds; see `Run.warm_steps`."""
+        return tuple(step for run in self.runs for step in run.warm_steps)
+
+    @property
+    def step_ms(self) -> float:
+        """Median wall time of a warm step over all rounds, in ms; nan if nothing was measured."""
+        return statistics.median(s.total_ms for s in self.warm_steps) if self.measured else math.nan
+
+    @property
+    def step_memory_bytes(self) -> float:
+        """How far a step rises above its start, in bytes; nan if it was not measured. It is measured in two rounds."""
+        known = least_step_memory(self.runs) if self.measured else None
+        return math.nan if known is None else float(known)
+
+    @property
+    def no_step_memory(self) -> str:
+        """Why `step_memory_bytes` is missing; else empty."""
+        return self.runs[0].no_step_memory if self.measured and math.isnan(self.step_memory_bytes) else ""
+
+    @property
+    def builds(self) -> tuple[Initialization, ...]:
+        """What was built for it, run by run."""
+        return tuple(run.initialization for run in self.runs if run.initialization)
+
+    @property
+    def rebuilt(self) -> Initialization | None:
+        """What was built for it, all runs together; None if everything was there."""
+        total: Initialization | None = None
+        for build in self.builds:
+            total = build if total is None else total.plus(build)
+        return total
+
+    @property
+    def state(self) -> str:
+        """Say how far it got: "skipped", "failed", "measured" or "missing"."""
+        if self.skipped:
+            return "skipped"
+        if self.failure:
+            return "failed"
+        return "measured" if self.runs else "missing"
+
+    def value(self, name: str) -> object:
+        """Return what an option, or "engine", is at this point; None if it is not known."""
+        if self.configuration is None or name in self.changes:
+            return self.changes.get(name)
+        return self.configuration.engine if name == "engine" else getattr(self.configuration.options, name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types, readable by `from_dict`."""
+        configuration = self.configuration and {
+            "engine": self.configuration.engine,
+            "options": self.configuration.options.to_dict(),
+        }
+        return {
+            **vars(self),
+            "changes": {name: list(v) if isinstance(v, tuple) else v for name, v in self.changes.items()},
+            "configuration": configuration,
+            "runs": [run.to_dict() for run in self.runs],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Point:
+        """Rebuild a point from `to_dict`; a missing field raises KeyError."""
+        held = data["configuration"]
+        return cls(
+            number=data["number"],
+            changes={name: tuple(v) if isinstance(v, list) else v for name, v in data["changes"].items()},
+            configuration=held and Configuration(held["engine"], Options.from_dict(held["options"])),
+            skipped=data["skipped"],
+            failure=data["failure"],
+            runs=tuple(Run.from_dict(run) for run in data["runs"]),
+        )
+
+
+def same_work(one: Configuration, other: Configuration) -> bool:
+    """Tell whether two configurations do the same: only ONNX Runtime reads the switches."""
+    if one.engine != other.engine:
+        return False
+    return one.engine != "ort" or one.options.stage_of_change(other.options) is None
+
+
+def cheapest_order(points: Sequence[Point], first: int) -> list[int]:
+    """Order positions so that those with equal exports, then equal graphs stand together; `first` comes first."""
+    seen: dict[tuple[object, ...], int] = {}
+
+    def rank(configuration: Configuration, until: Effect) -> int:
+        values = tuple(
+            getattr(configuration.options, one.name)
+            for one in switches()
+            if one.effect <= until and configuration.engine == "ort"
+        )
+        return seen.setdefault((configuration.engine, until, values), len(seen))
+
+    keys = [
+        (
+            rank(one.configuration, Effect.EXPORT),
+            rank(one.configuration, Effect.GRAPH),
+            position != first,
+            position,
+        )
+        for position, one in sorted(enumerate(points), key=lambda pair: pair[0] != first)
+        if one.configuration is not None
+    ]
+    return [position for *_, position in sorted(keys)]
+
+
+MEMORY_RESOLUTION: Final = verdicts.MEMORY_MARGIN
+"""Share of step memory below which two points count as equal."""
+
+# A session that recomputes Dropout has generators of its own, which nothing can set back (onnxruntime 1.19.2).
+_LOSSES_DIFFER: Final = "its rounds gave different losses: its dropout masks, or its data, were not the same"
+
+
+@dataclass(frozen=True)
+class Outcome(Timed):
+    """A measured point against the baseline.
+
+    Attributes
+    ----------
+    point
+        The point.
+    time
+        Step time over that of the baseline, with its interval and what may be said of it; see
+        `ortlab.records.verdicts`.
+    memory_ratio
+        Step memory over the baseline's; nan where a side has none.
+    loss_difference
+        Largest relative difference of the losses, step by step, or None where losses are missing.
+    on_front
+        Whether no other point takes less time without more memory, or less memory without more time. Memory that
+        differs by less than `MEMORY_RESOLUTION` counts as equal. A point that fell back is on no front.
+    remarks
+        What a reader must know before believing the numbers: other data, fallback, ...
+    memory_verdict
+        "less memory" or "more memory" than the baseline; empty where it is the same, or is not known.
+    """
+
+    point: Point
+    time: TimeRatio
+    memory_ratio: float
+    loss_difference: float | None
+    on_front: bool
+    remarks: tuple[str, ...]
+    memory_verdict: str = ""
+
+    @property
+    def fell_back(self) -> bool:
+        """Whether PyTorch executed any step of the point that ORT was asked for."""
+        return self.point.fell_back
+
+    @property
+    def verdict(self) -> str:
+        """Say in words what may be said about time; nothing else where the point fell back."""
+        return FELL_BACK if self.fell_back else self.time.verdict
+
+    @property
+    def memory(self) -> str:
+        """Say "less memory" or "more memory"; empty where it is the same, or is not known."""
+        return "" if self.fell_back else self.memory_verdict
+
+    @classmethod
+    def of(cls, point: Point, base: Point, measured: Sequence[Point]) -> Outcome:
+        """Hold a measured point against the baseline and against all that were measured."""
+        time = TimeRatio(math.nan, math.nan, math.nan, "")
+        apart, remarks = None, dict.fromkeys(caution for run in point.runs for caution in cautions(run))
+        if point is base:
+            time = TimeRatio(1.0, 1.0, 1.0, verdicts.NO_DIFFERENCE)
+        elif base.measured:
+            time = verdicts.compare_times(base.runs, point.runs)
+            if time.verdict == verdicts.NOT_COMPARABLE and len(point.runs) == 1:
+                time = replace(time, reason=f"one round, and {time.reason}")
+        if base.measured:
+            apart = comparison.loss_difference(base.runs[0], point.runs[0])
+            if not all(comparison.same_losses(run, point.runs[0]) for run in point.runs):
+                remarks[_LOSSES_DIFFER] = None
+            remarks |= dict.fromkeys(
+                remark for run in point.runs for remark in comparison.remarks(base.runs[0], run)
+            )
+        return cls(
+            point,
+            time,
+            point.step_memory_bytes / base.step_memory_bytes if base.step_memory_bytes else math.nan,
+            apart,
+            not point.fell_back
+            and not any(_dominates(other, point) for other in measured if not other.fell_back),
+            tuple(remarks),
+            verdicts.memory_verdict(_whole(base.step_memory_bytes), _whole(point.step_memory_bytes)),
+        )
+
+
+def _whole(size: float) -> int | None:
+    return None if math.isnan(size) else int(size)
+
+
+def _dominates(one: Point, other: Point) -> bool:
+    """Tell whether a point takes less of something and more of nothing; without memory, time alone counts."""
+    if math.isnan(one.step_memory_bytes + other.step_memory_bytes):
+        return one.step_ms < other.step_ms
+    no_larger = one.step_memory_bytes <= other.step_memory_bytes * (1 + MEMORY_RESOLUTION)
+    smaller = one.step_memory_bytes < other.step_memory_bytes * (1 - MEMORY_RESOLUTION)
+    return (one.step_ms < other.step_ms and no_larger) or (one.step_ms <= other.step_ms and smaller)
 
 
 class Sweep(Shown, JsonRecord, noun="sweep", layout=1):
     """Points tried from one start; `Lab.sweep` makes it and fills it in, run by run.
 
-    Parameters
+    Attributes
     ----------
     number
         1, 2, ... in the order of the lab's sweeps; the sweep's runs carry it.
     model
         What the lab calls the model.
     points
-        The points; number 0, if there is one, is the baseline.
-    baseline
-        Position in `points` of the one that the others are held against.
+        All points as they stand, in the order of the grid; number 0, if there is one, is the baseline.
     count
         Steps of each run.
     rounds
         Runs of each point.
     start_digest
-        Digest of weights, buffers, optimizer state and random state that every run starts from.
-
-    Attributes
-    ----------
-    number, model, count, rounds, start_digest
-        As above.
-    points
-        All points as they stand, in the order of the grid.
+        Digest of weights, buffers, optimizer and random state that every run starts from.
     """
 
     def __init__(
@@ -117,11 +355,11 @@ class Sweep(Shown, JsonRecord, noun="sweep", layout=1):
     def axes(self) -> tuple[str, ...]:
         """Names of what differs between the points, in the order of the grid."""
         named = dict.fromkeys(name for point in self.points for name in point.changes)
-        absent = object()
+        last, absent = self.points[-1].changes, object()
         return tuple(
             name
             for name in named
-            if any(_differs(name, point, self.points[-1], absent) for point in self.points)
+            if any(point.changes.get(name, absent) != last.get(name, absent) for point in self.points)
         )
 
     @property
@@ -202,10 +440,6 @@ class Sweep(Shown, JsonRecord, noun="sweep", layout=1):
             "why not comparable": outcome.time.reason if outcome else "",
             "remarks": "; ".join(outcome.remarks) if outcome else "",
         }
-
-
-def _differs(name: str, one: Point, other: Point, absent: object) -> bool:
-    return one.changes.get(name, absent) != other.changes.get(name, absent)
 
 
 def _words(value: object) -> str:

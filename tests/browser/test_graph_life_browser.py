@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from types import SimpleNamespace
 
 import nbformat
 import pytest
@@ -10,7 +10,7 @@ import pytest
 from .conftest import CELLS_SECONDS
 from .test_graph_browser import SCRATCH, execute, ready, run_all
 from .test_panel_browser import STEP, WRAP, notebook, press, screenshots
-from .test_panel_life_browser import NOT_FOUND
+from .test_panel_life_browser import NOT_FOUND, save
 
 __all__ = ["notebook", "screenshots"]
 
@@ -132,13 +132,8 @@ def test_a_saved_notebook_has_table_and_picture_and_a_restarted_kernel_is_told(
     run_all(page)
     ready(page)
     assert not page.locator(".ortlab-saved").first.is_visible()  # beside the living view
-    file = jupyter.folder / name
-    page.keyboard.press("Escape")
-    deadline = time.monotonic() + CELLS_SECONDS
-    while "ortlab-saved" not in file.read_text(encoding="utf-8") and time.monotonic() < deadline:
-        page.keyboard.press("Control+s")
-        page.wait_for_timeout(500)
-    saved = nbformat.read(file, 4)
+    saved = save(SimpleNamespace(page=page, file=jupyter.folder / name))
+    assert "ortlab-saved" in str(saved)
     for trust in ("trusted", "untrusted"):
         copy = nbformat.from_dict(saved)
         if trust == "untrusted":

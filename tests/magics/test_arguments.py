@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ortlab.errors import ArgumentError, OptionError
-from ortlab.notebook.magics import arguments
+from ortlab.notebook.magics import arguments, command
 
 
 @pytest.mark.parametrize(
@@ -131,8 +131,7 @@ def test_variable_suggests_only_what_fits():
 
 
 def test_a_parser_error_shows_the_usage_and_stays_in_the_kernel():
-    parser = arguments.Parser("%ort_thing")
-    parser.add_argument("-n")
+    parser = command.Parser("%ort_thing", command.takes("-n"))
     with pytest.raises(ArgumentError) as caught:
         parser.read("-n")
     assert type(caught.value) is ArgumentError
@@ -144,10 +143,7 @@ def test_a_parser_error_shows_the_usage_and_stays_in_the_kernel():
 
 
 def test_options_and_pairs_mix_in_any_order():
-    parser = arguments.Parser("%ort_thing")
-    parser.add_argument("model")
-    parser.add_argument("--quiet", action="store_true")
-    parser.add_changes()
+    parser = command.Parser("%ort_thing", command.takes("model"), command.flag("--quiet"), command.CHANGES)
     read = parser.read("net --quiet memory_level=1 log_level=INFO")
     assert (read.model, read.quiet, read.changes) == ("net", True, ["memory_level=1", "log_level=INFO"])
 

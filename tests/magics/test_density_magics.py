@@ -8,10 +8,9 @@ import pytest
 from IPython.core.error import UsageError
 from IPython.utils.capture import capture_output
 
-from ortlab.graphs.flop_savings import FlopSavings
-from ortlab.graphs.flops import Flops
-from ortlab.ranks.balance import Balance
-from ortlab.records.density_report import DensityReport
+from ortlab.graphs.flops import Flops, FlopSavings
+from ortlab.ranks.balancing import Balance
+from ortlab.records.density import DensityReport
 
 
 @pytest.mark.row("E1")

@@ -144,7 +144,7 @@ def test_a_number_of_steps_that_is_none_is_one_line(eager_shell, unchanged, numb
 
 
 def test_no_lab_is_said_clearly(shell, monkeypatch):
-    monkeypatch.setattr("ortlab.lab.wrapped._labs", [])
+    monkeypatch.setattr("ortlab.runs.bench._wrapped", [])
     with pytest.raises(UsageError, match=r"No model is wrapped yet\.\nNext: %ort_wrap model"):
         shell.run("%%ort_step\nloss = 1")
 

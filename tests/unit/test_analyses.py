@@ -13,7 +13,7 @@ from ortlab.errors import BuildError, OptionError
 from ortlab.options.configuration import Configuration
 from ortlab.options.options import Options
 from ortlab.render import text
-from ortlab.runs.snapshot import Snapshot
+from ortlab.runs.experiment import Snapshot
 from ortlab.studies.bisection import NOT_COMPARABLE
 
 PLAN = "FastGelu+Reshape+:1:-1"

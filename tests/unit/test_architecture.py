@@ -39,15 +39,10 @@ OUTSIDE = {"ortlab", "ortlab.loading", "ortlab.optim"}
 """The package's own names, what reads any record, and what users import by itself: these stand in no room."""
 
 EXCEPTIONS = {
-    # What a rank runs for its notebook is sent there as a function, and finds the lab of that process.
-    ("ortlab.ranks.cluster", "ortlab.lab.lab"),
-    ("ortlab.ranks.cluster", "ortlab.lab.wrapped"),
     # The base of every record asks for its page when it is shown, and not before.
-    ("ortlab.shown", "ortlab.notebook.widgets.lab_display"),
-    ("ortlab.shown", "ortlab.notebook.widgets.record_display"),
+    ("ortlab.shown", "ortlab.notebook.widgets.display"),
     ("ortlab.shown", "ortlab.render.headlines"),
     ("ortlab.shown", "ortlab.render.lab_pages"),
-    ("ortlab.shown", "ortlab.render.page"),
     ("ortlab.shown", "ortlab.render.pages"),
     ("ortlab.shown", "ortlab.render.text"),
 }

@@ -15,10 +15,8 @@ import ortlab
 from ortlab.errors import LedgerError, OptionError, OrtlabError, StepError
 from ortlab.render import html, text
 from ortlab.render.batch_size_page import best_sentence, closing_sentence
-from ortlab.runs.measure import resident_bytes
-from ortlab.studies.batch_size_following import following
-from ortlab.studies.batch_size_points import FAILED, FITS, PREDICTED, RAN_OUT, TOO_LARGE
-from ortlab.studies.batch_size_search import BatchSizeSearch
+from ortlab.runs.process_memory import resident_bytes
+from ortlab.studies.batch_size import FAILED, FITS, PREDICTED, RAN_OUT, TOO_LARGE, BatchSizeSearch, following
 
 MIB = 1 << 20
 GELU = ("Gelu+:1:-1",)

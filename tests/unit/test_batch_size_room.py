@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from ortlab.engine.exhaustion import place, ran_out, says_ran_out
+from ortlab.engine.diagnosis import place, ran_out, says_ran_out
 from ortlab.errors import ExecutionError
-from ortlab.studies.batch_size_prediction import most_of, predicted_peak
+from ortlab.studies.batch_size import most_of, predicted_peak
 from ortlab.studies.batch_size_room import (
     CudaCeiling,
     ProcessCeiling,

@@ -13,11 +13,18 @@ from torch import nn
 import ortlab
 from ortlab.errors import LedgerError, OptionError, StepError
 from ortlab.runs import recording
-from ortlab.runs.measure import Stopwatch
-from ortlab.studies.bisecting import _apart
-from ortlab.studies.bisection import NO_CHANGE, RESPONSIBLE, TOO_NOISY, UNFINISHED, Bisection
-from ortlab.studies.bisection_metrics import Metric, ratio_of_pairs
-from ortlab.studies.bisection_trials import Trial
+from ortlab.runs.stopwatch import Stopwatch
+from ortlab.studies.bisection import (
+    NO_CHANGE,
+    RESPONSIBLE,
+    TOO_NOISY,
+    UNFINISHED,
+    Bisection,
+    Metric,
+    Trial,
+    ratio_of_pairs,
+)
+from ortlab.studies.bisection_search import _apart
 
 # What changes nothing in the numbers of these models. 1.19.2 reads the last when it is imported.
 INNOCENT = {

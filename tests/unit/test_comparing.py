@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ortlab.parity.comparing import Reference
-from ortlab.parity.pairs import OUTPUT, Site
-from ortlab.parity.tensor_store import stored
+from ortlab.parity.parity import OUTPUT, Site
+from ortlab.parity.tensor_comparison import Reference, stored
 
 
 def site(name, module="part"):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ortlab.checks import demo, masked_language
+from ortlab.checks import demo
 from ortlab.records.runs import Ledger
 
 REPOSITORY = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ def importable(monkeypatch):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return masked_language.train_tokenizer(masked_language.english_text())
+    return demo.train_tokenizer(demo.english_text())
 
 
 @pytest.mark.slow
@@ -77,7 +77,7 @@ def test_a_save_that_cannot_be_written_is_told_before_training(tmp_path):
 
 
 def test_the_tokenizer_loses_nothing_of_the_text(tokenizer):
-    text = masked_language.english_text()[0]
+    text = demo.english_text()[0]
     decoder = __import__("tokenizers").decoders.ByteLevel()
     tokens = tokenizer.encode(text).tokens
     assert decoder.decode(tokens) == text
@@ -85,12 +85,12 @@ def test_the_tokenizer_loses_nothing_of_the_text(tokenizer):
 
 
 def test_the_same_texts_give_the_same_tokenizer(tokenizer):
-    assert masked_language.train_tokenizer(masked_language.english_text()).to_str() == tokenizer.to_str()
+    assert demo.train_tokenizer(demo.english_text()).to_str() == tokenizer.to_str()
 
 
 class TestMaskedText:
     tokens = torch.arange(2, 2002)
-    data = masked_language.MaskedText(tokens, mask_id=1, batch=64, length=64)
+    data = demo.MaskedText(tokens, mask_id=1, batch=64, length=64)
 
     def test_follows_the_random_state(self):
         torch.manual_seed(5)
@@ -104,7 +104,7 @@ class TestMaskedText:
     def test_hides_as_berts_paper_does(self):
         torch.manual_seed(5)
         batch = self.data.draw()
-        predicted = batch["labels"] != masked_language.NOT_PREDICTED
+        predicted = batch["labels"] != demo.NOT_PREDICTED
         shown, labels = batch["input_ids"][predicted], batch["labels"][predicted]
         # 4096 tokens: the shares are within four standard deviations of 15 % (and the first column), 80 % and 10 %.
         assert predicted[:, 1:].float().mean().item() == pytest.approx(0.15, abs=0.023)
@@ -113,7 +113,7 @@ class TestMaskedText:
 
     def test_shows_what_it_does_not_ask_for(self):
         batch = self.data.draw()
-        kept = batch["labels"] == masked_language.NOT_PREDICTED
+        kept = batch["labels"] == demo.NOT_PREDICTED
         # The text counts up by one, so neighbours that are both shown differ by one.
         both = kept[:, 1:] & kept[:, :-1]
         steps = batch["input_ids"][:, 1:] - batch["input_ids"][:, :-1]
@@ -121,8 +121,8 @@ class TestMaskedText:
         assert (steps[both] == 1).all()
 
     def test_every_sequence_has_a_label(self):
-        short = masked_language.MaskedText(self.tokens, mask_id=1, batch=200, length=8)
-        assert (short.draw()["labels"] != masked_language.NOT_PREDICTED).any(dim=1).all()
+        short = demo.MaskedText(self.tokens, mask_id=1, batch=200, length=8)
+        assert (short.draw()["labels"] != demo.NOT_PREDICTED).any(dim=1).all()
 
 
 @pytest.mark.parametrize(

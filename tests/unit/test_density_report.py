@@ -13,8 +13,7 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 
 import ortlab
 from ortlab.errors import StepError
-from ortlab.records.density import EMBED, LABEL, Density, DensityRow
-from ortlab.records.density_report import DensityReport
+from ortlab.records.density import EMBED, LABEL, Density, DensityReport, DensityRow
 from ortlab.render import html, text
 
 SMALL = {

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from ortlab.errors import OptionError
-from ortlab.memory import alleviation, dialects, feature_matrix, insight, read_saved
-from ortlab.memory.formulas import evaluate
-from ortlab.memory.reading import read_plan
+from ortlab.memory import alleviation, dialects, feature_matrix, formulas, insight, read_saved
+from ortlab.memory.plan_reading import read_plan
 from ortlab.options import plan_syntax
 from ortlab.render import html
 from ortlab.render import text as plain
@@ -97,7 +96,7 @@ def test_the_feature_matrix_round_trips():
 def test_every_plan_of_the_feature_matrix_re_evaluates_to_the_printed_bytes():
     matrix = feature_matrix.read(log("feature_matrix_2023"))
     sizes = dict(matrix.symbols)
-    again = [evaluate(plan.saving_symbolic, sizes)[1] for plan in matrix.plans]
+    again = [formulas.read(plan.saving_symbolic).value(sizes) for plan in matrix.plans]
     assert again == [plan.saving_bytes for plan in matrix.plans]
     assert again[0] == 671_088_640
 
@@ -119,7 +118,7 @@ def test_the_memory_insight_table_round_trips():
 def test_shapes_of_the_memory_insight_table_are_evaluated():
     table = insight.read(log("memory_insight_2023"))
     sizes = {"inputs_input_ids_dim0": 2, "inputs_input_ids_dim1": 8}
-    savings = {config: evaluate(total, sizes)[1] for config, (total, _) in table.savings().items()}
+    savings = {config: formulas.read(total).value(sizes) for config, (total, _) in table.savings().items()}
     assert savings["Reshape+:1:-1"] == 2 * 2560 * 2
     # Two rows: three-dimensional in two places, and one whose first dimension is a product.
     assert savings["BiasGelu+:1:-1"] == 2 * (2 * 8 * 10240 * 2) + 2 * 7 * 10240 * 2

@@ -13,8 +13,7 @@ from transformers import BertConfig, BertForMaskedLM, RobertaConfig, RobertaForS
 import ortlab
 from ortlab.errors import OptionError, StepError
 from ortlab.graphs.flop_formulas import flops
-from ortlab.graphs.flop_savings import FlopSavings
-from ortlab.graphs.flops import Flops
+from ortlab.graphs.flops import Flops, FlopSavings
 from ortlab.render import html, text
 
 BATCH, LENGTH, HIDDEN, INNER, LAYERS, WORDS = 4, 16, 32, 64, 2, 100

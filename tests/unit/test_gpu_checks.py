@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ortlab.checks.gpu_checks import gpu_checks, gpu_step, provider_check
-from ortlab.engine.cuda_libraries import LIBRARIES
+from ortlab.engine.devices import LIBRARIES
 from ortlab.records.checks import Check
 
 _spec = importlib.util.spec_from_file_location(
@@ -174,7 +174,7 @@ def test_the_step_on_the_gpu_and_the_bridge_have_a_line_each():
     assert provider_check({"loaded": True, "why": ""})[0].status == "ok"
 
 
-ASK = "import json; from ortlab.engine.cuda_libraries import driver; print(json.dumps(vars(driver())))"
+ASK = "import json; from ortlab.engine.devices import driver; print(json.dumps(vars(driver())))"
 PROVIDER = "import json; from ortlab.engine import selftest; print('FOUND' + json.dumps(selftest.provider()))"
 
 

@@ -10,8 +10,8 @@ from onnx import TensorProto, helper
 from transformers import BertConfig, BertForMaskedLM
 
 import ortlab
+from ortlab.graphs.nodes import node_names
 from ortlab.graphs.outline import ITSELF, ROWS, outline
-from ortlab.graphs.scopes import node_names
 from ortlab.graphs.stages import STAGES, Graph
 from ortlab.render import graph_picture, html, text
 from ortlab.render.graph_picture import picture

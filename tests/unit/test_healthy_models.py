@@ -18,10 +18,9 @@ from transformers import (
 
 import ortlab
 from ortlab.errors import FallbackWarning
-from ortlab.notebook.widgets.base import Looks, close_tree
+from ortlab.notebook.widgets.controls import Looks, close_tree
 from ortlab.notebook.widgets.message_list import MessageList
-from ortlab.records import known_messages
-from ortlab.records.messages import EXPORTER, RUNTIME, MessageLog
+from ortlab.records.messages import EXPORTER, KNOWN, RUNTIME, MessageLog, known_markdown
 from ortlab.render import html, text
 
 SMALL = {"vocab_size": 300, "bos_token_id": 1, "eos_token_id": 2}
@@ -155,6 +154,6 @@ def test_messages_of_one_kind_are_one_row_that_opens():
 
 
 def test_each_known_message_says_why():
-    for one in known_messages.KNOWN:
+    for one in KNOWN:
         assert one.reason.endswith(".")
-        assert one.begins in known_messages.markdown().replace("\\|", "|")
+        assert one.begins in known_markdown().replace("\\|", "|")

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import ortlab
-from ortlab.memory.formulas import evaluate
+from ortlab.memory import formulas
 from ortlab.memory.insight import read
-from ortlab.memory.reading import read_plan
+from ortlab.memory.plan_reading import read_plan
 
 REPORT = """
 |Freq   | Memory Optimization Opportunities (Clustered by node-level activation patterns)   |
@@ -33,8 +33,8 @@ def test_every_output_of_every_place_is_counted():
         "LayerNormalization+:1:-1": 3,
         "Cast+:2:-1": 1,
     }
-    assert evaluate(found["LayerNormalization+:1:-1"][0], {"batch": 5})[1] == 3 * (32 + 1) * 4 * 5
-    assert evaluate(found["Cast+:2:-1"][0], {"batch": 5})[1] == 8 * 4 * 5 / 2
+    assert formulas.read(found["LayerNormalization+:1:-1"][0]).value({"batch": 5}) == 3 * (32 + 1) * 4 * 5
+    assert formulas.read(found["Cast+:2:-1"][0]).value({"batch": 5}) == 8 * 4 * 5 / 2
 
 
 @pytest.mark.parametrize("report", ["", "MemoryInsight Summary", REPORT.replace("subgraph", "nodes")])

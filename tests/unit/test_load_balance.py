@@ -16,8 +16,7 @@ import pytest
 import ortlab
 from ortlab.errors import ExecutionError, OptionError
 from ortlab.ranks import Cluster
-from ortlab.ranks.balance import Balance
-from ortlab.ranks.balancing import balance, measured
+from ortlab.ranks.balancing import Balance, balance, measured
 from ortlab.render import html, text
 
 # Of two ranks, on a machine with one core.

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ortlab.runs.measure import ResidentSet, Stopwatch, memory_probe, synchronizer
+from ortlab.runs.process_memory import ResidentSet, memory_probe
+from ortlab.runs.stopwatch import Stopwatch, synchronizer
 
 
 class Clock:

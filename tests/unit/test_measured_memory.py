@@ -15,8 +15,9 @@ from ortlab.errors import OptionError, StepError
 from ortlab.memory.measured import Known, MemoryMeasurement, PhasePeak, StepMemory
 from ortlab.records.memory_phases import MemoryPhases, is_read
 from ortlab.render import html, text
-from ortlab.runs import heap
-from ortlab.runs.measuring import CudaGauge, gauge_of, known_bytes
+from ortlab.runs import process_memory
+from ortlab.runs.process_memory import CudaGauge, gauge_of
+from ortlab.runs.step_memory import known_bytes
 
 MIB = 2**20
 CPU = torch.device("cpu")
@@ -253,7 +254,7 @@ def test_a_step_that_builds_something_each_time_is_refused(lab, experiment):
 
 
 def test_systems_that_cannot_tell_say_why(lab, monkeypatch):
-    monkeypatch.setattr(heap.sys, "platform", "darwin")
+    monkeypatch.setattr(process_memory.sys, "platform", "darwin")
     before = lab._bench.configuration
     with pytest.raises(StepError, match="cannot be measured here") as refusal:
         lab.memory()
@@ -262,9 +263,9 @@ def test_systems_that_cannot_tell_say_why(lab, monkeypatch):
 
 
 def test_another_c_library_is_named(monkeypatch):
-    monkeypatch.setattr(heap, "_libc", lambda: object().mallinfo2)
+    monkeypatch.setattr(process_memory, "_libc", lambda: object().mallinfo2)
     if sys.platform == "linux":
-        assert "glibc" in heap.reason_unknown()
+        assert "glibc" in process_memory.reason_unknown()
 
 
 def test_on_cuda_the_allocator_is_asked(monkeypatch):

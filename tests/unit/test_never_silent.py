@@ -18,7 +18,7 @@ from ortlab.errors import BuildError, FallbackWarning
 from ortlab.records.comparison import compare
 from ortlab.records.runs import Ledger
 from ortlab.render import html, plots, text
-from ortlab.render.sweep_plot import plot
+from ortlab.render.sweep_page import sweep_plot
 
 pytestmark = pytest.mark.row("C2")
 
@@ -192,7 +192,7 @@ def test_a_sweep_has_it_on_no_front_and_gives_no_verdict():
     table = sweep.table()
     assert table.loc[2, "verdict"] == "fell back"
     assert not table.loc[2, "on the front"]
-    labels = [one.get_text() for one in plot(sweep).axes[0].get_legend().get_texts()]
+    labels = [one.get_text() for one in sweep_plot(sweep).axes[0].get_legend().get_texts()]
     assert "PYTORCH (fallback)" in labels
     assert "ONNX Runtime" not in labels
     assert 'ortlab-bad"><span>2' in html.render(sweep)

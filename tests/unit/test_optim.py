@@ -13,11 +13,10 @@ import torch
 from torch import nn
 
 import ortlab
-from ortlab.engine import fused_ops
+from ortlab.engine import ort_optimizers
 from ortlab.errors import InstallError, OptionError, StepError
 from ortlab.optim import FusedAdam, fp16_optimizer, fused_adam
-from ortlab.records.optimizer_names import optimizer_name
-from ortlab.records.runs import Run
+from ortlab.records.runs import Run, optimizer_name
 from ortlab.render import text
 
 MODES = (0, 1, 2)
@@ -193,9 +192,9 @@ def ort_fused_adam_on_cpu():
             }
             torch.optim.Optimizer.__init__(self, params, defaults)
             self._adam_w_mode, self._set_grad_none, self._dummy_overflow_buf = mode, True, None
-            self._multi_tensor_adam = fused_ops.multi_tensor_adam
+            self._multi_tensor_adam = ort_optimizers.multi_tensor_adam
             self._multi_tensor_applier = MultiTensorApply(2048 * 32)
-            self._TorchTensorVector = fused_ops.TorchTensorVector
+            self._TorchTensorVector = ort_optimizers.TorchTensorVector
 
     return OnCpu
 
@@ -301,13 +300,13 @@ def test_what_the_user_asked_torch_for_is_in_the_name():
 def test_the_norm_of_many_tensors_is_that_of_float64(dtype):
     draw = torch.Generator().manual_seed(5)
     tensors = [(300 * torch.randn(size, generator=draw)).to(dtype) for size in (40_000, 3, 1)]
-    norm, norms = fused_ops.multi_tensor_l2norm(2048 * 32, None, [tensors], True)
+    norm, norms = ort_optimizers.multi_tensor_l2norm(2048 * 32, None, [tensors], True)
     expected = torch.stack([one.double().norm() for one in tensors])
     assert norm.shape == (1,)
     assert norm.dtype == norms.dtype == torch.float32
     torch.testing.assert_close(norms.double(), expected, rtol=1e-5, atol=0)
     torch.testing.assert_close(norm.double(), expected.norm().reshape(1), rtol=1e-5, atol=0)
-    assert fused_ops.multi_tensor_l2norm(1, None, [tensors])[1].shape == (0,)
+    assert ort_optimizers.multi_tensor_l2norm(1, None, [tensors])[1].shape == (0,)
 
 
 @pytest.mark.row("G3")
@@ -323,7 +322,7 @@ def test_gradients_of_float16_are_unscaled_into_those_of_the_masters(bad):
     masters[1].grad, masters[2].grad = torch.full((5,), 0.5), torch.ones(5)
     overflow = torch.zeros(1, dtype=torch.int32)
 
-    fused_ops.unscale_fp16_grads_into_fp32_grads(halves, masters, overflow, 128.0)
+    ort_optimizers.unscale_fp16_grads_into_fp32_grads(halves, masters, overflow, 128.0)
 
     torch.testing.assert_close(masters[0].grad.double(), raw[0].double() / 128, rtol=1e-6, atol=0)
     torch.testing.assert_close(
@@ -336,11 +335,11 @@ def test_gradients_of_float16_are_unscaled_into_those_of_the_masters(bad):
 def test_scaling_writes_into_the_second_list_and_keeps_an_earlier_overflow():
     source, target = torch.tensor([1.0, -2.0]).half(), torch.zeros(2)
     overflow = torch.zeros(1, dtype=torch.int32)
-    fused_ops.multi_tensor_scale(1, overflow, [[source], [target]], 0.25)
+    ort_optimizers.multi_tensor_scale(1, overflow, [[source], [target]], 0.25)
     assert target.tolist() == [0.25, -0.5]
     assert overflow.item() == 0
-    fused_ops.multi_tensor_scale(1, overflow, [[torch.tensor([float("inf")])], [torch.zeros(1)]], 1.0)
-    fused_ops.multi_tensor_scale(1, overflow, [[source], [target]], 1.0)
+    ort_optimizers.multi_tensor_scale(1, overflow, [[torch.tensor([float("inf")])], [torch.zeros(1)]], 1.0)
+    ort_optimizers.multi_tensor_scale(1, overflow, [[source], [target]], 1.0)
     assert overflow.item() == 1
 
 

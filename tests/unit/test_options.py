@@ -683,12 +683,12 @@ def test_the_json_configuration_of_ort_is_read(tmp_path):
 def test_the_json_keys_are_those_that_ort_reads(ortmodule):
     from onnxruntime.training.ortmodule.experimental.json_config import _load_config_from_json
 
-    from ortlab.options import json_config
+    from ortlab.options import variables
 
     source = Path(_load_config_from_json.__file__).read_text(encoding="utf-8")
     theirs = set(re.findall(r'loading_key = "(\w+)"', source))
 
-    assert {key.split(".")[0] for key in json_config._OPTIONS} == theirs
+    assert {key.split(".")[0] for key in variables._JSON_OPTIONS} == theirs
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,8 @@ from torch import nn
 
 import ortlab
 from ortlab.errors import LedgerError, StepError
-from ortlab.parity.comparing import Compared, Reference
-from ortlab.parity.pairs import DIFFERS, NOT_COMPARED, Distance, Site
-from ortlab.parity.record import Parity
-from ortlab.parity.tensor_store import stored
+from ortlab.parity.parity import DIFFERS, NOT_COMPARED, Distance, Parity, Site
+from ortlab.parity.tensor_comparison import Compared, Reference, stored
 from ortlab.records import activation_statistics as statistics
 from ortlab.records.activation_statistics import TensorStatistics
 from ortlab.render import html, text

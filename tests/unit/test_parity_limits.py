@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ortlab.parity.comparing import Compared, Reference
-from ortlab.parity.limits import FACTOR, LEAST, MOST, limits
-from ortlab.parity.pairs import Site
-from ortlab.parity.tensor_store import stored
+from ortlab.parity.floor import FACTOR, LEAST, MOST, limits
+from ortlab.parity.parity import Site
+from ortlab.parity.tensor_comparison import Compared, Reference, stored
 
 
 def observed(values, *, shape=(4,)):

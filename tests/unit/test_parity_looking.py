@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import ortlab
-from ortlab.parity.pairs import Distance
+from ortlab.parity.parity import Distance
 from ortlab.records import activation_statistics as statistics
 
 

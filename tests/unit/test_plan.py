@@ -9,8 +9,7 @@ import pytest
 
 from ortlab.errors import OptionError
 from ortlab.memory import formulas
-from ortlab.memory.reading import merged, read_plan, with_measured_density
-from ortlab.memory.sentences import sentence
+from ortlab.memory.plan_reading import merged, read_plan, sentence, with_measured_density
 from ortlab.options.options import Options
 from ortlab.records.density import LABEL, Density, DensityRow
 from ortlab.records.runs import Run

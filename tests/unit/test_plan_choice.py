@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ortlab.memory.choice import Choice
-from ortlab.memory.plan import MemoryPlan, PlanRow
+from ortlab.memory.plan import Choice, MemoryPlan, PlanRow
 
 
 def row(config: str, places: int, saving: float | None, **more) -> PlanRow:

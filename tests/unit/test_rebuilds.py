@@ -7,11 +7,9 @@ import pytest
 import ortlab
 from ortlab.errors import OptionError
 from ortlab.options.options import Options, switches
-from ortlab.records.rebuilds import last_measured
-from ortlab.records.status import Rebuild
+from ortlab.records.status import Rebuild, last_measured
 from ortlab.render import text
-from ortlab.render.lab_pages import lab_page
-from ortlab.render.rebuild_words import pending_note, switch_words
+from ortlab.render.lab_pages import lab_page, pending_note, switch_words
 
 
 @pytest.fixture

@@ -8,13 +8,12 @@ import pytest
 
 from ortlab.errors import LedgerError
 from ortlab.graphs.diff import GraphDiff
-from ortlab.graphs.flop_savings import FlopSavings
-from ortlab.graphs.flops import Flops
-from ortlab.parity.record import Parity
-from ortlab.ranks.balance import Balance
-from ortlab.records.density_report import DensityReport
+from ortlab.graphs.flops import Flops, FlopSavings
+from ortlab.parity.parity import Parity
+from ortlab.ranks.balancing import Balance
+from ortlab.records.density import DensityReport
 from ortlab.records.selftest import SelfTest
-from ortlab.studies.batch_size_search import BatchSizeSearch
+from ortlab.studies.batch_size import BatchSizeSearch
 from ortlab.studies.bisection import Bisection
 from ortlab.studies.budget import Budget
 from ortlab.studies.engine_comparison import EngineComparison

@@ -9,8 +9,8 @@ import math
 import pytest
 
 from ortlab.errors import LedgerError
-from ortlab.memory.formulas import evaluate
-from ortlab.memory.reading import read_plan
+from ortlab.memory.formulas import read
+from ortlab.memory.plan_reading import read_plan
 from ortlab.options.options import Options
 from ortlab.records.comparison import compare
 from ortlab.records.runs import Initialization, Ledger, PeakMemory, Run, Step
@@ -206,7 +206,7 @@ SYMBOLS = {"inputs_input_ids_dim0": 1, "inputs_input_ids_dim1": 1024}
 @pytest.mark.parametrize("config", REFERENCE)
 def test_the_reference_savings_are_reproduced(config):
     formula, expected = REFERENCE[config]
-    assert evaluate(formula, SYMBOLS)[1] == expected
+    assert read(formula).value(SYMBOLS) == expected
 
 
 def test_plans_are_sorted_and_marked():
@@ -227,6 +227,6 @@ def test_a_level_enables_the_plans_of_its_strategy():
 
 
 def test_an_unknown_symbol_leaves_the_saving_open():
-    formula, value = evaluate("256.0*valid_indices_count_0", {"a": 1})
-    assert value is None
-    assert formula == "256*valid_indices_count_0"
+    formula = read("256.0*valid_indices_count_0")
+    assert formula.value({"a": 1}) is None
+    assert formula.simplified == "256*valid_indices_count_0"

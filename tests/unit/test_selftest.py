@@ -15,17 +15,15 @@ import psutil
 import pytest
 import torch
 
-from ortlab.checks import selftest_child as child
-from ortlab.checks import selftest_running as running
+from ortlab.checks import selftest
 from ortlab.checks.headline import GELU, Headline, Row, largest
 from ortlab.checks.selftest_models import parted
-from ortlab.checks.selftest_parts import PARTS
-from ortlab.checks.selftest_training import _LEFT_ALONE, other_value
+from ortlab.checks.selftest_parts import _LEFT_ALONE, PARTS, other_value
 from ortlab.errors import LedgerError, OptionError
 from ortlab.options.options import switches
 from ortlab.records.selftest import Finding, SelfTest
 from ortlab.render import html, text
-from ortlab.render.selftest_page import verdict
+from ortlab.render.check_pages import selftest_verdict
 
 REPOSITORY = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {
@@ -91,15 +89,15 @@ def test_the_smallest_form_trains_writes_both_files_and_names_what_was_not_run(t
             assert one.name in written
             assert one.said in written
     assert "[2/6] models" in done.stdout
-    assert f"\n\n{verdict(test)}\n" in done.stdout
-    assert verdict(test) in report
+    assert f"\n\n{selftest_verdict(test)}\n" in done.stdout
+    assert selftest_verdict(test) in report
     assert done.stdout.endswith("(ortlab.records.selftest.SelfTest.load reads it)\n")
     assert not done.stderr
 
 
 def test_the_parts_of_switches_and_memory_name_all_there_is(tmp_path):
     lines, kept = [], []
-    test = running.run_selftest(
+    test = selftest.run_selftest(
         tiny=True, only=["switches", "memory"], show=lines.append, keep=kept.append, limit_s=3600.0
     )
     assert test.ok, lines
@@ -186,7 +184,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(tmp_pat
 TRIALS = """
 import json, os, sys, time
 from ortlab.records.selftest import Finding
-from ortlab.checks.selftest_trial import Trial, report
+from ortlab.checks.selftest_parts import Trial, report
 
 def good(name):
     return Trial("odd", name, lambda: [Finding("odd", name, "held", "as it should")])
@@ -213,7 +211,9 @@ report(trials(), json.loads(sys.argv[-1]))
 def odd(seconds, end, limit_s=3600.0):
     written = [sys.executable, "-c", f"import sys; sys.path.append({str(REPOSITORY)!r})\n{TRIALS}"]
     ticks = []
-    found = child.findings_of("odd", [*written, str(seconds), end], limit_s, lambda *told: ticks.append(told))
+    found = selftest.findings_of(
+        "odd", [*written, str(seconds), end], limit_s, lambda *told: ticks.append(told)
+    )
     return [(one.name, one.outcome, one.said) for one in found], ticks
 
 
@@ -246,27 +246,27 @@ def test_a_trial_that_hangs_is_ended_and_named():
 
 
 def test_a_part_that_cannot_start_is_a_finding():
-    (one,) = child.findings_of("nothing", child.command("nothing", "cpu", "tiny"), 500)
+    (one,) = selftest.findings_of("nothing", selftest.command("nothing", "cpu", "tiny"), 500)
     assert (one.name, one.outcome) == ("the rest of it", "failed")
     assert "ended with code 1: KeyError" in one.said
 
 
 def test_when_the_time_is_over_the_rest_is_named():
     lines = []
-    test = running.run_selftest(tiny=True, limit_s=1e-9, show=lines.append)
-    assert {one.part for one in test.not_run} == {*running.NAMES, "GPU"}
+    test = selftest.run_selftest(tiny=True, limit_s=1e-9, show=lines.append)
+    assert {one.part for one in test.not_run} == {*selftest.NAMES, "GPU"}
     assert all("minutes were over" in one.said for one in test.not_run if one.part != "GPU")
     assert test.ok
     assert not test.seconds
     with pytest.raises(OptionError, match="no time for a self-test"):
-        running.run_selftest(limit_s=0.0, show=lines.append)
+        selftest.run_selftest(limit_s=0.0, show=lines.append)
 
 
 def test_an_unknown_part_is_refused():
     with pytest.raises(OptionError, match="no part 'modles'") as caught:
-        running.run_selftest(only=["modles"])
-    assert ", ".join(running.NAMES) in caught.value.fix
-    assert ("installation", *PARTS) == running.NAMES
+        selftest.run_selftest(only=["modles"])
+    assert ", ".join(selftest.NAMES) in caught.value.fix
+    assert ("installation", *PARTS) == selftest.NAMES
 
 
 def test_the_record_is_json_and_a_page(tmp_path):
@@ -289,10 +289,10 @@ def test_the_record_is_json_and_a_page(tmp_path):
 def test_one_bad_finding_makes_it_bad(outcome):
     bad = record(findings=(*record().findings, Finding("models", "T5", outcome, "no")))
     assert not bad.ok
-    assert verdict(bad).startswith("Not all of it holds: 1 held")
+    assert selftest_verdict(bad).startswith("Not all of it holds: 1 held")
     assert f"! models, T5: {outcome}: no" in text.render(bad)
     assert not record(interrupted=True).ok
-    assert verdict(record(interrupted=True)).startswith("Interrupted: 1 held")
+    assert selftest_verdict(record(interrupted=True)).startswith("Interrupted: 1 held")
 
 
 def test_what_is_not_a_number_does_not_hold():

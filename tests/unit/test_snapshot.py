@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ortlab.runs.snapshot import DataDigest, Snapshot, is_stateful
+from ortlab.runs.experiment import DataDigest, Snapshot, is_stateful
 
 
 def make(optimizer_class, **settings):

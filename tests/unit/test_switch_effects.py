@@ -23,10 +23,10 @@ from transformers import (
 import ortlab
 from ortlab.engine import load
 from ortlab.errors import BuildError, OptionError
-from ortlab.options.option_list import OptionList
+from ortlab.options.catalogue import OptionList
 from ortlab.options.options import Options, switches, unmet, variable_names
 from ortlab.render import text
-from ortlab.render.option_list_page import option_list_page
+from ortlab.render.option_pages import option_list_page
 
 
 def operators(lab, stage="optimized"):

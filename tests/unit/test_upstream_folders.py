@@ -13,8 +13,7 @@ from torch import nn
 
 import ortlab
 from ortlab.errors import LedgerError, OptionError
-from ortlab.parity.pairs import INSPECTED
-from ortlab.parity.record import Parity
+from ortlab.parity.parity import INSPECTED, Parity
 from ortlab.parity.upstream_folders import merge_folders, read_folder
 from ortlab.records.activation_statistics import TensorStatistics
 
@@ -447,7 +446,7 @@ def test_whatever_the_subscriber_writes_is_read_back(tensor, tmp_path):
     load()
     from onnxruntime.training.utils.hooks import _statistics_subscriber
 
-    from ortlab.parity.upstream_files import read_file
+    from ortlab.parity.upstream_folders import read_file
 
     path = tmp_path / "file"
     with path.open("w", encoding="utf-8") as file:

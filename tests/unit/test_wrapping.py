@@ -15,7 +15,7 @@ from torch import nn
 
 import ortlab
 from ortlab.errors import WrapError
-from ortlab.lab.wrapped import latest
+from ortlab.lab.lab import latest
 from ortlab.runs.wrapping import Takeover, is_wrapped
 
 

@@ -13,8 +13,7 @@ from nbconvert import HTMLExporter
 
 from ortlab import units
 from ortlab.memory.saved_activations import ActivationsSource
-from ortlab.notebook.widgets.activations_display import activations_explorer, bundle_of
-from ortlab.notebook.widgets.activations_explorer import ActivationsExplorer
+from ortlab.notebook.widgets.activations_explorer import ActivationsExplorer, activations_explorer, bundle_of
 from ortlab.render import html, text
 
 VIEW = "application/vnd.jupyter.widget-view+json"

@@ -18,7 +18,7 @@ from ortlab.errors import BuildError, InstallError, OptionError
 from ortlab.graphs.diff import GraphDiff
 from ortlab.graphs.stages import STAGES
 from ortlab.graphs.viewer import bundle as bundles
-from ortlab.notebook.widgets import static_files
+from ortlab.notebook.widgets import browser
 from ortlab.notebook.widgets.graph_display import highlight, highlight_plans, open_views
 from ortlab.render import html, text
 
@@ -277,9 +277,9 @@ def test_a_broken_netron_leaves_tables_and_picture_and_says_why(lab, tmp_path, m
 
 
 def test_a_damaged_installation_is_explained(tmp_path, monkeypatch):
-    monkeypatch.setattr(static_files, "STATIC", tmp_path)
+    monkeypatch.setattr(browser, "STATIC", tmp_path)
     with pytest.raises(InstallError, match=r"graph_view\.js for the browser cannot be read") as raised:
-        static_files.compact("graph_view.js")
+        browser.compact("graph_view.js")
     assert "pip install" in raised.value.fix
 
 

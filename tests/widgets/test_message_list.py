@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from ortlab.notebook.widgets.base import Looks, close_tree
+from ortlab.notebook.widgets.controls import Looks, close_tree
 from ortlab.notebook.widgets.message_list import PAGE, MessageList
 from ortlab.records.messages import EXPORTER, RUNTIME, MessageLog
 

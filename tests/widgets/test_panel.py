@@ -19,7 +19,7 @@ from transformers import BertConfig, BertForMaskedLM
 import ortlab.notebook.widgets.panel
 from ortlab import units
 from ortlab.errors import OptionError
-from ortlab.notebook.widgets.attendant import Attendant
+from ortlab.notebook.widgets.frame import Attendant
 from ortlab.notebook.widgets.panel import Panel
 from ortlab.notebook.widgets.record_table import PAGE, RecordTable
 from ortlab.options.options import Group, Options, switches, unmet

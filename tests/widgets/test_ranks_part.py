@@ -9,10 +9,9 @@ import torch
 
 import ortlab
 from ortlab.lab.following import show_ranks
-from ortlab.notebook.widgets.base import close_tree
+from ortlab.notebook.widgets.controls import close_tree
 from ortlab.notebook.widgets.ranks_part import RanksPart, bundle_of
-from ortlab.ranks.rank_ledger import RankLedger
-from ortlab.ranks.ranks import Ranks
+from ortlab.ranks.ledgers import RankLedger, Ranks
 from ortlab.render import text
 
 

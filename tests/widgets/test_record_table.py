@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 from ipywidgets.widgets.widget import _instances as open_widgets
 
-from ortlab.notebook.widgets.base import close_tree
+from ortlab.notebook.widgets.controls import close_tree
 from ortlab.notebook.widgets.record_table import PAGE, Column, Content, Intents, Look, RecordTable
 
 

@@ -2,6 +2,13 @@
 
 Only the trace is left out when an entry is used: what ORTModule and ortlab do with the exported model after it is done
 as ever, so that a process that has read an export is in the same state as one that has made it.
+
+Why this room walks code itself, and does not take cloudpickle: that is not among the dependencies, and its bytes are no
+key. It pickles what stands in an importable module by reference, so that an edited file of the user's, a patched
+function of an installed package or a changed setting of a module would be a false hit. It writes file names and line
+numbers of code, so that a cell of a notebook would miss in each new kernel; and it pickles a set in no fixed order. It
+refuses nothing that answers differently each time (a clock, random numbers, `id`). The tests in `test_export_key.py`
+hold each of these.
 """
 
 from __future__ import annotations
@@ -12,11 +19,18 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
 
-from ortlab.engine.disk_cache.entry import Entry, Settled, UnusableEntry, check_constants, pack, unpack
-from ortlab.engine.disk_cache.folder import ExportFolder
+from ortlab.engine.disk_cache import Uncovered
+from ortlab.engine.disk_cache.entries import (
+    Entry,
+    ExportFolder,
+    Settled,
+    UnusableEntry,
+    check_constants,
+    pack,
+    unpack,
+)
 from ortlab.engine.disk_cache.key import export_key
-from ortlab.engine.disk_cache.uncovered import Uncovered
-from ortlab.engine.patching import replace
+from ortlab.engine.patching import replace, set_to
 from ortlab.engine.tracing.traced_values import TracedValues
 from ortlab.records.messages import ORTLAB
 
@@ -24,7 +38,7 @@ if TYPE_CHECKING:
     import torch
 
     from ortlab.engine.execution import Execution
-    from ortlab.engine.exports import Export
+    from ortlab.engine.kept_builds import Export
 
 _PLAIN: Final = (bool, int, float, str, type(None))
 
@@ -49,11 +63,8 @@ def cached_export(execution: Execution, args: Sequence[Any], kwargs: Mapping[str
         return _read_export(entry, execution, args, kwargs)
     watch = TracedValues()
     before = _plain_attributes(execution.module)
-    token = _watch.set(watch)
-    try:
+    with set_to(_watch, watch):
         export = execution.export(args, kwargs)
-    finally:
-        _watch.reset(token)
     try:
         settled = _checked(export, execution.module, watch, before)
         with _reverted(execution.module, settled, before):
@@ -89,12 +100,9 @@ def _read_export(
     with execution.log.during("export"):
         for level, source, text in entry.messages:
             execution.log.add(level, source, text)
-    token = _entry.set(entry)
-    try:
+    with set_to(_entry, entry):
         # No trace has shown whether sizes became numbers in it; the key holds the sizes, and so does this process.
         return dataclasses.replace(execution.export(args, kwargs), numbers=True)
-    finally:
-        _entry.reset(token)
 
 
 def _install() -> None:

@@ -1,4 +1,4 @@
-"""What the names in compiled code stand for, outside the code itself."""
+"""What the names in compiled code stand for, and which members of the user's classes and modules they reach."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import functools
 import importlib.util
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from ortlab.engine.disk_cache.code_origin import (
+from ortlab.engine.disk_cache import Uncovered
+from ortlab.engine.disk_cache.installed_code import (
     OWN,
     PYTHON,
     module_of_builtin,
@@ -18,7 +19,6 @@ from ortlab.engine.disk_cache.code_origin import (
     origin_of_function,
     origin_of_module,
 )
-from ortlab.engine.disk_cache.uncovered import Uncovered
 
 BUILTIN_KINDS: Final = (
     types.BuiltinFunctionType,
@@ -33,58 +33,18 @@ BUILTIN_KINDS: Final = (
 
 # What a module of Python's library may be for a forward to use it: one that computes from its arguments alone.
 _PURE: Final = frozenset(
-    (
-        *("abc", "array", "bisect", "builtins", "cmath", "collections", "contextlib", "copy", "dataclasses"),
-        *(
-            "decimal",
-            "enum",
-            "fractions",
-            "functools",
-            "heapq",
-            "inspect",
-            "io",
-            "itertools",
-            "json",
-            "logging",
-        ),
-        *(
-            "math",
-            "numbers",
-            "operator",
-            "re",
-            "statistics",
-            "string",
-            "struct",
-            "textwrap",
-            "types",
-            "typing",
-        ),
-        "warnings",
-    )
+    """
+    abc array bisect builtins cmath collections contextlib copy dataclasses decimal enum fractions
+    functools heapq inspect io itertools json logging math numbers operator re statistics string
+    struct textwrap types typing warnings
+    """.split()  # noqa: SIM905 - so many words are easier to read without quotes
 )
-BANNED: Final = frozenset(
-    (
-        "breakpoint",
-        "compile",
-        "eval",
-        "exec",
-        "globals",
-        "hash",
-        "id",
-        "input",
-        "locals",
-        "open",
-        "__import__",
-    )
-)
+BANNED: Final = frozenset("breakpoint compile eval exec globals hash id input locals open __import__".split())  # noqa: SIM905 - so many words are easier to read without quotes
 """Functions whose results depend on more than their arguments, or that run code which is not here."""
 
 
-class _Missing:
-    """A name that stands for nothing yet."""
-
-
-MISSING: Final = _Missing()
+MISSING: Final = object()
+"""What a name stands for that stands for nothing yet."""
 
 
 def references(code: types.CodeType, function: types.FunctionType) -> Iterator[tuple[str, Any, str]]:
@@ -202,3 +162,81 @@ def origin_of_value(value: object) -> str:
     if isinstance(value, type):
         return origin_of_class(value)
     return origin_of_module(module_of_builtin(value)) if isinstance(value, BUILTIN_KINDS) else OWN
+
+
+_BY_ANY_NAME: Final = frozenset(
+    ("getattr", "vars", "dir", "setattr", "delattr", "attrgetter", "methodcaller", "__dict__")
+)
+"""Names of what reaches attributes whose names do not stand in the code."""
+
+# What every class has, and what runs only when an object is made, shown or copied.
+_OF_EVERY_CLASS: Final = frozenset(
+    """
+    __module__ __qualname__ __doc__ __dict__ __weakref__ __annotations__ __annotate__
+    __annotate_func__ __annotations_cache__ __abstractmethods__ _abc_impl __firstlineno__
+    __static_attributes__ __parameters__ __orig_bases__ __slots__ __match_args__ __dataclass_fields__
+    __dataclass_params__ __repr__ __str__ __reduce__ __reduce_ex__ __getstate__ __setstate__ __del__
+    __sizeof__ __dir__ __format__ __jit_unused_properties__
+    """.split()  # noqa: SIM905 - so many words are easier to read without quotes
+)
+_CONSTRUCTION: Final = frozenset(
+    ("__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__")
+)
+
+FUNCTION_LIKE: Final = (
+    types.FunctionType,
+    staticmethod,
+    classmethod,
+    property,
+    functools.cached_property,
+    functools.partialmethod,
+)
+"""Kinds of members that run only when they are named; nobody knows what reads a value of another kind."""
+
+
+class Owner:
+    """A class or a module of the user, whose members are described when code names them."""
+
+    def __init__(self, holder: Any, name: str) -> None:
+        self.holder = holder  # keeps its id
+        self.name = name  # in the description
+        self.members: Mapping[str, Any] = vars(holder)
+        self.is_module = isinstance(holder, types.ModuleType)
+        self.made_here = False
+        self.described: set[str] = set()
+
+
+class NamedMembers:
+    """Owners that were reached, and the names in the code that was reached."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = {"forward"}  # every name that stands in the code
+        self.owners: dict[int, Owner] = {}  # the user's classes and modules, by their `id`
+
+    def owner(self, holder: type | types.ModuleType, name: str) -> Owner:
+        """Return the record of a class or a module, new if it was not reached before."""
+        return self.owners.setdefault(id(holder), Owner(holder, name))
+
+    def uses(self, name: str) -> bool:
+        """Return whether the code names this, or may reach what it does not name."""
+        return name in self.names or not _BY_ANY_NAME.isdisjoint(self.names)
+
+    def not_yet_described(self) -> Iterator[tuple[Owner, str]]:
+        """Yield each member that the code can reach, once, also those that become reachable meanwhile."""
+        found = True
+        while found:
+            found = False
+            for owner in list(self.owners.values()):
+                for name in sorted(owner.members.keys() - owner.described):
+                    if self._wants(owner, name, owner.members[name]):
+                        owner.described.add(name)
+                        found = True
+                        yield owner, name
+
+    def _wants(self, owner: Owner, name: str, value: object) -> bool:
+        special = name.startswith("__") and name.endswith("__")
+        if owner.is_module:
+            return self.uses(name) and not special
+        if name in _OF_EVERY_CLASS or (name in _CONSTRUCTION and not owner.made_here):
+            return False
+        return special or not isinstance(value, FUNCTION_LIKE) or self.uses(name)

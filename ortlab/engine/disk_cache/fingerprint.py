@@ -22,26 +22,27 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from ortlab.engine.disk_cache.code_origin import (
-    OWN,
-    module_of_builtin,
-    origin_of_class,
-    origin_of_function,
-    origin_of_module,
-)
+from ortlab.engine.disk_cache import Uncovered
 from ortlab.engine.disk_cache.code_references import (
     BANNED,
     BUILTIN_KINDS,
+    FUNCTION_LIKE,
     MISSING,
+    NamedMembers,
     content_of,
     impure,
     inner_function,
     references,
     words,
 )
-from ortlab.engine.disk_cache.installed_code import InstalledCode
-from ortlab.engine.disk_cache.named_members import FUNCTION_LIKE, NamedMembers
-from ortlab.engine.disk_cache.uncovered import Uncovered
+from ortlab.engine.disk_cache.installed_code import (
+    OWN,
+    InstalledCode,
+    module_of_builtin,
+    origin_of_class,
+    origin_of_function,
+    origin_of_module,
+)
 
 _SIMPLE: Final = (
     *(bool, int, float, complex, str, bytes, bytearray, type(None), type(...), type(NotImplemented)),

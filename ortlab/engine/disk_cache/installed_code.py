@@ -1,4 +1,4 @@
-"""The code of installed packages that a model reaches: by version, by the content of its files, and by its patches.
+"""Whose code something is, and the code of installed packages: by version, content of files, and patches.
 
 The version of a package does not show that somebody has edited one of its files in place, or has put a function of
 their own into one of its modules while Python ran. Both are common with models of transformers, so the files that a
@@ -10,33 +10,130 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+import site
 import sys
+import sysconfig
 import types
 from collections.abc import Iterator, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from ortlab.engine.disk_cache.code_origin import (
-    OWN,
-    origin_of_class,
-    origin_of_function,
-    origin_of_module,
-    version_of,
-)
+import ortlab
+
+PYTHON: Final = "python"
+"""Origin of Python's own library."""
+
+OWN: Final = ""
+"""Origin of the user's code: of what no package manager has put there under a version."""
+
+_ORTLAB: Final = str(Path(ortlab.__file__).parent)
+
+
+@functools.cache
+def origin_of_file(file: str) -> str:
+    """Return the top-level package that a file was installed with, `PYTHON`, or `OWN`."""
+    if file.startswith("<frozen "):
+        return PYTHON
+    if not file or file.startswith("<"):
+        return OWN
+    path = Path(file)
+    if path.is_relative_to(_ORTLAB):
+        return "ortlab"
+    for root in _package_folders():
+        if path.is_relative_to(root):
+            return path.relative_to(root).parts[0].partition(".")[0]
+    return PYTHON if any(path.is_relative_to(root) for root in _library_folders()) else OWN
+
+
+def origin_of_module(name: str) -> str:
+    """Return where a module comes from; one without a file of its own is its package's."""
+    module = sys.modules.get(name)
+    file = getattr(module, "__file__", None)
+    if isinstance(file, str):
+        return origin_of_file(file)
+    parent = name.rpartition(".")[0]
+    if parent:
+        return origin_of_module(parent)
+    return PYTHON if name in sys.builtin_module_names or name == "builtins" else OWN
+
+
+def origin_of_function(function: types.FunctionType) -> str:
+    """Return where a function's code comes from; code that was generated is its module's."""
+    file = function.__code__.co_filename
+    if file.startswith("<") and not file.startswith("<frozen "):
+        file = function.__globals__.get("__file__") or ""
+    return origin_of_file(file)
+
+
+def origin_of_class(kind: type) -> str:
+    """Return where a class comes from; one that its module does not know under its name is the user's."""
+    origin = origin_of_module(kind.__module__)
+    if origin in (OWN, PYTHON) or named(kind.__module__, kind.__qualname__) is kind:
+        return origin
+    # A class of C code can have a name that its module does not have.
+    methods = [value for value in vars(kind).values() if isinstance(value, types.FunctionType)]
+    return OWN if methods and any(not origin_of_function(one) for one in methods) else origin
+
+
+def module_of_builtin(function: Any) -> str:
+    """Return the name of the module that a function of C code belongs to; empty if nothing says it."""
+    owner = getattr(function, "__objclass__", None) or getattr(function, "__self__", None)
+    if isinstance(owner, types.ModuleType):
+        return owner.__name__
+    module = getattr(function, "__module__", None)
+    if isinstance(module, str):
+        return module
+    kind = owner if isinstance(owner, type) else type(owner)
+    return str(kind.__module__)
+
+
+@functools.cache
+def version_of(package: str) -> str:
+    """Return the version of an installed top-level package; empty if it has none."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return str(getattr(sys.modules.get(package), "__version__", ""))
+
+
+def named(module: str, qualified_name: str) -> Any:
+    """Return what a loaded module has under a dotted name; None if it has nothing."""
+    found: Any = sys.modules.get(module)
+    for part in qualified_name.split("."):
+        found = getattr(found, "__dict__", {}).get(part)
+    return found
+
+
+@functools.cache
+def _package_folders() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    return tuple(
+        dict.fromkeys(
+            (paths["purelib"], paths["platlib"], *site.getsitepackages(), site.getusersitepackages())
+        )
+    )
+
+
+@functools.cache
+def _library_folders() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    return tuple(dict.fromkeys((paths["stdlib"], paths["platstdlib"])))
+
 
 _BY_VERSION: Final = frozenset(
     (
         "",
         "python",
         "torch",
+        "functorch",
+        "torchgen",
         "numpy",
+        "scipy",
+        "sympy",
         "onnx",
         "onnxruntime",
         "ortlab",
-        "functorch",
-        "torchgen",
-        "scipy",
-        "sympy",
     )
 )
 """Packages whose version says enough; they have too many files to read them all."""

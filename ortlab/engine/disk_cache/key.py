@@ -21,11 +21,11 @@ import torch
 import torch.overrides
 
 import ortlab
-from ortlab.engine.disk_cache.code_origin import OWN, origin_of_function
+from ortlab.engine.disk_cache import Uncovered
 from ortlab.engine.disk_cache.fingerprint import Fingerprint, content_digest, tensor_facts
-from ortlab.engine.disk_cache.uncovered import Uncovered
+from ortlab.engine.disk_cache.installed_code import OWN, origin_of_function
 from ortlab.engine.exporter import symbolic_module
-from ortlab.engine.versions import versions
+from ortlab.engine.installation import versions
 from ortlab.options.options import Effect, Options, switches
 
 # The hooks of nn.Module whose functions take part in a forward; the keys of their tables count from 0 in each process.

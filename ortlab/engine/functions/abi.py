@@ -40,7 +40,7 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 
@@ -75,10 +75,6 @@ class NativeCall(ctypes.Structure):
     )
 
 
-# Where boolean tensors are among a Function's arguments, by the Function's name in the graph;
-# `function_export` fills it.
-boolean_arguments: Final[dict[str, frozenset[int]]] = {}
-
 _add_reference = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("Py_IncRef", ctypes.pythonapi))
 
 
@@ -90,11 +86,7 @@ def _delegate(pointer: Any) -> bool:
         # ORT may be called under inference mode, where tensors have no versions to tell a write by.
         with torch.inference_mode(mode=False):
             call = _read(native, name)
-            results = (
-                run_backward(call)
-                if native.backward
-                else run_forward(call, boolean_arguments.get(name, frozenset()))
-            )
+            results = run_backward(call) if native.backward else run_forward(call)
             del call
     except BaseException as error:  # noqa: BLE001 - nothing may be raised into C; it is kept instead
         keep_error(f"{name}.{'backward' if native.backward else 'forward'}", error)
@@ -133,18 +125,16 @@ def _object_at(address: int) -> Any:
 
 
 _Delegate = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.POINTER(NativeCall))
-# ORT keeps the addresses for ever, so the callbacks must live as long as the process: they are module
-# globals.
+# ORT keeps the addresses for ever, so the callbacks must live as long as the process: they are module globals.
 _delegate_callback: Final = _Delegate(_delegate)
 
 
-class Runners:
+class Runners(NamedTuple):
     """The addresses of the two functions with ORT's C++ signature; `path` tells the doctor how they are made."""
 
-    def __init__(self, path: str, forward: int, backward: int) -> None:
-        self.path = path
-        self.forward = forward
-        self.backward = backward
+    path: str
+    forward: int
+    backward: int
 
 
 def compiled_runners(library: Path) -> Runners:

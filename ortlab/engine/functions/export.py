@@ -8,18 +8,27 @@ class its own name.
 
 The exporter also accepts a Function only if it derives from ``torch.autograd.Function`` directly, and
 passes boolean tensors as ``uint8``; both are mended in :func:`export_any_function`.
+
+Functions of users are exported with their own backward, not with the derivative of a ``symbolic``: torch's exporter
+puts the ``symbolic`` of an ``autograd.Function`` into the graph where there is one, and ONNX Runtime then derives the
+gradient from that: a straight-through estimator, or a backward that is wrong, trains another way than in PyTorch,
+without a word. While a training graph is exported, the symbolics of users' Functions are out of sight, and the
+Functions run as they do in PyTorch, forward and backward.
 """
 
 from __future__ import annotations
 
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 from torch.autograd import Function
 
-from ortlab.engine.functions.abi import boolean_arguments
+from ortlab.engine.functions.context import tie_contexts_to_pass
+from ortlab.engine.functions.runner import boolean_arguments
+from ortlab.engine.patching import replace
 from ortlab.errors import BuildError
 
 _BOOL: Final = 9  # onnx.TensorProto.BOOL
@@ -133,10 +142,42 @@ def install() -> None:
     from onnxruntime.training.ortmodule import _custom_autograd_function_exporter as exporter
     from onnxruntime.training.ortmodule._training_manager import TrainingManager
 
-    from ortlab.engine.functions.context import tie_contexts_to_pass
-    from ortlab.engine.patching import replace
-
     replace(exporter, "get_fully_qualified_class_name", unique_names)
     replace(exporter, "register_torch_autograd_function", register_any_function)
     replace(exporter, "_default_export", export_any_function)
     replace(TrainingManager, "execution_session_run_forward", tie_contexts_to_pass)
+
+
+# --- backwards of their own ---------------------------------------------------------------------------------------
+
+_OF_THE_EXPORT = ("torch", "onnxruntime")
+"""Packages whose Functions with a symbolic are parts of an export."""
+
+
+@contextmanager
+def own_backwards() -> Iterator[None]:
+    """Hide the symbolics of users' Functions in the block."""
+    hidden = [
+        (kind, vars(kind)["symbolic"])
+        for kind in functions()
+        if "symbolic" in vars(kind) and kind.__module__.partition(".")[0] not in _OF_THE_EXPORT
+    ]
+    for kind, _ in hidden:
+        del kind.symbolic  # type: ignore[attr-defined] # it is in the class's own dictionary
+    try:
+        yield
+    finally:
+        for kind, symbolic in hidden:
+            kind.symbolic = symbolic  # type: ignore[attr-defined]
+
+
+def functions() -> Iterator[type[Function]]:
+    """Go through all classes of Functions that there are in this process."""
+    pending: list[type[Function]] = [Function]
+    seen: set[type[Function]] = set()
+    while pending:
+        for kind in pending.pop().__subclasses__():
+            if kind not in seen:
+                seen.add(kind)
+                pending.append(kind)
+                yield kind

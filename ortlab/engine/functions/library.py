@@ -81,7 +81,7 @@ def build(progress: Progress | None = None) -> Path:
     under its name only when it is complete. Raises BuildError if there is no compiler, it fails, or the cache folder
     cannot be written.
     """
-    report = progress or _say_nothing
+    report = progress or (lambda _stage, _fraction: None)
     report("Looking for a C++ compiler", 0.0)
     compiler = find_compiler()
     library = library_path(compiler)
@@ -101,10 +101,6 @@ def build(progress: Progress | None = None) -> Path:
         ) from error
     report("Ready", 1.0)
     return library
-
-
-def _say_nothing(stage: str, fraction: float) -> None:
-    """Ignore the progress of a build that nobody watches."""
 
 
 def _compile(compiler: str, library: Path) -> None:

@@ -32,7 +32,7 @@ from torch.utils.dlpack import from_dlpack
 
 from ortlab.engine.functions import context as function_context
 from ortlab.engine.functions.context import FunctionContext
-from ortlab.engine.operators.dlpack import give_capsule, storage_address, unshared
+from ortlab.engine.operators.dlpack import give_capsule, storage_address, storages, unshared
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,13 @@ class FunctionCall:
 # then.
 _written: Final[dict[bytes, frozenset[int]]] = {}
 _REMEMBERED_KERNELS: Final = 4096
+
+
+boolean_arguments: Final[dict[str, frozenset[int]]] = {}
+"""The positions of boolean tensors, which ORT's DLPack passes as ``uint8``, among the arguments of a Function.
+
+By the Function's name in the graph; `ortlab.engine.functions.export` fills it.
+"""
 
 
 class _Borrowed:
@@ -106,10 +113,6 @@ class _Borrowed:
                 "ONNX Runtime needs to know from the start which inputs are overwritten"
             )
 
-    def storages(self) -> set[int]:
-        """Return the addresses of ORT's buffers."""
-        return {storage_address(tensor) for tensor in self.lent} - {0}
-
     def place(self, output: Tensor, position: int) -> Tensor:
         """Put an output into the buffer of the input that ORT planned for it.
 
@@ -127,14 +130,13 @@ class _Borrowed:
         return lent
 
 
-def run_forward(call: FunctionCall, booleans: frozenset[int] = frozenset()) -> list[object]:
+def run_forward(call: FunctionCall) -> list[object]:
     """Run a Function's forward for ORT's ``PythonOp`` kernel, and return the context and the outputs.
 
-    `booleans` are the positions of the arguments that are boolean tensors, which ORT's DLPack passes as ``uint8``. The
-    context is None if no backward can follow; each output is a capsule, or None where forward returned None. The caller
-    must not keep them: ORT checks that it holds the only reference to each capsule.
+    The context is None if no backward can follow; each output is a capsule, or None where forward returned None. The
+    caller must not keep them: ORT checks that it holds the only reference to each capsule.
     """
-    borrowed = _Borrowed(call)
+    borrowed, booleans = _Borrowed(call), boolean_arguments.get(call.name, frozenset())
     arguments = [
         borrowed.borrow(argument, requires_grad=needs and call.training, boolean=position in booleans)
         if is_tensor
@@ -152,7 +154,7 @@ def run_forward(call: FunctionCall, booleans: frozenset[int] = frozenset()) -> l
             raise RuntimeError(
                 f"forward returned {len(outputs)} values, but {len(call.reuse) - 1} when it was exported"
             )
-        lent = borrowed.storages() if call.safe else set()
+        lent = storages(borrowed.lent) if call.safe else set()
         # Without backward nothing has to outlive this call.
         if call.training:
             context.keep(outputs, lent)
@@ -200,7 +202,7 @@ def run_backward(call: FunctionCall) -> list[object]:
             results = _match_inputs(
                 context, result if isinstance(result, tuple) else (result,), len(call.reuse)
             )
-            shared = borrowed.storages() if call.safe else set()
+            shared = storages(borrowed.lent) if call.safe else set()
             # `reuse` counts the context as input 0, and a buffer can be reused only if its gradient was
             # there.
             present = [index for index, capsule in enumerate(capsules, start=1) if capsule is not None]

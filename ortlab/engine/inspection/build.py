@@ -12,21 +12,23 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
-from ortlab.engine import exports
+from ortlab.engine import kept_builds
 from ortlab.engine.inspection.changes import Changes
-from ortlab.engine.inspection.failures import finding_of
+from ortlab.engine.inspection.failures import Translation, finding_of
 from ortlab.engine.inspection.frozen_values import FrozenValues
 from ortlab.engine.inspection.places import Places
-from ortlab.engine.inspection.translation import Translation
 from ortlab.engine.operators.untrained_operators import WATCHER
 from ortlab.engine.ort import OrtEngine
 from ortlab.engine.tracing.traced_values import function_name
-from ortlab.records.findings import Finding, Findings, Kind
+from ortlab.records.preflight import Finding, Findings, Kind
 
 if TYPE_CHECKING:
     from ortlab.options.options import Options
 
 Progress = Callable[[str, float], None]
+
+_SAY_ALL: Final = frozenset({Kind.NO_RULE, Kind.CHECKPOINT})
+"""Kinds of findings that say what an error of the build would say again."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +90,11 @@ class Builder:
         built = False
         token = WATCHER.set(translation)
         try:
-            with exports.set_aside(self._module), FrozenValues(self._places, self._findings.add).on():
+            with kept_builds.set_aside(self._module), FrozenValues(self._places, self._findings.add).on():
                 engine.prepare(args, kwargs)
             built = True
         except Exception as error:  # noqa: BLE001 - whatever stops a build is a finding
-            if not _said_by(self._findings.all):
+            if not any(one.kind in _SAY_ALL for one in self._findings.all):
                 self._findings.add(finding_of(error, self._places, translation))
         finally:
             WATCHER.reset(token)
@@ -131,13 +133,6 @@ class Builder:
         self._export_seconds = done.export_ms / 1000
 
 
-_SAY_ALL: Final = frozenset({Kind.NO_RULE, Kind.CHECKPOINT})
-
-
-def _said_by(findings: tuple[Finding, ...]) -> bool:
-    return any(one.kind in _SAY_ALL for one in findings)
-
-
 class GradientsAsked(TorchFunctionMode):
     """Differentiate the operators `names`, without namespace, of a forward in PyTorch, on copies of their inputs."""
 
@@ -148,7 +143,6 @@ class GradientsAsked(TorchFunctionMode):
         self._report = report
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `function`, and ask for its gradient if it is one of the operators."""
         kwargs = kwargs or {}
         if operator_name(function) in self._names:
             self._ask(function, args, kwargs)

@@ -1,4 +1,7 @@
-"""What a forward changes in Python: attributes of modules and global variables, which a graph leaves as they are."""
+"""What a forward changes in Python: attributes of modules and global variables, which a graph leaves as they are.
+
+`unchanged` puts these back, with the buffers and every generator of random numbers.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,17 @@ import copy
 import dis
 import types
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from ortlab.engine.inspection.places import Places, is_model_code
+from ortlab.engine.inspection.places import Places
+from ortlab.engine.random_state import RandomState
 from ortlab.engine.tracing import baked_in
-from ortlab.records.findings import Finding, Kind, Place
+from ortlab.engine.tracing.buffers import Buffers
+from ortlab.engine.tracing.source_lines import is_model_code
+from ortlab.records.preflight import Finding, Kind, Place
 
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 
@@ -106,9 +113,8 @@ def _own(part: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _kept(value: object) -> object:
     state = baked_in.state(value)
-    return (
-        (state, len(value)) if isinstance(value, (list, dict, set)) else state
-    )  # a long one is known by identity
+    # A long one is known by identity.
+    return (state, len(value)) if isinstance(value, (list, dict, set)) else state
 
 
 def _content(value: object) -> object:
@@ -168,3 +174,35 @@ def _started(instruction: Any) -> int:
     number = getattr(instruction, "line_number", None)  # from Python 3.13 on
     started = number if number is not None else instruction.starts_line
     return int(started or 0)
+
+
+# --- a model left as it was ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def unchanged(model: torch.nn.Module) -> Iterator[None]:
+    """Put back, when the block ends in any way, what looking at a model may change in it.
+
+    Weights are not put back: a trace refuses to write to them, and whoever runs the model in PyTorch has to use
+    `weights_kept`.
+    """
+    random, buffers, changes = RandomState.read(), Buffers(model), Changes(model, Places(model))
+    try:
+        yield
+    finally:
+        changes.put_back()
+        buffers.restore()
+        random.put_back()
+
+
+@contextmanager
+def weights_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Put the values of the weights back, for a forward in PyTorch that may write to them."""
+    before = [(one, one.detach().clone()) for one in model.parameters() if not one.is_meta]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for one, value in before:
+                if not torch.equal(torch.nan_to_num(one), torch.nan_to_num(value)):
+                    one.copy_(value)

@@ -1,20 +1,112 @@
-"""Why a module could not be built, as a finding: the error's words, with the module and the line it comes from."""
+"""Why a module cannot be built, as findings: operators that cannot be translated, and what an error says.
+
+`Translation` watches torch's exporter. An operator that cannot be translated is noted and stands in for itself, so that
+one export finds all of them; the export then fails at its end.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
 
-from ortlab.engine.diagnosis import ForwardError
+from torch.utils.checkpoint import CheckpointFunction
+
+from ortlab.engine.diagnosis import ForwardError, causes
 from ortlab.engine.inspection.standing import backward_hook
-from ortlab.engine.inspection.translation import causes
-from ortlab.errors import OrtlabError
-from ortlab.records.findings import Finding, Kind, Place
+from ortlab.errors import BuildError, OrtlabError
+from ortlab.records.preflight import Finding, Kind, Place
 
 if TYPE_CHECKING:
     from ortlab.engine.inspection.places import Places
-    from ortlab.engine.inspection.translation import Translation
+
+
+class Translation:
+    """Reports what becomes of the nodes of one traced graph; see `untrained_operators.WATCHER`."""
+
+    def __init__(self, places: Places, report: Callable[[Finding], None]) -> None:
+        self._places = places
+        self._report = report
+        self._failure: BuildError | None = None
+        self._doubtful: set[int] = set()
+        # Operators of ONNX on the way of a gradient that ONNX Runtime may not train: obstacles if the gradient graph
+        # cannot be built.
+        self.untrained: list[tuple[frozenset[str], str, Place]] = []
+        self.trained_by_torch: set[str] = set()  # operators that PyTorch runs and differentiates
+
+    def called(self, node: Any) -> None:
+        """Note an autograd Function that stays one."""
+        name = node.pyname() if hasattr(node, "pyname") else node.kind()
+        if name == CheckpointFunction.__name__:  # refused, or left to PyTorch as the user wished
+            return
+        self._report(
+            Finding.of(
+                Kind.FUNCTION,
+                f"The autograd Function {name} runs as it is, in Python; nothing checks its backward.",
+                self._places.of_node(node),
+                "ortlab.parity.check_functions(model, ...) compares its backward with finite differences.",
+            )
+        )
+
+    def left(self, node: Any, *, trained: bool) -> None:
+        """Note an operator that PyTorch runs inside the graph."""
+        if trained:
+            self.trained_by_torch.add(node.kind())
+        again = ", and once more in the backward" if trained else ""
+        self._report(
+            Finding.of(
+                Kind.BY_TORCH,
+                f"PyTorch runs {node.kind()} inside the graph{again}.",
+                self._places.of_node(node),
+            )
+        )
+
+    def without_gradient(self, node: Any, operators: set[str], why: str) -> None:
+        """Note operators that ONNX Runtime may have no gradient for, and why PyTorch cannot run them."""
+        self.untrained.append((frozenset(operators), f"{node.kind()} ({why})", self._places.of_node(node)))
+
+    def failed(self, node: Any, error: Exception) -> None:
+        """Note an operator that cannot be translated; what uses its result may fail only for that."""
+        doubtful = any(one.unique() in self._doubtful for one in node.inputs())
+        self._doubtful |= {one.unique() for one in node.outputs()}
+        place = self._places.of_node(node)
+        if doubtful and not _has_no_rule(error):
+            return
+        refusal = next((one for one in causes(error) if isinstance(one, BuildError)), None)
+        finding = _no_rule(node, error, place) if refusal is None else _refusal(refusal, place)
+        self._report(finding)
+        self._failure = self._failure or refusal or BuildError(finding.what, why=str(error).strip())
+
+    def finish(self) -> None:
+        """End the export; raise BuildError if an operator could not be translated."""
+        if self._doubtful:
+            raise self._failure or BuildError("An operator could not be translated.")
+
+
+def _has_no_rule(error: Exception) -> bool:
+    return type(error).__name__ == "UnsupportedOperatorError"
+
+
+def _no_rule(node: Any, error: Exception, place: Place) -> Finding:
+    why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    reason = getattr(error, "not_a_call", "")
+    what = f"ONNX has no form for {node.kind()}"
+    if not _has_no_rule(error):
+        what = f"{node.kind()} cannot be written in ONNX as it is used here ({why.rstrip('.')})"
+    also = f", and PyTorch cannot run it inside the graph: {reason}" if reason else ""
+    return Finding.of(
+        Kind.NO_RULE, f"{what}{also}.", place, "Use another operator, or leave this module to PyTorch."
+    )
+
+
+def _refusal(error: BuildError, place: Place) -> Finding:
+    if "checkpoint" in error.what:
+        return Finding.of(Kind.CHECKPOINT, error.what, place, error.fix)
+    what = " ".join(filter(None, (error.what, error.why)))
+    return Finding.of(Kind.NO_RULE, what, place, error.fix)
+
+
+# --- errors -------------------------------------------------------------------------------------------------------
 
 _NODE: Final = re.compile(r"/_original_module(?:/[\w.]+)+")
 """Name of a node in an ONNX graph."""
@@ -65,7 +157,8 @@ def _place_of(error: BaseException, what: str, places: Places) -> Place:
     node = next(filter(None, (_NODE.search(str(one)) for one in causes(error))), None)
     if node:
         return places.of_name(node[0])
-    return next(filter(None, (_place_in(one, places) for one in _innermost_first(error))), places.root)
+    raised = (places.of_traceback(one.__traceback__) for one in reversed(list(causes(error))))
+    return next((place for place in raised if place.where), places.root)
 
 
 def finding_of_forward(error: BaseException, places: Places) -> Finding:
@@ -73,7 +166,7 @@ def finding_of_forward(error: BaseException, places: Places) -> Finding:
     return Finding.of(
         Kind.FORWARD,
         f"The forward fails in PyTorch, too: {type(error).__name__}: {error}",
-        _raised_at(error, places),
+        places.of_traceback(error.__traceback__),
         "Mend the model or the batch; the model is untouched.",
     )
 
@@ -86,21 +179,5 @@ def _words(error: BaseException) -> tuple[str, str]:
 
 
 def _untrained(what: str, translation: Translation) -> tuple[str, Place]:
-    for operators, operator, place in translation.untrained:
-        if any(re.search(rf"\b{one}\b", what) for one in operators):
-            return operator, place
-    _, operator, place = translation.untrained[0]
-    return operator, place
-
-
-def _raised_at(error: BaseException, places: Places) -> Place:
-    return places.of_traceback(error.__traceback__)
-
-
-def _place_in(error: BaseException, places: Places) -> Place | None:
-    place = places.of_traceback(error.__traceback__)
-    return place if place.where else None
-
-
-def _innermost_first(error: BaseException) -> Iterator[BaseException]:
-    return reversed(list(causes(error)))
+    named = (one for one in translation.untrained if any(re.search(rf"\b{name}\b", what) for name in one[0]))
+    return next(named, translation.untrained[0])[1:]

@@ -1,7 +1,7 @@
 """Watch a trace for values that a graph would hold for ever: numbers and branches that are made of data.
 
 Torch's tracer warns of each tensor that becomes a Python number, and most of those are sizes, which ortlab binds an
-export to (`ortlab.engine.tracing.input_sizes`). What matters is whether data had a part in it. So what is known
+export to (`ortlab.engine.tracing.arguments`). What matters is whether data had a part in it. So what is known
 without data is followed here: sizes, constants, and what is computed of these alone.
 """
 
@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
-from ortlab.engine.inspection.places import Places, in_onnx_runtime
+from ortlab.engine.tracing.source_lines import in_onnx_runtime
 from ortlab.engine.tracing.traced_values import (
     FACTS,
     SIZES,
@@ -25,7 +25,10 @@ from ortlab.engine.tracing.traced_values import (
     is_certain_of_uniform,
     random_states,
 )
-from ortlab.records.findings import Finding, Kind, Place
+from ortlab.records.preflight import Finding, Kind, Place
+
+if TYPE_CHECKING:
+    from ortlab.engine.inspection.places import Places
 
 _BRANCHES: Final = frozenset({"__bool__", "__contains__", "equal", "allclose", "is_nonzero", "__len__"})
 _LIKE: Final = frozenset({"zeros_like", "ones_like", "new_zeros", "new_ones", "new_empty", "empty_like"})
@@ -48,7 +51,6 @@ class FrozenValues(TorchFunctionMode):
         self._random: tuple[Any, ...] | None = None
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `function`; while torch traces, look at what it makes of its arguments."""
         kwargs = kwargs or {}
         if torch._C._get_tracing_state() is None:
             self._random = None

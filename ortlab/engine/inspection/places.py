@@ -3,50 +3,17 @@
 from __future__ import annotations
 
 import inspect
-import os
-import re
 import sys
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable
+from traceback import walk_stack, walk_tb
 from types import FrameType, TracebackType
-from typing import Any, Final
+from typing import Any
 
-import onnxruntime
 import torch
 
-import ortlab
-from ortlab.graphs.scopes import INSIDE, joined, path_in
-from ortlab.records.findings import Place
-
-_NOT_THE_MODEL: Final = tuple(
-    f"{Path(one.__file__ or '').parent}{os.sep}" for one in (torch, onnxruntime, ortlab)
-)
-_TORCH, _ONNX_RUNTIME, _ORTLAB = _NOT_THE_MODEL
-"""Folders of code that is not the model's."""
-
-_SOURCE: Final = re.compile(r"^(?P<file>.+)\((?P<line>\d+)\): \S+$")
-
-
-def is_model_code(filename: str) -> bool:
-    """Tell whether code in this file is the model's: no part of torch, ONNX Runtime, ortlab or the interpreter."""
-    return not filename.startswith((*_NOT_THE_MODEL, "<frozen"))
-
-
-def model_line(stack: str) -> str:
-    """Return "file:line" of the innermost frame of the model's code in a stack as torch writes it; "" if none is."""
-    for line in stack.splitlines():
-        found = _SOURCE.match(line)
-        if found and is_model_code(found["file"]):
-            return f"{found['file']}:{found['line']}"
-    return ""
-
-
-def in_onnx_runtime() -> bool:
-    """Tell whether ONNX Runtime's Python code has called torch here: a hook of an export, which looks at the batch."""
-    for frame in _outwards(sys._getframe(1)):
-        if not frame.f_code.co_filename.startswith((_TORCH, _ORTLAB)):
-            return frame.f_code.co_filename.startswith(_ONNX_RUNTIME)
-    return False
+from ortlab.engine.tracing.source_lines import ORTLAB, is_model_code, model_line
+from ortlab.graphs.nodes import INSIDE, joined, path_in
+from ortlab.records.preflight import Place
 
 
 class Places:
@@ -90,17 +57,11 @@ class Places:
 
     def here(self) -> Place:
         """Return the place that is being executed."""
-        return self._of_stack(_outwards(sys._getframe(1)))
+        return self._of_stack(walk_stack(sys._getframe(1)))
 
     def of_traceback(self, traceback: TracebackType | None) -> Place:
         """Return the place where an exception was raised."""
-        frames: list[FrameType] = []
-        lines: dict[int, int] = {}
-        while traceback is not None:
-            frames.append(traceback.tb_frame)
-            lines[id(traceback.tb_frame)] = traceback.tb_lineno
-            traceback = traceback.tb_next
-        return self._of_stack(reversed(frames), lines)
+        return self._of_stack(reversed(list(walk_tb(traceback))))
 
     def of_node(self, node: Any) -> Place:
         """Return the place of a node of a traced graph, a `torch._C.Node`."""
@@ -116,11 +77,11 @@ class Places:
     def _resolve(self, names: list[str]) -> str:
         return path_in(names, self._names, self._traced)
 
-    def _of_stack(self, frames: Iterable[FrameType], lines: dict[int, int] | None = None) -> Place:
+    def _of_stack(self, frames: Iterable[tuple[FrameType, int]]) -> Place:
+        """Return the place of the innermost of some frames, each with its line, that are the model's."""
         where, found, others = "", None, []
-        for frame in frames:
+        for frame, line in frames:
             if not where and is_model_code(frame.f_code.co_filename):
-                line = (lines or {}).get(id(frame), frame.f_lineno)
                 where = f"{frame.f_code.co_filename}:{line}"
             owner = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames else None
             if found is None and isinstance(owner, torch.nn.Module):
@@ -148,13 +109,7 @@ def forward_line(part: torch.nn.Module) -> str:
     for owner in (part, *type(part).__mro__):
         forward = owner.__dict__.get("forward")
         code = getattr(inspect.unwrap(forward), "__code__", None) if forward is not None else None
-        if code is None or code.co_filename.startswith(_ORTLAB):
+        if code is None or code.co_filename.startswith(ORTLAB):
             continue  # a wrapped module has ortlab's before its own
         return f"{code.co_filename}:{code.co_firstlineno}" if is_model_code(code.co_filename) else ""
     return ""
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ortlab.records.findings import Finding, Kind, Level, Place
+from ortlab.records.preflight import Finding, Kind, Level, Place
 
 if TYPE_CHECKING:
     from ortlab.engine.inspection.places import Places
@@ -29,9 +29,9 @@ def findings_in_model(model: torch.nn.Module, places: Places) -> Iterator[Findin
     yield from _mode(model, places)
     device = device_of(model)
     for path, part in model.named_modules():
-        yield from _hooks(path, part, places, is_root=part is model)
-        tensors = {**part._parameters, **part._buffers}
-        for name, tensor in tensors.items():
+        if (part._backward_hooks or part._backward_pre_hooks) and part is not model:
+            yield backward_hook(places.of_module(path))
+        for name, tensor in (part._parameters | part._buffers).items():
             if tensor is not None:
                 yield from _tensor(path, name, tensor, device, places)
 
@@ -58,11 +58,6 @@ def _mode(model: torch.nn.Module, places: Places) -> Iterator[Finding]:
         yield Finding.of(
             Kind.MODE, f"{frozen[0]}{rest} in eval mode, and is built so.", places.of_module(frozen[0])
         )
-
-
-def _hooks(path: str, part: torch.nn.Module, places: Places, *, is_root: bool) -> Iterator[Finding]:
-    if (part._backward_hooks or part._backward_pre_hooks) and not is_root:
-        yield backward_hook(places.of_module(path))
 
 
 def backward_hook(place: Place) -> Finding:
@@ -100,9 +95,10 @@ def _tensor(
         )
         return
     if tensor.dtype in _SHORT and tensor.device.type == "cpu":
+        dtype = str(tensor.dtype).removeprefix("torch.")
         yield Finding(
             Kind.DTYPE,
-            f"It is {_dtype(tensor)} on the CPU, where PyTorch's kernels run most of it inside the graph.",
+            f"It is {dtype} on the CPU, where PyTorch's kernels run most of it inside the graph.",
             place,
             "Train in float32 here: model.float().",
             level=Level.NOTE,
@@ -128,7 +124,3 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor holds neither nan nor inf; the sum, which needs no memory, shows that most do not."""
     values = tensor.detach()
     return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from ortlab.engine.logs.runtime_log import RuntimeLog
-from ortlab.engine.logs.standard_streams import CERR, CLOG, StandardStream
+from ortlab.engine.logs.runtime_log import CERR, CLOG, RuntimeLog, StandardStream
 from ortlab.engine.patching import replace
 from ortlab.options.log_levels import LogLevel, severity_of
 from ortlab.records.messages import EXPORTER, ORTMODULE, RUNTIME, MessageLog
@@ -46,18 +45,8 @@ _DEEP_COPY_IMPOSSIBLE: Final = (
 # ---- Python: ORTModule and the exporter --------------------------------------------------------------------------
 
 
-class _Collector(logging.Handler):
-    def __init__(self, log: MessageLog) -> None:
-        super().__init__()
-        self._log = log
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = _COLOURS.sub("", record.getMessage()).strip()
-        self._log.add(severity_of(record.levelno), ORTMODULE, _corrected(text))
-
-
 class _Listener(logging.Handler):
-    """A handler that passes on what a logger of the export says, by its severity and text."""
+    """A handler that passes on what a logger says, by its severity and text."""
 
     def __init__(self, keep: Callable[[str, str], None]) -> None:
         super().__init__()
@@ -89,8 +78,12 @@ def ortmodule_logger(level: LogLevel, log: MessageLog, rank: int) -> logging.Log
     1.19.2 takes one from the registry of `logging`, where two models with different levels share it, and the second
     one's level holds for both. Most levels let only rank 0 write.
     """
+
+    def keep(severity: str, text: str) -> None:
+        log.add(severity, ORTMODULE, _corrected(_COLOURS.sub("", text).strip()))
+
     logger = logging.Logger("orttraining", level.python_level)  # noqa: LOG001 - not to be shared, see above
-    logger.addHandler(_Collector(log))
+    logger.addHandler(_Listener(keep))
     logger.disabled = level.rank_zero_only and rank != 0
     return logger
 
@@ -105,7 +98,8 @@ def exporter_messages(level: LogLevel, log: MessageLog, rank: int) -> Iterator[N
     heard = not (level.rank_zero_only and rank != 0)
 
     def keep(severity: str, text: str, *, is_graph: bool = False, where: str = "") -> None:
-        left_out = level.graph_filter if is_graph else level.export_filter and _for_developers(text)
+        for_developers = any(words in text for words in _MEANT_FOR_DEVELOPERS)
+        left_out = level.graph_filter if is_graph else level.export_filter and for_developers
         if heard and level.lets_through(severity) and not left_out and text not in seen:
             seen.add(text)
             log.add(severity, EXPORTER, text, place=where)
@@ -136,10 +130,6 @@ def user_code() -> Iterator[None]:
     """Let the user's own C++ code write to standard error as ever while torch's is listened to."""
     with _runtime_log().aside(_streams().torch):
         yield
-
-
-def _for_developers(text: str) -> bool:
-    return any(words in text for words in _MEANT_FOR_DEVELOPERS)
 
 
 _print_graph: ContextVar[Callable[[str], None] | None] = ContextVar("print_graph", default=None)

@@ -31,13 +31,14 @@ import torch
 from ortlab.engine.callback_error import keep_error
 from ortlab.engine.operators.dlpack import (
     give_pointer,
-    storage_address,
+    storages,
     take_pointer,
     unreadable_pointer,
     unshared,
 )
 from ortlab.engine.operators.torch_calls import CallableCall, is_torch_call
-from ortlab.engine.operators.torch_kernels import KERNELS, NAMESPACE
+from ortlab.engine.operators.torch_kernels import KERNELS
+from ortlab.engine.passes.graph_edits import NAMESPACE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -74,8 +75,7 @@ class Argument:
         Raises TypeError where the schema asks for what no tensor can carry: a string, a device, a generator.
         """
         if self.is_list and self.kind == "TensorType":
-            # torch has no undefined tensor inside `Tensor[]`, only inside `Tensor?[]`; None is right for
-            # both.
+            # torch has no undefined tensor inside `Tensor[]`, only inside `Tensor?[]`; None is right for both.
             given = any(tensor is not None for tensor in tensors)
             return [self._tensor(tensor) for tensor in tensors] if given else self.default
         (tensor,) = tensors
@@ -113,19 +113,16 @@ class Operator:
         namespace, _, base = name.rpartition("::")
         if namespace == NAMESPACE:
             kernel = KERNELS[base]
-            in_place = any(returned.alias_info for returned in kernel.schema.returns)
-            return Operator._of(name, kernel.call, kernel.schema, in_place=in_place)
-        packet = getattr(getattr(torch.ops, namespace or "aten"), base)
-        overloaded = getattr(packet, overload or "default")
-        full_name = f"{namespace or 'aten'}::{base}" + (f".{overload}" if overload else "")
-        return Operator._of(full_name, overloaded, overloaded._schema)
-
-    @staticmethod
-    def _of(name: str, call: Callable[..., Any], schema: Any, *, in_place: bool = False) -> Operator:
+            call, schema = kernel.call, kernel.schema
+            in_place = any(returned.alias_info for returned in schema.returns)
+        else:
+            call = getattr(getattr(getattr(torch.ops, namespace or "aten"), base), overload or "default")
+            name = f"{namespace or 'aten'}::{base}" + (f".{overload}" if overload else "")
+            schema, in_place = call._schema, False  # type: ignore[attr-defined] # an OpOverload
         return Operator(
             name=name,
             call=call,
-            arguments=tuple(_argument(argument) for argument in schema.arguments),
+            arguments=tuple(map(_argument, schema.arguments)),
             returns=tuple(returned.type.kind() for returned in schema.returns),
             in_place=in_place,
         )
@@ -133,8 +130,7 @@ class Operator:
     def is_tensor(self, index: int, *, is_input: bool) -> bool:
         """Say whether an input or output is a tensor, or else a value that ORT keeps on the CPU."""
         if is_input:
-            # A list of tensors takes what is left over, see `execute`; an index past the schema belongs to
-            # one.
+            # A list of tensors takes what is left over, see `execute`; an index past the schema belongs to one.
             return self.arguments[min(index, len(self.arguments) - 1)].kind == "TensorType"
         return self.returns[index] == "TensorType"
 
@@ -166,7 +162,7 @@ class Operator:
         outputs = result if isinstance(result, tuple | list) else (result,)
         if self.in_place:
             return tuple(outputs)
-        owned = {storage_address(tensor) for tensor in tensors if tensor is not None} - {0}
+        owned = storages(tensors)
         return tuple(None if output is None else unshared(_as_tensor(output), owned) for output in outputs)
 
 
@@ -217,8 +213,7 @@ def _execute(name: bytes, overload: bytes, n_inputs: int, inputs: Any, n_outputs
 
 
 _pointers = ctypes.POINTER(ctypes.c_void_p)
-# ORT keeps the addresses for ever, so the callbacks must live as long as the process: they are module
-# globals.
+# ORT keeps the addresses for ever, so the callbacks must live as long as the process: they are module globals.
 is_tensor_callback: Final = ctypes.CFUNCTYPE(
     ctypes.c_bool, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_bool
 )(_is_tensor_argument)

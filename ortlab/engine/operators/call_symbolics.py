@@ -24,14 +24,8 @@ from ortlab.engine.operators.torch_calls import (
 
 # These change buffers that they are given, and their schemas do not say so.
 _WRITING: Final = frozenset(
-    {
-        "_batch_norm_impl_index",
-        "batch_norm",
-        "cudnn_batch_norm",
-        "instance_norm",
-        "miopen_batch_norm",
-        "native_batch_norm",
-    }
+    """_batch_norm_impl_index batch_norm cudnn_batch_norm instance_norm miopen_batch_norm
+    native_batch_norm""".split()  # noqa: SIM905
 )
 _DTYPES: Final = {
     "Byte": "uint8", "Char": "int8", "Short": "int16", "Int": "int32", "Long": "int64", "Bool": "bool",
@@ -39,6 +33,11 @@ _DTYPES: Final = {
     "ComplexFloat": "complex64", "ComplexDouble": "complex128",
 }  # fmt: skip
 _OF_NUMBERS: Final = frozenset({"IntType", "SymIntType", "FloatType", "BoolType", "NumberType"})
+_PYTHON_TYPES: Final[dict[str, tuple[type, ...]]] = {
+    **dict.fromkeys(("IntType", "SymIntType", "BoolType"), (bool, int)),
+    **dict.fromkeys(("FloatType", "NumberType"), (bool, int, float)),
+    **dict.fromkeys(("StringType", "DeviceObjType"), (str,)),
+}
 
 _READING_MEMORY: Final = frozenset({"set", "resize"})
 """Operators that change how a tensor lies in memory; `as_strided` is looked at by its symbolic function."""
@@ -251,16 +250,7 @@ def _constant(traced: Any) -> Any:
 
 def _as(kind: str, constant: float | str) -> bool | float | str:
     """Convert a constant to the kind that the schema asks for; raise NotACallError where it is of another kind."""
-    allowed: dict[str, tuple[type, ...]] = {
-        "IntType": (bool, int),
-        "SymIntType": (bool, int),
-        "FloatType": (bool, int, float),
-        "BoolType": (bool, int),
-        "NumberType": (bool, int, float),
-        "StringType": (str,),
-        "DeviceObjType": (str,),
-    }
-    if not isinstance(constant, allowed.get(kind, ())):
+    if not isinstance(constant, _PYTHON_TYPES.get(kind, ())):
         raise NotACallError(f"it takes a {kind.removesuffix('Type').lower()}")
     if kind == "FloatType" and not isinstance(constant, str):
         return float(constant)

@@ -21,7 +21,7 @@ def _elu(grad: Tensor, x: Tensor, alpha: float, scale: float, input_scale: float
     return (_aten.elu_backward(grad, alpha, scale, input_scale, False, x),)  # noqa: FBT003 - not from the result
 
 
-def _cumsum(grad: Tensor, x: Tensor, dim: int, _: Any = None) -> tuple[Tensor]:
+def _cumsum(grad: Tensor, x: Tensor, dim: int) -> tuple[Tensor]:
     grad = grad.to(x.dtype)
     return (grad.flip(dim).cumsum(dim).flip(dim) if grad.dim() else grad,)
 

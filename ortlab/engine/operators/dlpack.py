@@ -14,6 +14,7 @@ bytes are the same; the types of torch are restored by the callers, who know the
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -111,6 +112,11 @@ def storage_address(tensor: Tensor) -> int:
     )
 
 
+def storages(tensors: Iterable[Tensor | None]) -> set[int]:
+    """Return the addresses of the memory of those tensors that are given and not empty."""
+    return {storage_address(tensor) for tensor in tensors if tensor is not None} - {0}
+
+
 def unshared(tensor: Tensor, owned: set[int]) -> Tensor:
     """Copy a tensor whose memory is somebody else's; ORT may overwrite any buffer whose last reader has run.
 
@@ -118,7 +124,7 @@ def unshared(tensor: Tensor, owned: set[int]) -> Tensor:
     """
     if storage_address(tensor) in owned:
         tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
-    owned |= {storage_address(tensor)} - {0}
+    owned |= storages([tensor])
     return tensor
 
 

@@ -13,18 +13,42 @@ the variance as the mean of squares less the square of the mean and loses digits
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
 
 import onnx
 from onnx import TensorProto, helper
 
-from ortlab.engine.operators.kernel_nodes import kernel_call
 from ortlab.engine.operators.symbolics import FEWEST_CLASSES
-from ortlab.engine.passes.graph_edits import GraphFacts, aten_operator, copied, declare_aten
+from ortlab.engine.passes.graph_edits import (
+    GraphFacts,
+    aten_operator,
+    attributes_of,
+    copied,
+    declare_aten,
+    kernel_call,
+)
 
-_Kind = Callable[[onnx.NodeProto, dict[str, Any]], list[onnx.NodeProto] | None]
-"""Makes what takes the place of a node with these attributes; None leaves the node as it is."""
+
+class _Call(NamedTuple):
+    """A call of a kernel of torch that takes the place of a node."""
+
+    kernel: str
+    inputs: Sequence[str]
+    outputs: Sequence[str] | None = None  # those of the node if None
+
+
+_Kind = Callable[[onnx.NodeProto, dict[str, Any]], _Call | None]
+"""Makes the call that takes the place of a node with these attributes; None leaves the node as it is."""
+
+_SAME_INPUTS: Final = {
+    "Sigmoid": "sigmoid",
+    "SigmoidGrad": "sigmoid_backward",
+    "Tanh": "tanh",
+    "TanhGrad": "tanh_backward",
+    "GlobalAveragePool": "mean_over_space",
+}
+"""Kernels that take the inputs of the node, whatever its attributes."""
 
 _AXES_ARE_INPUT: Final = {"ReduceSum": 13, "ReduceMean": 18}
 """From which opset on the axes are an input of the node instead of an attribute."""
@@ -35,15 +59,12 @@ _NONE_IGNORED: Final = -(2**31)
 """No class has this index."""
 
 
-def choose_exact(model: onnx.ModelProto) -> bool:
-    """Let PyTorch compute the float32 nodes in which ORT loses digits; say whether there were any.
-
-    The gradient graph is changed in place.
-    """
-    choice = _Choice(model)
+def choose_exact(model: onnx.ModelProto) -> None:
+    """Let PyTorch compute the float32 nodes of a gradient graph, changed in place, in which ORT loses digits."""
+    choice = _ExactChoice(model)
     nodes = [one for node in model.graph.node for one in choice.instead_of(node)]
     if not choice.changed:
-        return False
+        return
     nodes = [copied(node) for node in nodes]
     # ORT infers no type for what torch returns, and ReduceSum needed none to be written down.
     model.graph.value_info.extend(
@@ -52,26 +73,23 @@ def choose_exact(model: onnx.ModelProto) -> bool:
     del model.graph.node[:]
     model.graph.node.extend(nodes)
     declare_aten(model)
-    return True
 
 
-class _Choice:
+class _ExactChoice:
     """The choice of what takes the place of each node of a graph."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
         self.changed = False
         self.untyped: list[str] = []
+        self._constants: list[onnx.NodeProto] = []  # that the call in work takes
         self._opset = next(one.version for one in model.opset_import if one.domain in {"", "ai.onnx"})
-        facts = GraphFacts(model)
-        self._types, self._shapes, self._producers = facts.element_types, facts.shapes, facts.producers
-        self._read = facts.consumed
+        self._facts = GraphFacts(model)
         self._normalises_batches = any(
             aten_operator(node) == "native_batch_norm" for node in model.graph.node
         )
         self._kinds: dict[str, _Kind] = {
             "ReduceSum": self._reduced,
             "ReduceMean": self._reduced,
-            "GlobalAveragePool": self._pooled,
             "Gemm": self._product,
             "Conv": self._convolution,
             "ConvGrad": self._convolution_gradient,
@@ -82,23 +100,21 @@ class _Choice:
             "SoftmaxCrossEntropyLossInternal": self._loss,
             "SoftmaxCrossEntropyLossGrad": self._loss_gradient,
             "SoftmaxCrossEntropyLossInternalGrad": self._loss_gradient,
-            "Sigmoid": self._elementwise("sigmoid"),
-            "SigmoidGrad": self._elementwise("sigmoid_backward"),
-            "Tanh": self._elementwise("tanh"),
-            "TanhGrad": self._elementwise("tanh_backward"),
-        }
+        } | dict.fromkeys(_SAME_INPUTS, self._same)
 
     def instead_of(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
         """Return the nodes that take the place of one: the node itself where PyTorch is not to compute it."""
-        made = None
         kind = self._kinds.get(node.op_type)
-        if kind is not None and self._is_float32(node):
-            made = kind(node, {one.name: helper.get_attribute_value(one) for one in node.attribute})
-        if made is None:
+        if kind is None or not self._is_float32(node):
+            return [node]
+        self._constants = []
+        call = kind(node, attributes_of(node))
+        if call is None:
             return [node]
         self.changed = True
-        self.untyped += [name for name in made[-1].output if not self._types.get(name)]
-        return made
+        made = kernel_call(call.kernel, call.inputs, call.outputs or list(node.output), node)
+        self.untyped += [name for name in made.output if not self._facts.element_types.get(name)]
+        return [*self._constants, made]
 
     def _is_float32(self, node: onnx.NodeProto) -> bool:
         """Say whether the first known type among a node's outputs and its first operand is float32; they share it."""
@@ -107,132 +123,98 @@ class _Choice:
 
     def _type(self, name: str) -> int:
         """Return the element type of a value, 0 where it is not known; the gradient builder leaves many out."""
-        producer = self._producers.get(name)
-        while not self._types.get(name) and producer is not None and producer.op_type in _KEEPS_TYPE:
+        types, producers = self._facts.element_types, self._facts.producers
+        producer = producers.get(name)
+        while not types.get(name) and producer is not None and producer.op_type in _KEEPS_TYPE:
             name = producer.input[0]
-            producer = self._producers.get(name)
-        return self._types.get(name, 0)
+            producer = producers.get(name)
+        return types.get(name, 0)
 
     def _has_few_classes(self, logits: str) -> bool:
         """Say whether a loss has few classes: with many, torch's two steps take memory for the logits twice."""
-        shape = self._shapes.get(logits, ())
+        shape = self._facts.shapes.get(logits, ())
         classes = shape[1] if len(shape) > 1 else None
         return isinstance(classes, int) and classes < FEWEST_CLASSES
 
+    def _numbers(self, node: onnx.NodeProto, name: str, values: Any) -> str:
+        """Add a constant int64 vector for the call in work; return its name."""
+        output = f"{next(filter(None, node.output))}_{name}"
+        tensor = helper.make_tensor(f"{output}_value", TensorProto.INT64, [len(values)], list(values))
+        constant = helper.make_node("Constant", [], [output], name=f"{output}_Constant", value=tensor)
+        self._constants.append(constant)
+        return output
+
     # ---- the kinds of nodes -----------------------------------------------------------------------------------
 
-    def _reduced(self, node: onnx.NodeProto, attributes: dict[str, Any]) -> list[onnx.NodeProto] | None:
-        kernel = "sum_over" if node.op_type == "ReduceSum" else "mean_over"
-        constants: list[onnx.NodeProto] = []
+    def _same(self, node: onnx.NodeProto, _: dict[str, Any]) -> _Call:
+        return _Call(_SAME_INPUTS[node.op_type], node.input)
+
+    def _reduced(self, node: onnx.NodeProto, attributes: dict[str, Any]) -> _Call:
+        axes = ""
         if self._opset >= _AXES_ARE_INPUT[node.op_type]:
             axes = node.input[1] if len(node.input) > 1 else ""
-        else:
-            axes = ""
-            if attributes.get("axes"):
-                axes = self._numbers(node, "axes", attributes["axes"], constants)
+        elif attributes.get("axes"):
+            axes = self._numbers(node, "axes", attributes["axes"])
         flags = [attributes.get("keepdims", 1), attributes.get("noop_with_empty_axes", 0)]
-        said = self._numbers(node, "flags", flags, constants)
-        return [*constants, kernel_call(kernel, [node.input[0], said, axes], list(node.output), node)]
+        kernel = "sum_over" if node.op_type == "ReduceSum" else "mean_over"
+        return _Call(kernel, [node.input[0], self._numbers(node, "flags", flags), axes])
 
-    def _pooled(self, node: onnx.NodeProto, _: dict[str, Any]) -> list[onnx.NodeProto]:
-        return [kernel_call("mean_over_space", [node.input[0]], list(node.output), node)]
-
-    def _adaptive(self, node: onnx.NodeProto, _: dict[str, Any]) -> list[onnx.NodeProto] | None:
+    def _adaptive(self, node: onnx.NodeProto, _: dict[str, Any]) -> _Call | None:
         kernel = aten_operator(node).removeprefix("aten::").removeprefix("_")
-        if kernel not in {"adaptive_avg_pool2d", "adaptive_avg_pool2d_backward"}:
-            return None
-        return [kernel_call(kernel, list(node.input), list(node.output), node)]
+        is_pooling = kernel in {"adaptive_avg_pool2d", "adaptive_avg_pool2d_backward"}
+        return _Call(kernel, node.input) if is_pooling else None
 
-    @staticmethod
-    def _scaled(node: onnx.NodeProto, attributes: dict[str, Any]) -> list[onnx.NodeProto] | None:
-        if not attributes.get("scale_down"):
-            return None
-        return [kernel_call("divided", list(node.input), list(node.output), node)]
+    def _scaled(self, node: onnx.NodeProto, attributes: dict[str, Any]) -> _Call | None:
+        return _Call("divided", node.input) if attributes.get("scale_down") else None
 
-    def _silu_gradient(self, node: onnx.NodeProto, attributes: dict[str, Any]) -> list[onnx.NodeProto] | None:
-        if attributes.get("alpha") != 1:  # ORT's QuickGelu is x * sigmoid(alpha * x)
-            return None
-        return [kernel_call("silu_backward", list(node.input), list(node.output), node)]
+    def _silu_gradient(self, node: onnx.NodeProto, attributes: dict[str, Any]) -> _Call | None:
+        # ORT's QuickGelu is x * sigmoid(alpha * x)
+        return _Call("silu_backward", node.input) if attributes.get("alpha") == 1 else None
 
-    def _loss(self, node: onnx.NodeProto, attributes: dict[str, Any]) -> list[onnx.NodeProto] | None:
+    def _loss(self, node: onnx.NodeProto, attributes: dict[str, Any]) -> _Call | None:
         logits, target, weight, ignored = [*node.input, "", ""][:4]
-        inputs = [logits, target]
         both = len(node.output) == 2 and all(node.output)  # noqa: PLR2004 - the loss, the log probabilities
         if not both or not self._has_few_classes(logits):
             return None
-        return self._loss_call("log_softmax_loss", inputs, (weight, ignored), node, attributes)
+        reduced = self._reduction(node, attributes, ignored)
+        return _Call("log_softmax_loss", [logits, target, *reduced, weight])
 
-    def _loss_gradient(self, node: onnx.NodeProto, attributes: dict[str, Any]) -> list[onnx.NodeProto] | None:
+    def _loss_gradient(self, node: onnx.NodeProto, attributes: dict[str, Any]) -> _Call | None:
         grad, log_probabilities, target, weight, ignored, bias = [*node.input, "", "", ""][:6]
-        inputs = [grad, log_probabilities, target]
         if bias or not self._has_few_classes(log_probabilities):
             return None
-        return self._loss_call("log_softmax_loss_backward", inputs, (weight, ignored), node, attributes)
+        reduced = self._reduction(node, attributes, ignored)
+        return _Call("log_softmax_loss_backward", [grad, log_probabilities, target, *reduced, weight])
 
-    def _loss_call(
-        self,
-        kernel: str,
-        inputs: list[str],
-        optional: tuple[str, str],
-        node: onnx.NodeProto,
-        attributes: dict[str, Any],
-    ) -> list[onnx.NodeProto] | None:
-        weight, ignored = optional
-        constants: list[onnx.NodeProto] = []
+    def _reduction(self, node: onnx.NodeProto, attributes: dict[str, Any], ignored: str) -> tuple[str, str]:
+        """Name the number of the reduction and the class that is ignored."""
         reduction = _REDUCTIONS.index(attributes.get("reduction", b"mean").decode())
-        number = self._numbers(node, "reduction", [reduction], constants)
-        ignored = ignored or self._numbers(
-            node, "ignored", [attributes.get("ignore_index", _NONE_IGNORED)], constants
-        )
-        call = kernel_call(kernel, [*inputs, number, ignored, weight], list(node.output), node)
-        return [*constants, call]
+        number = self._numbers(node, "reduction", [reduction])
+        index = attributes.get("ignore_index", _NONE_IGNORED)
+        return number, ignored or self._numbers(node, "ignored", [index])
 
-    @staticmethod
-    def _elementwise(kernel: str) -> _Kind:
-        def choose(node: onnx.NodeProto, _: dict[str, Any]) -> list[onnx.NodeProto]:
-            return [kernel_call(kernel, list(node.input), list(node.output), node)]
-
-        return choose
-
-    def _product(self, node: onnx.NodeProto, attributes: dict[str, Any]) -> list[onnx.NodeProto] | None:
+    def _product(self, node: onnx.NodeProto, attributes: dict[str, Any]) -> _Call | None:
         if not self._normalises_batches or attributes.get("alpha", 1) != 1 or attributes.get("beta", 1) != 1:
             return None
-        constants: list[onnx.NodeProto] = []
         turned = [attributes.get("transA", 0), attributes.get("transB", 0)]
         a, b, addend = [*node.input, ""][:3]
-        inputs = [a, b, self._numbers(node, "turned", turned, constants), addend]
-        return [*constants, kernel_call("gemm", inputs, list(node.output), node)]
+        return _Call("gemm", [a, b, self._numbers(node, "turned", turned), addend])
 
-    def _convolution(self, node: onnx.NodeProto, attributes: dict[str, Any]) -> list[onnx.NodeProto] | None:
-        constants: list[onnx.NodeProto] = []
-        numbers = self._windows(node, attributes, constants)
-        if numbers is None:
-            return None
-        bias = node.input[2] if len(node.input) > 2 else ""  # noqa: PLR2004 - after the input and the weight
-        inputs = [node.input[0], node.input[1], *numbers, bias]
-        return [*constants, kernel_call("convolution", inputs, list(node.output), node)]
+    def _convolution(self, node: onnx.NodeProto, attributes: dict[str, Any]) -> _Call | None:
+        numbers = self._windows(node, attributes)
+        x, weight, bias = [*node.input, ""][:3]
+        return None if numbers is None else _Call("convolution", [x, weight, *numbers, bias])
 
-    def _convolution_gradient(
-        self, node: onnx.NodeProto, attributes: dict[str, Any]
-    ) -> list[onnx.NodeProto] | None:
-        constants: list[onnx.NodeProto] = []
-        numbers = self._windows(node, attributes, constants)
-        if numbers is None:
-            return None
+    def _convolution_gradient(self, node: onnx.NodeProto, attributes: dict[str, Any]) -> _Call | None:
         # What nobody reads is not computed: the gradient of an image, in most networks.
-        wanted = [index for index, name in enumerate(node.output) if name and name in self._read]
-        if not wanted:
+        wanted = [index for index, name in enumerate(node.output) if name and name in self._facts.consumed]
+        numbers = self._windows(node, attributes) if wanted else None
+        if numbers is None:
             return None
-        which = self._numbers(node, "wanted", wanted, constants)
-        outputs = [node.output[index] for index in wanted]
-        return [
-            *constants,
-            kernel_call("convolution_backward", [*node.input[:3], *numbers, which], outputs, node),
-        ]
+        inputs = [*node.input[:3], *numbers, self._numbers(node, "wanted", wanted)]
+        return _Call("convolution_backward", inputs, [node.output[index] for index in wanted])
 
-    def _windows(
-        self, node: onnx.NodeProto, attributes: dict[str, Any], constants: list[onnx.NodeProto]
-    ) -> list[str] | None:
+    def _windows(self, node: onnx.NodeProto, attributes: dict[str, Any]) -> list[str] | None:
         """Add stride, padding, dilation and groups as constants; return their names, None if torch cannot take them."""
         kernel = attributes.get("kernel_shape")
         if not kernel or attributes.get("auto_pad", b"NOTSET") not in {b"NOTSET", "NOTSET"}:
@@ -247,10 +229,4 @@ class _Choice:
             "dilation": attributes.get("dilations") or [1] * axes,
             "groups": [attributes.get("group", 1)],
         }
-        return [self._numbers(node, name, value, constants) for name, value in values.items()]
-
-    def _numbers(self, node: onnx.NodeProto, name: str, values: Any, constants: list[onnx.NodeProto]) -> str:
-        output = f"{next(filter(None, node.output))}_{name}"
-        tensor = helper.make_tensor(f"{output}_value", TensorProto.INT64, [len(values)], list(values))
-        constants.append(helper.make_node("Constant", [], [output], name=f"{output}_Constant", value=tensor))
-        return output
+        return [self._numbers(node, name, value) for name, value in values.items()]

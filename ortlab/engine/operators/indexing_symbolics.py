@@ -48,7 +48,7 @@ def as_strided(g: Any, x: Any, _sizes: Any, strides: Any, offset: Any = None) ->
 
     Torch's export takes every tensor for contiguous (``symbolic_opset9.as_strided``), and is silently wrong for others.
     Here the dimensions are put in the order in which they lie in memory first. Places depend on the sizes of the batch,
-    to which such an export is bound (`ortlab.engine.tracing.input_sizes`). Raises BuildError where elements of the
+    to which such an export is bound (`ortlab.engine.tracing.arguments`). Raises BuildError where elements of the
     tensor meet in memory or have gaps between them, or where it reads beyond them.
     """
     helper = symbolic_module("symbolic_helper")
@@ -113,19 +113,7 @@ def index_put(onnx_index_put: Any) -> Any:
 
 
 _KEEPS_VALUES: Final = frozenset(
-    {
-        "Cast",
-        "Expand",
-        "Flatten",
-        "Gather",
-        "Identity",
-        "Reshape",
-        "Slice",
-        "Squeeze",
-        "Tile",
-        "Transpose",
-        "Unsqueeze",
-    }
+    """Cast Expand Flatten Gather Identity Reshape Slice Squeeze Tile Transpose Unsqueeze""".split()  # noqa: SIM905
 )
 """ONNX operators whose results are values of their first input."""
 

@@ -1,4 +1,4 @@
-"""Convolutions and normalisations for onnxruntime 1.19.2: where its gradients are wrong, torch's own operators.
+"""Convolutions, normalisations, pooling for onnxruntime 1.19.2: where its gradients are wrong, torch's own operators.
 
 Most of these are faults that nobody is told of: the build succeeds, the loss is right, and gradients or running
 statistics are not. All of them concern training alone; a graph for inference is exported as before.
@@ -18,6 +18,7 @@ from ortlab.engine.operators.symbolic_words import (
     filled,
     int64,
     is_none,
+    none,
     onnx_type,
     rank,
     sizes_between,
@@ -197,3 +198,64 @@ def _native_batch_norm(g: Any, x: Any, *args: Any) -> Any:
     output = aten(g, "native_batch_norm", x, *args, outputs=3)[0]
     output.setType(x.type())
     return output
+
+
+# --- pooling ------------------------------------------------------------------------------------------------------
+# On the CPU, MaxPoolGrad of 1.19.2 (``orttraining/training_ops/cpu/nn/pool_gradient_op.cc``) ends the process for one
+# and three dimensions, and AveragePoolGrad returns a gradient of another shape than the input. ORTModule leaves the
+# two-dimensional ones to torch (``_custom_op_symbolic_registry.max_pool2d`` ...); here the others follow, those of one
+# dimension as two-dimensional ones along an axis of size one.
+
+
+def max_pool1d(
+    g: Any, x: Any, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: Any
+) -> Any:
+    """Emit ``F.max_pool1d``."""
+    windows = (*_windows(g, kernel_size, stride, padding), int64(g, [1, *constant(dilation, "is")]))
+    wide = _insert_axis(g, x)
+    return _remove_axis(g, aten(g, "max_pool2d_with_indices", wide, *windows, ceil_mode, outputs=2)[0])
+
+
+def max_pool3d(g: Any, x: Any, kernel_size: Any, stride: Any, padding: Any, *args: Any) -> Any:
+    """Leave ``F.max_pool3d`` to torch."""
+    stride = stride if constant(stride, "is") else kernel_size
+    return aten(g, "max_pool3d_with_indices", x, kernel_size, stride, padding, *args, outputs=2)[0]
+
+
+def avg_pool1d(g: Any, x: Any, kernel_size: Any, stride: Any, padding: Any, *args: Any) -> Any:
+    """Emit ``F.avg_pool1d``."""
+    windows = _windows(g, kernel_size, stride, padding)
+    return _remove_axis(g, aten(g, "avg_pool2d", _insert_axis(g, x), *windows, *args, none(g)))
+
+
+def avg_pool3d(g: Any, x: Any, kernel_size: Any, stride: Any, *args: Any) -> Any:
+    """Leave ``F.avg_pool3d`` to torch."""
+    stride = stride if constant(stride, "is") else kernel_size
+    return aten(g, "avg_pool3d", x, kernel_size, stride, *args)
+
+
+def adaptive_avg_pool1d(g: Any, x: Any, output_size: Any) -> Any:
+    """Emit ``F.adaptive_avg_pool1d``."""
+    size = int64(g, [1, *constant(output_size, "is")])
+    return _remove_axis(g, aten(g, "_adaptive_avg_pool2d", _insert_axis(g, x), size))
+
+
+def adaptive_avg_pool3d(g: Any, x: Any, output_size: Any) -> Any:
+    """Leave ``F.adaptive_avg_pool3d`` to torch."""
+    return aten(g, "_adaptive_avg_pool3d", x, output_size)
+
+
+def _windows(g: Any, kernel_size: Any, stride: Any, padding: Any) -> tuple[Any, Any, Any]:
+    """Emit kernel size, stride and padding of two axes, of which a one-dimensional pooling lacks the first."""
+    kernel = constant(kernel_size, "is")
+    steps = constant(stride, "is") or kernel
+    return int64(g, [1, *kernel]), int64(g, [1, *steps]), int64(g, [0, *constant(padding, "is")])
+
+
+def _insert_axis(g: Any, x: Any) -> Any:
+    """Emit (batch, channels, length) as (batch, channels, 1, length)."""
+    return g.op("Unsqueeze", x, int64(g, [-2]))
+
+
+def _remove_axis(g: Any, x: Any) -> Any:
+    return g.op("Squeeze", x, int64(g, [-2]))

@@ -17,8 +17,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from ortlab.engine.operators.kernel_nodes import kernel_call
-from ortlab.engine.passes.graph_edits import GraphFacts, copied, declare_aten
+from ortlab.engine.passes.graph_edits import GraphFacts, attributes_of, copied, declare_aten, kernel_call
 
 FEWEST: Final = 2**14
 """Entries from which on PyTorch's kernel pays for the call into Python."""
@@ -86,7 +85,7 @@ class _Choice:
         if kind is None or not (backward or node.op_type in _FORWARD) or not self._is_large(node):
             return [node]
         self.changed = True
-        return kind(node, {one.name: helper.get_attribute_value(one) for one in node.attribute})
+        return kind(node, attributes_of(node))
 
     def _is_large(self, node: onnx.NodeProto) -> bool:
         if self._types.get(node.output[0]) != TensorProto.FLOAT:
@@ -103,7 +102,7 @@ class _Choice:
             minuend, subtrahend = map(self._scalar, producer.input)
             return None if minuend is None or subtrahend is None else minuend - subtrahend
         if producer is not None and producer.op_type == "Constant":
-            tensor = next((one.t for one in producer.attribute if one.name == "value"), None)
+            tensor = attributes_of(producer).get("value")
         value = None if tensor is None else numpy_helper.to_array(tensor)
         return float(value.item()) if value is not None and value.size == 1 else None
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ortlab.engine.build_options import acts
+from ortlab.engine.build_environment import acts
 from ortlab.engine.exporter import symbolic_module
 from ortlab.engine.operators.symbolic_words import (
     LeftToTorch,

@@ -8,9 +8,8 @@ from typing import Any, Final
 
 from ortlab.engine.exporter import symbolic_module
 
-_OPSET: Final = (
-    17  # what ORTModule 1.19.2 exports; torch has one symbolic from there down to where it changed
-)
+_OPSET: Final = 17
+"""What ORTModule 1.19.2 exports; torch has one symbolic from there down to where it changed."""
 
 TO_THE_END: Final = 2**63 - 1
 """The end of a Slice that goes to the end of its axis."""

@@ -14,11 +14,10 @@ import warnings
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
 
-from ortlab.engine.build_options import acts
+from ortlab.engine.build_environment import acts
 from ortlab.engine.exporter import symbolic_module
 from ortlab.engine.operators import indexing_symbolics as indexing
 from ortlab.engine.operators import layer_symbolics as layers
-from ortlab.engine.operators import pooling_symbolics as pooling
 from ortlab.engine.operators import recurrent
 from ortlab.engine.operators.symbolic_words import (
     TO_THE_END,
@@ -103,16 +102,16 @@ def install() -> None:
         "unflatten": unflatten,
     }
     trained = {
-        "adaptive_avg_pool1d": pooling.adaptive_avg_pool1d,
-        "adaptive_avg_pool3d": pooling.adaptive_avg_pool3d,
-        "avg_pool1d": pooling.avg_pool1d,
-        "avg_pool3d": pooling.avg_pool3d,
+        "adaptive_avg_pool1d": layers.adaptive_avg_pool1d,
+        "adaptive_avg_pool3d": layers.adaptive_avg_pool3d,
+        "avg_pool1d": layers.avg_pool1d,
+        "avg_pool3d": layers.avg_pool3d,
         "batch_norm": layers.batch_norm,
         "index_put": indexing.index_put(plain_symbolic("index_put")),
         "instance_norm": layers.instance_norm,
         "gelu": layers.gelu(plain_symbolic("gelu")),
-        "max_pool1d": pooling.max_pool1d,
-        "max_pool3d": pooling.max_pool3d,
+        "max_pool1d": layers.max_pool1d,
+        "max_pool3d": layers.max_pool3d,
         "scatter_add": indexing.scatter_add,
     } | {name: indexing.left_to_torch("its gradient crashes") for name in _CRASHING}
     # Masks are joined in place (`mask |= other`), which torch 2.4 cannot export.

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ortlab.engine.operators.direct_gradients import FORMULAS
-from ortlab.engine.operators.dlpack import storage_address, unshared
+from ortlab.engine.operators.dlpack import storages, unshared
 
 TENSOR, BOOLEAN, COMPLEX = "tensor", "boolean", "complex"
 NUMBER, NUMBERS, TENSORS, VALUE = "number", "numbers", "tensors", "value"
@@ -119,7 +119,7 @@ class CallableCall:
         """
         with _plain():
             outputs = self._gradient(tensors) if self._is_gradient else self._forward(tensors)
-        owned = {storage_address(tensor) for tensor in tensors if tensor is not None} - {0}
+        owned = storages(tensors)
         return tuple(None if output is None else unshared(output.detach(), owned) for output in outputs)
 
     def results(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
@@ -140,7 +140,8 @@ class CallableCall:
         formula = FORMULAS.get((name, self.call.overload))
         if formula is not None and gradients[0] is not None and set(self.call.kinds) == {TENSOR}:
             # Each of these has one result, and only its tensors are inputs.
-            by_input = formula(gradients[0], *self._positional(rest))
+            given = zip(self._operator._schema.arguments, self._values(rest), strict=True)
+            by_input = formula(gradients[0], *(value for one, value in given if not one.kwarg_only))
             return [
                 by_input[index] if index in self.call.gradient_of else None
                 for index in range(max(self.call.gradient_of) + 1)
@@ -157,15 +158,22 @@ class CallableCall:
         ]
         found: Sequence[Tensor | None] = [None] * len(sources)
         if followed:
-            ends, given = zip(*followed, strict=True)
-            found = torch.autograd.grad(ends, sources, given, allow_unused=True)
+            ends, followed_gradients = zip(*followed, strict=True)
+            found = torch.autograd.grad(ends, sources, followed_gradients, allow_unused=True)
         outputs: list[Tensor | None] = [None] * (max(self.call.gradient_of) + 1)
         for index, source, gradient in zip(self.call.gradient_of, sources, found, strict=True):
             outputs[index] = torch.zeros_like(source) if gradient is None else gradient
         return outputs
 
     def _results(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        results = self._operator(*self._positional(tensors), **self._keywords(tensors))
+        operator = self._operator
+        positional, keywords = [], {}
+        for argument, value in zip(operator._schema.arguments, self._values(tensors), strict=True):
+            if argument.kwarg_only:
+                keywords[argument.name] = value
+            else:
+                positional.append(value)
+        results = operator(*positional, **keywords)
         several = results if isinstance(results, tuple | list) else (results,)
         return [
             _crossing(result, dtype) for result, (dtype, _) in zip(several, self.call.results, strict=True)
@@ -179,22 +187,6 @@ class CallableCall:
     def _operator(self) -> Any:
         namespace, _, base = self.name.removesuffix(_GRADIENT).rpartition("::")
         return getattr(getattr(getattr(torch.ops, namespace or "aten"), base), self.call.overload)
-
-    def _positional(self, tensors: Sequence[Tensor | None]) -> list[Any]:
-        values = self._values(tensors)
-        return [
-            value
-            for value, argument in zip(values, self._operator._schema.arguments, strict=True)
-            if not argument.kwarg_only
-        ]
-
-    def _keywords(self, tensors: Sequence[Tensor | None]) -> dict[str, Any]:
-        values = self._values(tensors)
-        return {
-            argument.name: value
-            for value, argument in zip(values, self._operator._schema.arguments, strict=True)
-            if argument.kwarg_only
-        }
 
     def _values(self, tensors: Sequence[Tensor | None]) -> Iterator[Any]:
         inputs = iter(tensors)

@@ -14,12 +14,11 @@ from collections import Counter
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from ortlab.engine.exporter import symbolic_module
-from ortlab.engine.operators import call_gradients
 from ortlab.engine.operators.call_symbolics import NotACallError, has_no_kernels, is_complex, leave_to_torch
 from ortlab.engine.operators.symbolic_words import LeftToTorch, is_training_export
 from ortlab.engine.patching import replace
@@ -27,6 +26,8 @@ from ortlab.errors import BuildError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from ortlab.engine.inspection.failures import Translation
 
 # ``gradient_builder_registry.cc`` of 1.19.2, less Resize and ConvTranspose, whose gradients have no kernel on the CPU,
 # and BatchNormalization, MaxPool, AveragePool, ScatterElements, whose gradients are wrong where torch emits them.
@@ -94,35 +95,15 @@ _DIFFERENTIABLE: Final = frozenset(
 _export: Final[ContextVar[_Export]] = ContextVar("export")
 
 
-class Watcher(Protocol):
-    """An observer that is told what becomes of the nodes of a traced graph."""
-
-    def called(self, node: Any) -> None:
-        """Note an autograd Function that stays one."""
-
-    def left(self, node: Any, *, trained: bool) -> None:
-        """Note an operator that torch executes, and whether a gradient goes through it."""
-
-    def without_gradient(self, node: Any, operators: set[str], why: str) -> None:
-        """Note operators of ONNX that have no gradient, and why torch cannot be called instead."""
-
-    def failed(self, node: Any, error: Exception) -> None:
-        """Note a node that cannot be translated; a stand-in takes its place until the graph is complete."""
-
-    def finish(self) -> None:
-        """End the export, with an error if a stand-in is in its graph."""
-
-
-WATCHER: Final[ContextVar[Watcher | None]] = ContextVar("watcher", default=None)
-"""Who watches the exports of this thread; a pre-flight does."""
+WATCHER: Final[ContextVar[Translation | None]] = ContextVar("watcher", default=None)
+"""Who is told what becomes of the nodes that this thread exports; a pre-flight is."""
 
 
 def install() -> None:
-    """Watch each export of ORTModule, and each start of its graph builder. Calling it again changes nothing."""
+    """Watch each export of ORTModule. Calling it again changes nothing."""
     from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
 
     replace(GraphTransitionManager, "_export_model", _watch)
-    call_gradients.install()
 
 
 def _watch(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -216,9 +197,9 @@ def _stand_in(g: Any, node: Any) -> Any:
     """Emit a node that nothing can execute, with outputs of the types that were traced."""
     outputs = list(node.outputs())
     made = g.op("ortlab::Untranslated", outputs=len(outputs))
-    made = [made] if len(outputs) == 1 else list(made)
-    emitted = [value.setType(output.type()) for value, output in zip(made, outputs, strict=True)]
-    return emitted[0] if len(emitted) == 1 else emitted
+    if len(outputs) == 1:
+        return made.setType(outputs[0].type())
+    return [value.setType(output.type()) for value, output in zip(made, outputs, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -235,11 +216,9 @@ class _Translation:
         """Emit the node in one way or the other; return the values of its outputs."""
         if any(map(is_complex, (*self.node.inputs(), *self.node.outputs()))):
             return self._by_torch("it works on complex numbers")
-        has_no_kernels_for_it = self.node.kind() not in _OF_ALL_DTYPES and any(
-            map(has_no_kernels, (*self.node.inputs(), *self.node.outputs()))
-        )
-        by_torch = self.node.kind() in _OF_EQUALS or (self.node.kind() in _BY_TORCH and is_training_export())
-        if has_no_kernels_for_it or by_torch:
+        kind, values = self.node.kind(), (*self.node.inputs(), *self.node.outputs())
+        by_torch = kind in _OF_EQUALS or (kind in _BY_TORCH and is_training_export())
+        if by_torch or (kind not in _OF_ALL_DTYPES and any(map(has_no_kernels, values))):
             with suppress(NotACallError):
                 return self._leave()
         return self._in_onnx()
@@ -288,15 +267,7 @@ class _Translation:
 
 
 _OF_ALL_DTYPES: Final = frozenset(
-    {
-        "aten::_shape_as_tensor",
-        "aten::detach",
-        "aten::dim",
-        "aten::numel",
-        "aten::size",
-        "aten::to",
-        "aten::type_as",
-    }
+    f"aten::{name}" for name in ("_shape_as_tensor", "detach", "dim", "numel", "size", "to", "type_as")
 )
 """Casts, and questions about a shape: ONNX Runtime has kernels for these, whatever the dtype."""
 
@@ -341,9 +312,8 @@ def _constants_kept(inputs: Any) -> Iterator[None]:
         yield
     finally:
         for tensor, before in constants:
-            if not torch.equal(
-                tensor, before
-            ):  # they may be tensors of the model, whose writes autograd counts
+            # They may be tensors of the model, whose writes autograd counts.
+            if not torch.equal(tensor, before):
                 tensor.copy_(before)
 
 
@@ -402,12 +372,7 @@ def _follow(value: Any, sources: dict[int, bool], found: set[str]) -> bool:
 def _is_trained(node: Any, operator: str) -> bool:
     if operator == "Pad":  # GetPadGradient: "Pad gradient currently supports constant mode only"
         return "mode" not in node.attributeNames() or node.s("mode") == "constant"
-    if (
-        operator in {"LSTM", "GRU"}
-        and "direction" in node.attributeNames()
-        and node.s("direction") != "forward"
-    ):
-        return (
-            False  # lstm_io_utils.cc: "LSTM and LSTMGrad kernel only supports the forward direction for now"
-        )
+    if operator in {"LSTM", "GRU"} and "direction" in node.attributeNames():
+        # As lstm_io_utils.cc says, their kernels support "the forward direction for now" and no other.
+        return bool(node.s("direction") == "forward")
     return operator in TRAINED

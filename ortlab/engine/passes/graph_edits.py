@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any, Final, TypeAlias
 
@@ -15,6 +16,9 @@ FLOAT_TYPES: Final = frozenset(
 
 ATEN: Final = "org.pytorch.aten"
 """The domain of ORT's ``ATen`` node, which calls PyTorch."""
+
+NAMESPACE: Final = "ortlab"
+"""Of the operators of `ortlab.engine.operators.torch_kernels`, which ``ATen`` nodes call as ``ortlab::<name>``."""
 
 STOP: Final = "detach_copy"
 """The ATen operator through which no gradient flows."""
@@ -89,6 +93,16 @@ def aten_operator(node: onnx.NodeProto) -> str:
     return next((attribute.s.decode() for attribute in node.attribute if attribute.name == "operator"), "")
 
 
+def attributes_of(node: onnx.NodeProto) -> dict[str, Any]:
+    """Return the values of a node's attributes by name."""
+    return {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+
+
+def nodes_of(model: onnx.ModelProto, *operators: str) -> list[onnx.NodeProto]:
+    """Return the nodes of some of ONNX's own operators."""
+    return [node for node in model.graph.node if node.op_type in operators and not node.domain]
+
+
 class GraphAdditions:
     """Nodes to put in front of the nodes of a graph, or in their place, all at once."""
 
@@ -142,3 +156,24 @@ def copied(node: onnx.NodeProto) -> onnx.NodeProto:
     copy = onnx.NodeProto()
     copy.CopyFrom(node)
     return copy
+
+
+def kernel_call(
+    kernel: str, inputs: Sequence[str], outputs: Sequence[str], instead_of: onnx.NodeProto
+) -> onnx.NodeProto:
+    """Return a call of a kernel that takes the place of a node, and is named after it."""
+    return helper.make_node(
+        "ATen",
+        inputs,
+        outputs,
+        name=f"{instead_of.name or outputs[0]}_{kernel}",
+        domain=ATEN,
+        operator=f"{NAMESPACE}::{kernel}",
+    )
+
+
+def call_kernel(node: onnx.NodeProto, kernel: str) -> None:
+    """Turn a node into a call of a kernel; it keeps its inputs and outputs."""
+    node.op_type, node.domain = "ATen", ATEN
+    del node.attribute[:]
+    node.attribute.append(helper.make_attribute("operator", f"{NAMESPACE}::{kernel}"))

@@ -11,13 +11,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 from onnx import TensorProto, defs, helper
 
-from ortlab.engine.operators.call_gradients import note_call_gradients
+from ortlab.engine.operators.gradients import note_call_gradients
 from ortlab.engine.passes.graph_edits import (
+    ATEN,
     FLOAT_TYPES,
     NEEDING_GRADIENT,
+    STOP,
     GraphAdditions,
     GraphFacts,
     aten_operator,
+    attributes_of,
+    nodes_of,
 )
 from ortlab.engine.patching import replace
 
@@ -25,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import onnx
-
 
 _NEWER: Final = 17
 
@@ -45,7 +48,7 @@ _GRADIENT_INPUTS: Final = {
     "scatter_add": (0, 3),
 }
 
-_MEETING: Final = frozenset({"Add", "Sub", "Mul", "Div", "MatMul", "Expand"})
+_MEETING: Final = ("Add", "Sub", "Mul", "Div", "MatMul", "Expand")
 """Operators whose gradients sum over the dimensions that were broadcast."""
 
 
@@ -53,8 +56,107 @@ def install() -> None:
     """Run the passes of this module on each export. Calling it again changes nothing."""
     from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
 
-    replace(GraphTransitionManager, "_post_export_process", _note_what_needs_gradient)
+    replace(GraphTransitionManager, "_post_export_process", _ask_only_for_gradients_that_exist)
     replace(GraphTransitionManager, "_infer_shapes", _run_passes)
+
+
+def _ask_only_for_gradients_that_exist(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``GraphTransitionManager._post_export_process``, which asks for the gradient of each parameter.
+
+    The gradient builder fails if one of them does not influence the outputs differentiably; torch leaves its
+    gradient None.
+    """
+
+    def post_export_process(*args: Any, **kwargs: Any) -> Any:
+        token = NEEDING_GRADIENT.set(
+            frozenset(kwargs["exported_model_info"].onnx_graph_input_names_require_grad)
+        )
+        try:
+            info = original(*args, **kwargs)
+        finally:
+            NEEDING_GRADIENT.reset(token)
+        reached = GraphFacts(info._post_export_processed_model).leading_out
+        for names in (
+            info.onnx_graph_input_names_require_grad,
+            info.onnx_graph_input_names_require_grad_user_defined,
+        ):
+            names[:] = [name for name in names if name in reached]
+        return info
+
+    return post_export_process
+
+
+def _run_passes(original: Callable[[onnx.ModelProto], onnx.ModelProto]) -> Callable[..., onnx.ModelProto]:
+    def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
+        keep_constant_outputs(model)
+        complete_dropouts(model)
+        keep_reduced_dimensions(model)
+        model = original(model)
+        # These read shapes and types, so they come after the first inference; what they add is inferred by a second.
+        passes = (
+            lift_vector_products,
+            slice_partly_used_splits,
+            isolate_choices,
+            broadcast_where,
+            tie_gradient_inputs,
+        )
+        changed = [change(model) for change in passes]
+        if any(changed):
+            model = original(model)
+        forget_needless_casts(model)
+        note_call_gradients(model)
+        forget_unlike_shapes(model)
+        declare_opset_16(model)
+        keep_needed_stops(model)
+        return model
+
+    return infer_shapes
+
+
+def keep_constant_outputs(model: onnx.ModelProto) -> bool:
+    """Let torch copy each output that is computed from constants alone; say whether the model changed.
+
+    ONNX Runtime folds constants before it builds a gradient, and what is folded into an output, such as a mask or a
+    table of positions, has no node any more: the constructor of GradientGraphBuilder in 1.19.2
+    (``gradient_graph_builder.cc``) then stops with "couldn't find the producer node, and it's not a graph input". A
+    copy that torch makes is not folded.
+    """
+    graph = model.graph
+    variable = {value.name for value in graph.input}
+    for node in graph.node:
+        if (
+            node.domain
+            or not variable.isdisjoint(node.input)
+            or any(one.HasField("g") for one in node.attribute)
+        ):
+            variable.update(node.output)
+    types = {value.name: value.type for value in graph.output}
+    additions = GraphAdditions(model)
+    for node in nodes_of(model, "Identity"):
+        if node.output[0] in types and node.output[0] not in variable:
+            _copy(model, additions, node, types[node.output[0]])
+    return additions.apply()
+
+
+def _copy(
+    model: onnx.ModelProto, additions: GraphAdditions, node: onnx.NodeProto, kind: onnx.TypeProto
+) -> None:
+    """Let torch copy what a node passes on; booleans cross as bytes (see `torch_calls`)."""
+    (source,), (output,) = node.input, node.output
+    copied, element_type = f"{output}_copy", kind.tensor_type.elem_type
+    is_boolean = element_type == TensorProto.BOOL
+    if is_boolean:
+        source = additions.node(node, "Cast", [source], f"{output}_bytes", to=TensorProto.UINT8)
+    additions.node(node, "ATen", [source], copied, domain=ATEN, operator="clone")
+    if is_boolean:
+        additions.node(node, "Cast", [copied], output, to=TensorProto.BOOL)
+        additions.drop(node)
+    else:
+        node.input[0] = copied
+    # ORT has to be told the type of an ATen node's output.
+    shape = [size.dim_value if size.HasField("dim_value") else None for size in kind.tensor_type.shape.dim]
+    carried = TensorProto.UINT8 if is_boolean else element_type
+    model.graph.value_info.append(helper.make_tensor_value_info(copied, carried, shape))
 
 
 def complete_dropouts(model: onnx.ModelProto) -> bool:
@@ -66,8 +168,8 @@ def complete_dropouts(model: onnx.ModelProto) -> bool:
     """
     incomplete = [
         node
-        for node in model.graph.node
-        if node.op_type == "Dropout" and not node.domain and (len(node.input) < 3 or len(node.output) < 2)  # noqa: PLR2004
+        for node in nodes_of(model, "Dropout")
+        if len(node.input) < 3 or len(node.output) < 2  # noqa: PLR2004
     ]
     additions = GraphAdditions(model)
     for node in incomplete:
@@ -92,12 +194,8 @@ def broadcast_where(model: onnx.ModelProto) -> bool:
     together are the shape of the output, whichever of them spans it.
     """
     facts, additions = GraphFacts(model), GraphAdditions(model)
-    for node in model.graph.node:
-        if (
-            node.op_type != "Where"
-            or node.domain
-            or facts.element_types.get(node.output[0]) not in FLOAT_TYPES
-        ):
+    for node in nodes_of(model, "Where"):
+        if facts.element_types.get(node.output[0]) not in FLOAT_TYPES:
             continue
         condition, *branches = node.input
         for index, branch in enumerate(branches):
@@ -120,12 +218,10 @@ def forget_needless_casts(model: onnx.ModelProto) -> None:
     mismatch when removing edge", ``core/optimizer/propagate_cast_ops.cc``), as in the gated delta rule of Qwen3-Next.
     """
     facts = GraphFacts(model)
-    for node in model.graph.node:
-        if node.op_type == "Cast" and not node.domain:
-            (to,) = (attribute.i for attribute in node.attribute if attribute.name == "to")
-            if facts.element_types.get(node.input[0]) == to:
-                node.op_type = "Identity"
-                del node.attribute[:]
+    for node in nodes_of(model, "Cast"):
+        if facts.element_types.get(node.input[0]) == attributes_of(node)["to"]:
+            node.op_type = "Identity"
+            del node.attribute[:]
 
 
 def forget_unlike_shapes(model: onnx.ModelProto) -> None:
@@ -139,16 +235,15 @@ def forget_unlike_shapes(model: onnx.ModelProto) -> None:
     facts = GraphFacts(model)
     given = {size for value in model.graph.input for size in facts.shapes.get(value.name, ())}
     unlike: set[int | str | None] = set()
-    for node in model.graph.node:
-        if node.op_type in _MEETING and not node.domain:
-            met = (node.input[0], node.output[0] if node.op_type == "Expand" else node.input[1])
-            last = (
-                -2 if node.op_type == "MatMul" else None
-            )  # the last two dimensions of a product do not broadcast
-            left, right = (reversed(facts.shapes.get(name, ())[:last]) for name in met)
-            for pair in zip(left, right, strict=False):
-                if pair[0] != pair[1] and all(isinstance(size, str) for size in pair):
-                    unlike.update(pair)
+    for node in nodes_of(model, *_MEETING):
+        met = (node.input[0], node.output[0] if node.op_type == "Expand" else node.input[1])
+        last = (
+            -2 if node.op_type == "MatMul" else None
+        )  # the last two dimensions of a product do not broadcast
+        left, right = (reversed(facts.shapes.get(name, ())[:last]) for name in met)
+        for pair in zip(left, right, strict=False):
+            if pair[0] != pair[1] and all(isinstance(size, str) for size in pair):
+                unlike.update(pair)
     unlike -= given
     for value in model.graph.value_info:
         if not unlike.isdisjoint(facts.shapes.get(value.name, ())):
@@ -192,7 +287,7 @@ def lift_vector_products(model: onnx.ModelProto) -> bool:
     vector's gradient fails when it runs, or has another shape.
     """
     facts, additions = GraphFacts(model), GraphAdditions(model)
-    for node in [node for node in model.graph.node if node.op_type == "MatMul" and not node.domain]:
+    for node in nodes_of(model, "MatMul"):
         vectors = [index for index, name in enumerate(node.input) if facts.ranks.get(name) == 1]
         if not vectors:
             continue
@@ -215,8 +310,8 @@ def keep_reduced_dimensions(model: onnx.ModelProto) -> bool:
     dimensions back with an Unsqueeze of an opset before 13, which is no valid node.
     """
     additions = GraphAdditions(model)
-    for node in [node for node in model.graph.node if node.op_type in {"ReduceL2", "ReduceLogSumExp"}]:
-        attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+    for node in nodes_of(model, "ReduceL2", "ReduceLogSumExp"):
+        attributes = attributes_of(node)
         if attributes.get("keepdims", 1):
             continue
         stem = f"{node.output[0]}_kept"
@@ -231,44 +326,6 @@ def keep_reduced_dimensions(model: onnx.ModelProto) -> bool:
             additions.node(node, "Squeeze", [reduced, which], node.output[0])
         additions.drop(node)
     return additions.apply()
-
-
-def _note_what_needs_gradient(original: Callable[..., Any]) -> Callable[..., Any]:
-    def post_export_process(*args: Any, **kwargs: Any) -> Any:
-        token = NEEDING_GRADIENT.set(
-            frozenset(kwargs["exported_model_info"].onnx_graph_input_names_require_grad)
-        )
-        try:
-            return original(*args, **kwargs)
-        finally:
-            NEEDING_GRADIENT.reset(token)
-
-    return post_export_process
-
-
-def _run_passes(original: Callable[[onnx.ModelProto], onnx.ModelProto]) -> Callable[..., onnx.ModelProto]:
-    def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
-        complete_dropouts(model)
-        keep_reduced_dimensions(model)
-        model = original(model)
-        # These read shapes and types, so they come after the first inference; what they add is inferred by a second.
-        passes = (
-            lift_vector_products,
-            slice_partly_used_splits,
-            isolate_choices,
-            broadcast_where,
-            tie_gradient_inputs,
-        )
-        changed = [change(model) for change in passes]
-        if any(changed):
-            model = original(model)
-        forget_needless_casts(model)
-        note_call_gradients(model)
-        forget_unlike_shapes(model)
-        declare_opset_16(model)
-        return model
-
-    return infer_shapes
 
 
 def declare_opset_16(model: onnx.ModelProto) -> bool:
@@ -292,6 +349,30 @@ def _is_older(operator: str) -> bool:
     return not defs.has(operator) or bool(defs.get_schema(operator, _NEWER).since_version <= _OLDER)
 
 
+def keep_needed_stops(model: onnx.ModelProto) -> None:
+    """Drop each stop through which no gradient would flow, and double those on an input that needs one.
+
+    The constructor of GradientGraphBuilder in 1.19.2 (``orttraining/core/framework/gradient_graph_builder.cc``)
+    differentiates each node that reads an input in need of a gradient, also a stop, which has no gradient.
+    """
+    differentiable = GraphFacts(model).differentiable
+    inputs = {value.name for value in model.graph.input}
+    additions = GraphAdditions(model)
+    for node in model.graph.node:
+        if aten_operator(node) != STOP:
+            continue
+        if node.input[0] not in differentiable:
+            node.op_type, node.domain = "Identity", ""
+            del node.attribute[:]
+        elif node.input[0] in inputs:
+            first = f"{node.output[0]}_first"
+            for known in [value for value in model.graph.value_info if value.name == node.output[0]]:
+                model.graph.value_info.add().CopyFrom(known)
+                model.graph.value_info[-1].name = first
+            node.input[0] = additions.node(node, "ATen", [node.input[0]], first, domain=ATEN, operator=STOP)
+    additions.apply()
+
+
 def slice_partly_used_splits(model: onnx.ModelProto) -> bool:
     """Turn a Split into Slices where not all of its outputs lead to an output; say whether the model changed.
 
@@ -299,11 +380,11 @@ def slice_partly_used_splits(model: onnx.ModelProto) -> bool:
     leaves out the others, where zeros belong: the result has a wrong shape, or values in the wrong place.
     """
     facts, additions = GraphFacts(model), GraphAdditions(model)
-    for node in [node for node in model.graph.node if node.op_type == "Split" and not node.domain]:
+    for node in nodes_of(model, "Split"):
         used = [index for index, name in enumerate(node.output) if name in facts.leading_out]
         if not used or len(used) == len(node.output) or len(node.input) == 1:
             continue
-        axis = _axis(node)
+        axis = attributes_of(node).get("axis", 0)
         rank = facts.ranks.get(node.input[0], 0)
         if axis + rank < 0:
             continue  # SliceGrad counts axes from the left only, so without a rank the Split has to stay
@@ -334,8 +415,8 @@ def isolate_choices(model: onnx.ModelProto) -> bool:
     by a pair of nodes in front that only change the shape, which copies nothing.
     """
     facts, additions = GraphFacts(model), GraphAdditions(model)
-    for node in model.graph.node:
-        if node.op_type not in {"Slice", "Gather"} or node.input[0] not in facts.differentiable:
+    for node in nodes_of(model, "Slice", "Gather"):
+        if node.input[0] not in facts.differentiable:
             continue
         leads_out = node.output[0] in facts.leading_out
         if leads_out and not _ends_a_broadcast(facts, node):
@@ -355,12 +436,8 @@ def _ends_a_broadcast(facts: GraphFacts, node: onnx.NodeProto) -> bool:
     if producer is None or all(facts.ranks.get(name, 0) == rank for name in producer.input):
         return False
     if node.op_type == "Gather":
-        axes: list[int] | None = [_axis(node)]
+        axes: list[int] | None = [attributes_of(node).get("axis", 0)]
     else:
         _, _, _, *named = node.input
         axes = facts.vector(named[0]) if named else None
     return axes is None or any(axis in {-1, rank - 1} for axis in axes)
-
-
-def _axis(node: onnx.NodeProto) -> int:
-    return next((int(attribute.i) for attribute in node.attribute if attribute.name == "axis"), 0)

@@ -41,7 +41,6 @@ class Same:
         self.version = version
 
     def __eq__(self, other: object) -> bool:
-        """Compare identity and version; never the values of tensors."""
         return isinstance(other, Same) and self.thing is other.thing and self.version == other.version
 
     __hash__ = None  # type: ignore[assignment] # it is compared, never looked up

@@ -3,13 +3,13 @@
 A graph of onnxruntime 1.19.2 has no effects, so whatever a forward writes into a buffer is lost in training, while
 the export, which runs the real module, does write. Three things are mended here: the export leaves no traces; batch
 normalisation keeps its statistics (the operator itself is torch's, see
-`ortlab.engine.operators.symbolics.batch_norm`); any other module that writes into a buffer is refused.
+`ortlab.engine.operators.layer_symbolics.batch_norm`); any other module that writes into a buffer is refused.
 """
 
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ortlab.engine.patching import replace
 from ortlab.errors import BuildError
@@ -119,13 +119,6 @@ def _refuse(names: list[str]) -> None:
 # --- batch normalisation --------------------------------------------------------------------------------------
 
 
-class _Statistics(NamedTuple):
-    """A batch normalisation that collects statistics, and how often it does in one forward."""
-
-    module: torch.nn.modules.batchnorm._BatchNorm
-    times: int
-
-
 @contextmanager
 def _last_batch_only(module: torch.nn.Module) -> Iterator[None]:
     """Export batch normalisations with ``momentum=None`` as if it were 1.
@@ -171,15 +164,18 @@ def advanced_by_graph(model: onnx.ModelProto) -> Iterator[str]:
         yield from (f"{name}.running_mean", f"{name}.running_var", f"{name}.num_batches_tracked")
 
 
-def _statistics(info: Any) -> list[_Statistics]:
-    """Return the batch normalisations that a processed graph updates; worked out once per graph and module."""
-    module = info._flattened_module
-    known: tuple[Any, list[_Statistics]] | None = getattr(info, "_ortlab_statistics", None)
-    if known is None or known[0] is not module:
+def _statistics(info: Any) -> list[tuple[torch.nn.modules.batchnorm._BatchNorm, int]]:
+    """Return the batch normalisations that a processed graph updates, and how often it does in one forward.
+
+    This is worked out once per graph and module.
+    """
+    module, found = getattr(info, "_ortlab_statistics", (None, []))
+    if module is not info._flattened_module:
+        module = info._flattened_module
         updates = _updates(info._post_export_processed_model)
-        found = [_Statistics(module.get_submodule(name), times) for name, times in updates.items()]
-        known = info._ortlab_statistics = (module, found)
-    return known[1]
+        found = [(module.get_submodule(name), times) for name, times in updates.items()]
+        info._ortlab_statistics = (module, found)
+    return found
 
 
 def _before_run(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,20 +3,42 @@
 Torch exports `detach` as nothing and does not record the other two, and ORTModule 1.19.2 exports the whole module
 under ``no_grad`` (``_graph_transition_manager._get_exported_model``), so that nothing inside can be told apart.
 Gradients then flow where the module's author cut them, and training goes wrong without a word.
+
+So while a module is exported, what cuts a value off without being recorded gets a `detach` that is; what writes to
+memory where a trace cannot say which values change with it is refused. `graph_passes.keep_needed_stops` puts the stops
+that are needed into a form that ORT's gradient builder takes.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import sys
+import threading
+import traceback
+import weakref
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+import torch
+from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
 
 from ortlab.engine.operators.symbolic_words import aten, is_training_export
-from ortlab.engine.passes.graph_edits import ATEN, STOP, GraphAdditions, GraphFacts, aten_operator
+from ortlab.engine.passes.graph_edits import ATEN, STOP
 from ortlab.engine.patching import replace
+from ortlab.engine.tracing.source_lines import in_words, is_model_code
+from ortlab.engine.tracing.traced_writes import ExpandedWrites, TracedWrites, memory
+from ortlab.errors import BuildError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-    import onnx
+_GET_DATA: Final = torch.Tensor.data.__get__  # type: ignore[attr-defined] # a property, typed as a Tensor
+_SET_DATA: Final = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_DETACH: Final = (torch.Tensor.detach, torch.detach)
+_WRITES_NOTHING: Final = frozenset(
+    {"detach_", "requires_grad_", "share_memory_", "__index__", "__int__", "__invert__"}
+)
 
 
 def install() -> None:
@@ -31,8 +53,6 @@ def install() -> None:
     CustomGradientRegistry.register_custom_stop_gradient_edges([0], ATEN, "ATen", STOP, "")
     replace(_FlattenedModule, "forward", _trace_with_gradients)
     replace(GraphTransitionManager, "_get_exported_model", _ask_functions)
-    replace(GraphTransitionManager, "_infer_shapes", _keep_needed_stops)
-    replace(GraphTransitionManager, "_post_export_process", _ask_only_for_gradients_that_exist)
     replace(TrainingManager, "_create_autofunction_class", _mark_outputs_without_gradient)
 
 
@@ -45,10 +65,7 @@ def _detach(g: Any, x: Any) -> Any:
 
 def _trace_with_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
     """Run the forward of an export with gradients on, so that the blocks without them show."""
-    import torch
     from onnxruntime.training import ortmodule
-
-    from ortlab.engine.tracing.traced_stops import TracedStops
 
     def forward(self: Any, *args: Any) -> Any:
         if not (ortmodule.ORTMODULE_ONNX_EXPORT_CONTEXT[0] and self.training):
@@ -61,70 +78,12 @@ def _trace_with_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _ask_functions(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``GraphTransitionManager._get_exported_model``: it runs the forward once and then traces it."""
-    from ortlab.engine.tracing.traced_stops import functions_asked
 
     def get_exported_model(*args: Any, **kwargs: Any) -> Any:
         with functions_asked():
             return original(*args, **kwargs)
 
     return get_exported_model
-
-
-def _keep_needed_stops(
-    original: Callable[[onnx.ModelProto], onnx.ModelProto],
-) -> Callable[..., onnx.ModelProto]:
-    """Wrap ``GraphTransitionManager._infer_shapes``, on whose result the gradient is built."""
-
-    def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
-        model = original(model)
-        keep_needed_stops(model)
-        return model
-
-    return infer_shapes
-
-
-def keep_needed_stops(model: onnx.ModelProto) -> None:
-    """Drop each stop through which no gradient would flow, and double those on an input that needs one.
-
-    The constructor of GradientGraphBuilder in 1.19.2 (``orttraining/core/framework/gradient_graph_builder.cc``)
-    differentiates each node that reads an input in need of a gradient, also a stop, which has no gradient.
-    """
-    differentiable = GraphFacts(model).differentiable
-    inputs = {value.name for value in model.graph.input}
-    additions = GraphAdditions(model)
-    for node in model.graph.node:
-        if aten_operator(node) != STOP:
-            continue
-        if node.input[0] not in differentiable:
-            node.op_type, node.domain = "Identity", ""
-            del node.attribute[:]
-        elif node.input[0] in inputs:
-            first = f"{node.output[0]}_first"
-            for known in [value for value in model.graph.value_info if value.name == node.output[0]]:
-                model.graph.value_info.add().CopyFrom(known)
-                model.graph.value_info[-1].name = first
-            node.input[0] = additions.node(node, "ATen", [node.input[0]], first, domain=ATEN, operator=STOP)
-    additions.apply()
-
-
-def _ask_only_for_gradients_that_exist(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``GraphTransitionManager._post_export_process``, which asks for the gradient of each parameter.
-
-    The gradient builder fails if one of them does not influence the outputs differentiably; torch leaves its
-    gradient None.
-    """
-
-    def post_export_process(*args: Any, **kwargs: Any) -> Any:
-        info = original(*args, **kwargs)
-        reached = GraphFacts(info._post_export_processed_model).leading_out
-        for names in (
-            info.onnx_graph_input_names_require_grad,
-            info.onnx_graph_input_names_require_grad_user_defined,
-        ):
-            names[:] = [name for name in names if name in reached]
-        return info
-
-    return post_export_process
 
 
 def _mark_outputs_without_gradient(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -146,3 +105,216 @@ def _mark_outputs_without_gradient(original: Callable[[Any], Any]) -> Callable[[
         return type(base.__name__, (base,), {"forward": staticmethod(forward)})
 
     return create_autofunction_class
+
+
+# --- in the trace -------------------------------------------------------------------------------------------------
+
+
+class TracedStops(TorchFunctionMode):
+    """Put a recorded `detach` on each result that torch cuts off without recording it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_function = False  # on while an autograd Function runs, whose inside is not part of the graph
+        self._writes = TracedWrites()
+        self._expanded = ExpandedWrites()
+        self._sharing: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.in_function:
+            return function(*args, **kwargs)
+        if function in (_GET_DATA, _SET_DATA):
+            return self._data(*args)
+        given = list(_tensors((args, kwargs)))
+        if self._expanded.stale(given):
+            _refuse(
+                "Reading an expanded tensor that was written to",
+                "read what the write returned, as `y = y | x` does, or expand a copy",
+            )
+        if getattr(function, "__name__", "") == "as_strided":
+            _check_place_in_memory(*args, **kwargs)
+        written = _written_by(function, args, kwargs)
+        if written is not None:
+            self._check_write(written)
+            written = self._expanded.target(written)
+            args = (written, *args[1:])
+            if not torch.is_grad_enabled():
+                rest, kwargs = _mapped(_detached, (args[1:], kwargs))
+                args = (args[0], *rest)
+        result = function(*args, **kwargs)
+        results = list(_tensors(result))
+        if (results or written is not None) and self._writes.stale(
+            given, [] if written is not None else results
+        ):
+            _refuse(
+                "Reading a tensor whose memory was written through another one",
+                "read what was written, or write to a copy: `y = y * 3` for `y.mul_(3)`",
+            )
+        if written is not None:
+            self._writes.note_write(written)
+        self._writes.note_result(getattr(function, "__name__", ""), given, results)
+        sources = [tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad]
+        if function in _DETACH:
+            return self._cut(result, sources)
+        return self.stopped(result, sources)
+
+    def _data(self, x: torch.Tensor, *assigned: torch.Tensor) -> torch.Tensor | None:
+        """Return the `.data` of a tensor, or check what is assigned to it."""
+        if assigned:
+            _check_data(x, *assigned)
+            return None
+        # The tracer does not see `.data` and would make its value a constant.
+        return self._cut(x.detach(), [x])
+
+    def stopped(self, result: Any, sources: list[torch.Tensor]) -> Any:
+        """Return the result of an operator on `sources`, which need gradients, with a `detach` where it has none."""
+        # A view that is made without gradients says that it requires one, and is the leaf of a graph of its own.
+        given = {id(source) for source in sources} if not torch.is_grad_enabled() else None
+
+        def is_stopped(tensor: torch.Tensor) -> bool:
+            ends = not tensor.requires_grad if given is None else id(tensor) not in given
+            return ends and tensor.is_floating_point()
+
+        def stop(tensor: torch.Tensor) -> torch.Tensor:
+            return self._cut(tensor.detach(), sources) if is_stopped(tensor) else tensor
+
+        # A result that needs nothing is returned as it is: a traced torch.Size loses its values when it is rebuilt.
+        return _mapped(stop, result) if sources and any(map(is_stopped, _tensors(result))) else result
+
+    def _cut(self, cut: torch.Tensor, sources: list[torch.Tensor]) -> torch.Tensor:
+        """Remember which tensors share the memory of one that was cut off."""
+        place = memory(cut)
+        sharing = [source for source in sources if memory(source) == place]
+        if place and sharing:
+            self._sharing.setdefault(place, []).extend(weakref.ref(tensor) for tensor in (*sharing, cut))
+        return cut
+
+    def _check_write(self, written: torch.Tensor) -> None:
+        if isinstance(written, torch.nn.Parameter):
+            _refuse(
+                "Writing to a parameter", "do it outside of the wrapped module, after the optimizer's step"
+            )
+        sharing = (reference() for reference in self._sharing.get(memory(written), ()))
+        if any(other is not None and other is not written for other in sharing):
+            _refuse(
+                "Writing to memory that a detached tensor shares", "write to a copy: `x.detach().clone()`"
+            )
+        if written.requires_grad and not torch.is_grad_enabled():
+            _refuse(
+                "Writing without gradients to a tensor that has one",
+                "write it as a new value, such as `y = x + (f(x) - x).detach()`",
+            )
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Turn the mode on; under `functions_asked`, also for autograd Functions."""
+        token = _on.set(self)
+        try:
+            with self:
+                yield
+        finally:
+            _on.reset(token)
+
+    def call_function(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the `apply` of an autograd Function, and cut off its results where torch does."""
+        self.in_function = True
+        try:
+            result = call(*args, **kwargs)
+        finally:
+            self.in_function = False
+        if torch.is_grad_enabled():  # its backward says where gradients go, in PyTorch and in ORT
+            return result
+        return self.stopped(result, [tensor for tensor in _tensors(args) if tensor.requires_grad])
+
+
+_on: Final[ContextVar[TracedStops | None]] = ContextVar("on", default=None)
+_exporting: Final = threading.RLock()
+
+
+@contextmanager
+def functions_asked() -> Iterator[None]:
+    """Show the mode each call of an autograd Function, which torch hides from modes.
+
+    It has to last for a whole export: torch's exporter looks for the `symbolic` of a traced Function only if its
+    `apply` is still the one that was traced (``torch/csrc/jit/python/python_ir.cpp``, autogradFunction).
+    """
+    with _exporting:
+        original = Function.__dict__["apply"]
+
+        def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+            call: Callable[..., Any] = original.__get__(None, cls)
+            stops = _on.get()  # None in another thread
+            if stops is None or stops.in_function:
+                return call(*args, **kwargs)
+            return stops.call_function(call, args, kwargs)
+
+        type.__setattr__(Function, "apply", classmethod(apply))
+        try:
+            yield
+        finally:
+            type.__setattr__(Function, "apply", original)
+
+
+def _written_by(function: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+    """Return the tensor that an operator writes to, None if it makes new ones."""
+    name = getattr(function, "__name__", "")
+    # Augmented assignments arrive as `add_` and the like, or under names such as `__iadd__`.
+    in_place = name == "__setitem__" or (name.startswith("__i") and name not in _WRITES_NOTHING)
+    in_place |= name.endswith("_") and not name.endswith("__") and name not in _WRITES_NOTHING
+    written = args[0] if args and (in_place or kwargs.get("inplace") is True) else None
+    return written if isinstance(written, torch.Tensor) else None
+
+
+def _check_place_in_memory(
+    x: torch.Tensor, _size: Any = (), _stride: Any = (), storage_offset: int | None = None, **_: Any
+) -> None:
+    """Refuse an `as_strided` that counts from another place than the first element of its tensor."""
+    if storage_offset is not None and x.storage_offset() != 0:
+        _refuse(
+            "as_strided with a storage_offset, of a tensor that begins inside its memory,", "use indexing"
+        )
+
+
+def _check_data(x: torch.Tensor, data: torch.Tensor) -> None:
+    """Refuse an assignment to `.data`, unless it does nothing, as that of ``module.to(dtype)`` often does."""
+    present, given = (
+        (tensor.data_ptr(), tensor.dtype, tensor.device, tensor.shape, tensor.stride())
+        for tensor in (x, data)
+    )
+    if present != given:
+        _refuse("Assigning to `.data`", "use a new value, such as `y = f(x.detach())`")
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach() if tensor.requires_grad and tensor.is_floating_point() else tensor
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors(part)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def _mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _mapped(change, part) for key, part in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)([_mapped(change, part) for part in value])
+    return value
+
+
+def _refuse(what: str, instead: str) -> NoReturn:
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
+    line = in_words(next(frame for frame in frames if is_model_code(frame.f_code.co_filename)))
+    raise BuildError(
+        f"{what} cannot be exported: {line}",
+        why="An ONNX graph has values and no memory; gradients or later steps would silently differ from PyTorch's.",
+        fix=f"Instead, {instead}.",
+    )

@@ -66,24 +66,15 @@ class FixedPart(Part):
 
 @dataclass(frozen=True)
 class TensorPart(Part):
-    """A tensor, by its place among those of the graph."""
+    """A tensor, by its place among those of the graph, where complex numbers are pairs of real ones."""
 
     index: int
+    is_complex: bool
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the tensor."""
-        return tensors[self.index]
-
-
-@dataclass(frozen=True)
-class ComplexPart(Part):
-    """A tensor of complex numbers, which are pairs of real ones in the graph."""
-
-    index: int
-
-    def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return the tensor."""
-        return torch.view_as_complex(tensors[self.index])
+        tensor = tensors[self.index]
+        return torch.view_as_complex(tensor) if self.is_complex else tensor
 
 
 @dataclass
@@ -264,11 +255,9 @@ class _Taken:
 
     def _tensor(self, tensor: torch.Tensor) -> Part:
         self._leaves += 1
-        if tensor.is_complex():
-            self._tensors.append(torch.view_as_real(tensor.resolve_conj()))
-            return ComplexPart(len(self._tensors) - 1)
-        self._tensors.append(tensor)
-        return TensorPart(len(self._tensors) - 1)
+        is_complex = tensor.is_complex()
+        self._tensors.append(torch.view_as_real(tensor.resolve_conj()) if is_complex else tensor)
+        return TensorPart(len(self._tensors) - 1, is_complex)
 
     def _number(self, number: float | torch.Tensor, kind: type) -> Part:
         self.number_places.append(self._leaves)

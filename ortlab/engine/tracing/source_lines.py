@@ -1,4 +1,4 @@
-"""The lines of the model's code that an export comes from, node by node.
+"""Which code is the model's, and the lines of it that an export comes from, node by node.
 
 Torch's tracer notes the Python stack of each operator that it records, and hands it on to the ONNX nodes that the
 operator becomes; ``torch.onnx.export`` throws it away unless it is told to be verbose, and then writes the whole stack
@@ -7,20 +7,82 @@ into each node. It is read here where the nodes get their names, which is the la
 
 from __future__ import annotations
 
+import linecache
+import os
+import re
+import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
+from pathlib import Path
+from types import FrameType, ModuleType
 from typing import Any, Final
 
 import torch
 
+import ortlab
 from ortlab.engine.patching import replace
-from ortlab.graphs.scopes import INSIDE
+from ortlab.graphs.nodes import INSIDE
 
 _lines: ContextVar[dict[str, str] | None] = ContextVar("lines", default=None)
 
 _NAME: Final = "onnx_name"
 """Attribute in which torch keeps the name that a node will have."""
+
+_SOURCE: Final = re.compile(r"^(?P<file>.+)\((?P<line>\d+)\): \S+$")
+
+
+def folder_of(package: ModuleType) -> str:
+    """Return the folder of a package as the names of its files begin; beside torch there may be torchvision."""
+    return f"{Path(package.__file__ or '').parent}{os.sep}"
+
+
+TORCH: Final = folder_of(torch)
+ORTLAB: Final = folder_of(ortlab)
+
+
+@cache
+def _onnx_runtime() -> str:
+    import onnxruntime  # which is checked before anything imports it
+
+    return folder_of(onnxruntime)
+
+
+def is_model_code(filename: str) -> bool:
+    """Tell whether code in this file is the model's: no part of torch, ONNX Runtime, ortlab or the interpreter."""
+    return not filename.startswith((TORCH, ORTLAB, _onnx_runtime(), "<frozen"))
+
+
+def model_line(stack: str) -> str:
+    """Return "file:line" of the innermost frame of the model's code in a stack as torch writes it; "" if none is."""
+    for line in stack.splitlines():
+        found = _SOURCE.match(line)
+        if found and is_model_code(found["file"]):
+            return f"{found['file']}:{found['line']}"
+    return ""
+
+
+def caller_outside(*folders: str) -> FrameType | None:
+    """Return the innermost frame of code that is in none of these folders; None if there is none."""
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
+    return next((frame for frame in frames if not frame.f_code.co_filename.startswith(folders)), None)
+
+
+def in_words(frame: FrameType) -> str:
+    """Return file, line and source of what a frame executes."""
+    name, line = frame.f_code.co_filename, frame.f_lineno
+    return f"{name}, line {line}: {linecache.getline(name, line).strip()}"
+
+
+def in_onnx_runtime() -> bool:
+    """Tell whether ONNX Runtime's Python code has called torch here: a hook of an export, which looks at the batch."""
+    caller = caller_outside(TORCH, ORTLAB)
+    return caller is not None and caller.f_code.co_filename.startswith(_onnx_runtime())
+
+
+# --- the lines of an export ---------------------------------------------------------------------------------------
 
 
 def install() -> None:
@@ -50,9 +112,6 @@ def _read_lines(original: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _note(block: Any, found: dict[str, str]) -> None:
-    # Not before ORTModule is loaded: it imports onnxruntime.
-    from ortlab.engine.inspection.places import model_line
-
     for node in block.nodes():
         name = node.s(_NAME) if node.hasAttribute(_NAME) else ""
         # Around the model are nodes of ORTModule's; the innermost frame of the user's there is the one that called it.

@@ -103,8 +103,7 @@ TAPS: Final[ContextVar[Taps | None]] = ContextVar("TAPS", default=None)
 
 def is_tracing() -> bool:
     """Tell whether torch traces what is run."""
-    internals: Any = torch._C
-    return internals._get_tracing_state() is not None
+    return torch._C._get_tracing_state() is not None
 
 
 def marks_of(model: onnx.ModelProto) -> dict[str, list[Mark]]:

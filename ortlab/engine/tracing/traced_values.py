@@ -25,46 +25,31 @@ _CHECK_SIZES: Final = frozenset({"batch_norm", "instance_norm", "group_norm", "m
 """Functions of ``torch.nn.functional`` that branch on sizes, and on nothing else; a mode does not see their insides."""
 
 FACTS: Final = frozenset(
-    (
-        *("dim", "ndim", "ndimension", "dtype", "device", "layout", "requires_grad", "is_leaf"),
-        *("is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_meta", "is_floating_point"),
-        *("is_complex", "is_signed", "is_contiguous", "is_conj", "is_neg", "is_inference", "is_nested"),
-        *("is_mkldnn", "is_mps", "element_size", "itemsize", "nbytes", "stride", "storage_offset"),
-        *("get_device", "names", "_is_view", "retain_grad", "is_shared", "is_pinned", "is_tensor"),
-        *("is_same_size", "result_type", "can_cast", "type", "name", "grad_fn", "is_xpu", "is_vulkan"),
-        *("is_ipu", "is_xla", "is_mtia", "is_sparse_csr", "is_maia", "is_hpu", "has_names", "__hash__"),
-        *("_version", "output_nr", "is_distributed", "broadcast_tensors"),
-        *("__dir__", "register_hook", "_backward_hooks", "grad"),
-    )
+    """dim ndim ndimension dtype device layout requires_grad is_leaf is_cuda is_cpu is_sparse is_quantized
+    is_meta is_floating_point is_complex is_signed is_contiguous is_conj is_neg is_inference is_nested
+    is_mkldnn is_mps element_size itemsize nbytes stride storage_offset get_device names _is_view
+    retain_grad is_shared is_pinned is_tensor is_same_size result_type can_cast type name grad_fn is_xpu
+    is_vulkan is_ipu is_xla is_mtia is_sparse_csr is_maia is_hpu has_names __hash__ _version output_nr
+    is_distributed broadcast_tensors __dir__ register_hook _backward_hooks grad""".split()  # noqa: SIM905
 )
 """Functions of a tensor in whose results its values have no part."""
 
 _ARITHMETIC: Final = frozenset(
-    (
-        *("add", "sub", "mul", "div", "floor_divide", "remainder", "neg", "eq", "ne", "lt", "le", "gt"),
-        *("ge", "true_divide", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__"),
-        *("__floordiv__", "__rfloordiv__", "__truediv__", "__rtruediv__", "__mod__", "__rmod__"),
-        *("__neg__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__pow__", "__rdiv__"),
-        *("rsub", "__iadd__", "__isub__", "__imul__", "__ifloordiv__"),
-    )
+    """add sub mul div floor_divide remainder neg eq ne lt le gt ge true_divide __add__ __radd__ __sub__
+    __rsub__ __mul__ __rmul__ __floordiv__ __rfloordiv__ __truediv__ __rtruediv__ __mod__ __rmod__
+    __neg__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __pow__ __rdiv__ rsub __iadd__ __isub__ __imul__
+    __ifloordiv__""".split()  # noqa: SIM905
 )
 _SIZED_BY_DATA: Final = frozenset(
-    (
-        *("nonzero", "nonzero_numpy", "argwhere", "masked_select", "unique", "unique_consecutive"),
-        *("_unique2", "bincount", "repeat_interleave", "histc", "combinations", "unique_dim"),
-        *("tensor_split",),
-    )
+    """nonzero nonzero_numpy argwhere masked_select unique unique_consecutive _unique2 bincount
+    repeat_interleave histc combinations unique_dim tensor_split""".split()  # noqa: SIM905
 )
 _ELEMENTWISE: Final = _ARITHMETIC | frozenset(
-    (
-        *("where", "masked_fill", "masked_fill_", "maximum", "minimum", "min", "max", "clamp"),
-        *("clamp_min", "clamp_max", "logical_and", "logical_or", "pow", "logical_xor", "logical_not"),
-        *("bitwise_and", "bitwise_or", "__and__", "__or__", "__xor__", "__rand__", "__ror__"),
-        *("__invert__", "__rpow__", "copy_", "fill_", "add_", "sub_", "mul_", "div_", "__iadd__"),
-        *("__isub__", "__imul__", "__itruediv__", "fmod", "isin", "stack", "cat", "to", "type_as"),
-        *("abs", "exp", "log", "lerp", "addcmul", "addcdiv", "greater", "less", "greater_equal"),
-        *("less_equal", "not_equal", "full_like"),
-    )
+    """where masked_fill masked_fill_ maximum minimum min max clamp clamp_min clamp_max logical_and
+    logical_or pow logical_xor logical_not bitwise_and bitwise_or __and__ __or__ __xor__ __rand__
+    __ror__ __invert__ __rpow__ copy_ fill_ add_ sub_ mul_ div_ __iadd__ __isub__ __imul__ __itruediv__
+    fmod isin stack cat to type_as abs exp log lerp addcmul addcdiv greater less greater_equal
+    less_equal not_equal full_like""".split()  # noqa: SIM905
 )
 """What takes a number among its arguments for a value, never for a size."""
 
@@ -90,7 +75,6 @@ class TracedValues(TorchFunctionMode):
         return self._baked or self._warned
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `function`; while torch traces, note what its result is made of."""
         kwargs = kwargs or {}
         if torch._C._get_tracing_state() is None:
             return function(*args, **kwargs)

@@ -5,29 +5,47 @@ Torch's exporter turns a write such as ``y.mul_(3)`` into a new value that takes
 line of source, as in ``y[0] += 1``, reaches the tensor that was sliced; one through any other view does not, and
 neither reaches views that were made before. Most models never look at those again - a ReLU in place after a flatten is
 common - so it is the reading that is refused, not the write. Views of what was not written to may be made.
+
+PyTorch refuses to write to an expanded tensor, whose entries share memory. Models have branches for traces in which
+they do it nevertheless: transformers 4.56 beside torch 2.4 joins a mask with ``mask |= ...``
+(``masking_utils.sdpa_mask_older_torch``), where without a trace it needs no mask. What the assignment means is clear,
+since the name stands for the result from then on, and in a graph of values it can be had: it writes to a copy. Whoever
+looks at the old tensor later is refused, because PyTorch has no answer that the graph could agree with.
 """
 
 from __future__ import annotations
 
-import sys
+import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 
-from ortlab.engine.tracing.not_traced import not_traced
+from ortlab.engine.tracing.source_lines import caller_outside
 
 _SLICES: Final = frozenset({"__getitem__", "select"})
 """Views through which the exporter writes to the tensor that they are views of, if all is on one line."""
 
-_OURS: Final = str(Path(__file__).parents[1])
+_OURS: Final = f"{Path(__file__).parents[1]}{os.sep}"
 """The folder of the engine, whose frames are not the model's."""
 
 Line: TypeAlias = tuple[str, int]
 """File and line number of the code that called torch."""
+
+
+@contextmanager
+def not_traced() -> Iterator[None]:
+    """Keep what is done in the block, which is no part of the model, out of the trace, if there is one."""
+    internals: Any = torch._C
+    trace = internals._get_tracing_state()
+    internals._set_tracing_state(None)
+    try:
+        yield
+    finally:
+        internals._set_tracing_state(trace)
 
 
 class TracedWrites:
@@ -114,11 +132,37 @@ def memory(tensor: torch.Tensor) -> int:
 
 
 def _line() -> Line:
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
-        frame = frame.f_back
+    frame = caller_outside(_OURS)
     return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
 def _holds(references: list[weakref.ref[torch.Tensor]], tensor: torch.Tensor) -> bool:
     return any(reference() is tensor for reference in references)
+
+
+class ExpandedWrites:
+    """The tensors that writes have left behind, because the writes went to copies."""
+
+    def __init__(self) -> None:
+        self._left: list[weakref.ref[torch.Tensor]] = []
+
+    def target(self, written: torch.Tensor) -> torch.Tensor:
+        """Return what a write to a tensor goes to: the tensor itself, or a copy if its entries share memory."""
+        if not _is_expanded(written):
+            return written
+        self._left.append(weakref.ref(written))
+        return written.clone(memory_format=torch.contiguous_format)
+
+    def stale(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Tell whether one of the tensors was left behind by a write."""
+        return any(reference() is tensor for tensor in tensors for reference in self._left)
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    if tensor.layout is not torch.strided:
+        return False
+    # Not the forward's question: a trace would bind its export to the sizes of the batch (see `arguments`).
+    with torch._C.DisableTorchFunction(), not_traced():
+        return any(
+            size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )

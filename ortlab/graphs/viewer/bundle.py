@@ -135,16 +135,14 @@ def assemble(package: Path, version: str) -> Bundle:
     script = _script(
         {f"./{name}.js": _wrapped(name, source, version) for name, source in sources.items()}, version
     )
-    light, dark = _themes(styles + "".join(re.findall(r"<style>(.*?)</style>", index, re.DOTALL)))
+    inline = re.findall(r"<style>(.*?)</style>", index, re.DOTALL)
+    light, dark = _themes("".join([styles, *inline, _text(STATIC / "page.css")]))
     body = re.search(r"<body[^>]*>(.*)</body>", index, re.DOTALL)
     if body is None:
         raise _unsupported(version, "index.html has no body.")
     page = {
         "version": version,
-        "css": {
-            "ortlab-light": light + _text(STATIC / "page.css"),
-            "ortlab-dark": dark + _text(STATIC / "page_dark.css"),
-        },
+        "css": {"ortlab-light": light, "ortlab-dark": dark},
         "body": body[1] + _BAR,
         "script": script,
     }

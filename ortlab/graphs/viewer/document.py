@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ortlab.errors import OptionError
-from ortlab.graphs.scopes import node_names, operator_of
-from ortlab.graphs.stripping import stripped
+from ortlab.errors import InstallError, OptionError
+from ortlab.graphs.nodes import node_names, operator_of
+from ortlab.graphs.stages import stripped
 from ortlab.graphs.viewer.bundle import STATIC, bundle, content_hash, operator_types, pack
 from ortlab.graphs.viewer.order import in_order
-from ortlab.graphs.viewer.preflight import PLACED_GROUPED, cost
-from ortlab.graphs.viewer.reduction import GROUPINGS, reduced
+from ortlab.graphs.viewer.reduction import GROUPINGS, PLACED_GROUPED, cost, reduced
+from ortlab.shown import Shown
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, ValueInfoProto
@@ -86,10 +86,10 @@ def document(
     if reduction.refused:
         return Document("", graph.node_count, 0, reduction.words, reduction.refused)
     model = reduction.model
-    drawn = {node.name for node in model.graph.node} | {
+    shown = {node.name for node in model.graph.node} | {
         name for each in reduction.groups for name in each.nodes
     }
-    nodes = [node for node in whole.graph.node if node.name in drawn]
+    nodes = [node for node in whole.graph.node if node.name in shown]
     operators = sorted({operator_of(node) for node in nodes})
     facts = {
         "file": f"{graph.stage}.onnx",
@@ -211,13 +211,8 @@ def operators_json(model: ModelProto, package: Path | None = None) -> str:
     newest: dict[tuple[str, str], dict[str, Any]] = {}
     for entry in operator_types(package):
         key = (str(entry["module"]), str(entry["name"]))
-        version = int(str(entry.get("version", 0)))
-        known = newest.get(key)
-        if (
-            key in used
-            and version <= imported.get(key[0], 0)
-            and (known is None or version > known["version"])
-        ):
+        known = newest.get(key, {"version": -1})["version"]
+        if key in used and known < int(str(entry.get("version", 0))) <= imported.get(key[0], 0):
             newest[key] = {name: value for name, value in entry.items() if name != "examples"}
     for domain, name in sorted(used - newest.keys()):
         category = next((category for category, names in _CATEGORIES.items() if name in names), "")
@@ -230,3 +225,74 @@ def operators_json(model: ModelProto, package: Path | None = None) -> str:
                 "description": "",
             }
     return json.dumps([newest[key] for key in sorted(newest)], separators=(",", ":"))
+
+
+MOST_CHARACTERS: Final = 3_000_000
+"""Size of a page that is put into a notebook; a larger one would make that slow to save and to open."""
+
+HEIGHT: Final = 560
+
+
+@dataclass(frozen=True, repr=False)
+class EmbeddedGraph(Shown):
+    """A graph and its page, or the reason why there is none."""
+
+    graph: Graph
+    document: Document
+    height: int = HEIGHT  # of the frame, in pixels
+
+    @property
+    def refused(self) -> str:
+        """Why the page is not shown, in words; empty if it is."""
+        size = len(self.document.html)
+        if size > MOST_CHARACTERS:
+            return (
+                f"The page would add {size / 1e6:.1f} MB to the notebook, and {MOST_CHARACTERS / 1e6:.0f} are the "
+                "limit. Name a node to show what is around it, or take show_graph, whose page is not saved."
+            )
+        return self.document.refused
+
+
+def embed_graph(
+    graph: Graph, *, around: str = "", hops: int = 2, group: str = "auto", height: int = HEIGHT
+) -> EmbeddedGraph:
+    """Return a graph as a page that stays alive in a saved notebook and in exported HTML, without a kernel.
+
+    It adds some 300 kB and the graph itself to the notebook, constants of up to 256 bytes included, weights not.
+
+    Parameters
+    ----------
+    graph
+        Of `lab.graph(...)` or `ortlab.open_graph(...)`.
+    around
+        Name of a node: only its neighbourhood is drawn.
+    hops
+        How many edges the neighbourhood reaches, in both directions.
+    group
+        "auto" groups by module where the whole would be too large to be placed, "module" always, "none" never.
+    height
+        Of the frame, in pixels.
+
+    Returns
+    -------
+    EmbeddedGraph
+        Where the page cannot be made, summary and still picture stand alone, and why.
+
+    Raises
+    ------
+    OptionError
+        If there is no node `around`, or `group` is another word.
+
+    Examples
+    --------
+    >>> ortlab.embed_graph(lab.graph("execution"))
+    """
+    return EmbeddedGraph(graph, drawn(graph, around=around, hops=hops, group=group), height)
+
+
+def drawn(graph: Graph, *, around: str, hops: int, group: str) -> Document:
+    """Make the page of a graph; where netron is missing or broken, that is the reason why there is none."""
+    try:
+        return document(graph, around=around, hops=hops, group=group)
+    except InstallError as error:
+        return Document("", graph.node_count, 0, refused=str(error))

@@ -29,10 +29,10 @@ def reads(node: NodeProto) -> set[str]:
 def predecessors(nodes: Sequence[NodeProto]) -> list[list[int]]:
     """Return, for each node, which nodes make what it reads."""
     producers = {name: at for at, node in enumerate(nodes) for name in node.output if name}
-    found = []
-    for at, node in enumerate(nodes):
-        found.append(sorted({producers[name] for name in reads(node) if name in producers} - {at}))
-    return found
+    return [
+        sorted({producers[name] for name in reads(node) if name in producers} - {at})
+        for at, node in enumerate(nodes)
+    ]
 
 
 def in_order(nodes: Sequence[NodeProto]) -> list[NodeProto]:

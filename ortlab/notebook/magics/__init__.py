@@ -5,34 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from ortlab.notebook.magics.bisect import BisectMagics
 from ortlab.notebook.magics.cluster import ClusterMagics
-from ortlab.notebook.magics.density import DensityMagics
 from ortlab.notebook.magics.experiment import ExperimentMagics
 from ortlab.notebook.magics.graphs import GraphMagics
-from ortlab.notebook.magics.log import LogMagics
 from ortlab.notebook.magics.memory import MemoryMagics
-from ortlab.notebook.magics.numbers import NumberMagics
-from ortlab.notebook.magics.preflight import PreflightMagics
 from ortlab.notebook.magics.setup import SetupMagics
-from ortlab.notebook.magics.sweep import SweepMagics
+from ortlab.notebook.magics.studies import StudyMagics
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-_MAGICS = (
-    SetupMagics,
-    PreflightMagics,
-    ExperimentMagics,
-    LogMagics,
-    SweepMagics,
-    MemoryMagics,
-    BisectMagics,
-    GraphMagics,
-    NumberMagics,
-    DensityMagics,
-    ClusterMagics,
-)
+_MAGICS = (SetupMagics, ExperimentMagics, StudyMagics, MemoryMagics, GraphMagics, ClusterMagics)
 _replaced: WeakKeyDictionary[InteractiveShell, dict[tuple[str, str], Any]] = WeakKeyDictionary()
 """By shell: the magics of the same kind and name that were there before ours, None where there was none."""
 

@@ -2,70 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import os
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from ortlab.errors import ArgumentError, did_you_mean
 from ortlab.options.options import declaration, switches
 
 _QUOTED = re.compile(r""""((?:\\.|[^"\\])*)"|'((?:\\.|[^'\\])*)'""")
-_AMOUNT = re.compile(r"^-(?=\.?[0-9])")
 _PAIR = re.compile(r"(?P<name>[^\W\d]\w*)=(?P<value>.*)", re.DOTALL)
-
-
-class Parser(argparse.ArgumentParser):
-    """Reads the line of one magic; what it cannot read raises ArgumentError, where argparse would end the kernel.
-
-    With `minus`, words such as "-30%" are amounts, and not unknown options.
-    """
-
-    def __init__(self, magic: str, *, minus: bool = False) -> None:
-        # Python 3.14 colours usage lines, which a notebook's UsageError would show as escape codes.
-        colour: dict[str, Any] = {"color": False} if sys.version_info >= (3, 14) else {}
-        super().__init__(prog=magic.lstrip("%"), add_help=False, allow_abbrev=False, **colour)
-        self.magic = magic
-        self._minus = minus
-        self.add_argument("-h", "--help", action="store_true", dest="help")
-
-    def add_lab(self) -> None:
-        """Accept `--lab NAME`, for a magic that acts on a lab."""
-        self.add_argument("--lab", metavar="NAME")
-
-    def add_changes(self) -> None:
-        """Accept `option=value` pairs."""
-        self.add_argument("changes", nargs="*", metavar="option=value")
-
-    def read(self, line: str) -> argparse.Namespace:
-        """Parse the line of a magic; an ArgumentError says what is wrong with it and what its form is."""
-        found = words(line)
-        if found and found[-1].endswith("\\"):
-            raise ArgumentError(
-                "The line ends with a backslash.",
-                why=f"The arguments of {self.magic} stand in its own line, and no line follows that could be one of"
-                " them.",
-                fix="Write the arguments in one line; a long value fits into a variable: $name.",
-            )
-        if {"-h", "--help"} & set(found):  # before argparse complains that something is missing
-            return argparse.Namespace(help=True)
-        if (
-            self._minus
-        ):  # argparse takes any word with a hyphen in front for an option, but not one with a minus sign
-            found = [_AMOUNT.sub("\u2212", word) for word in found]
-        return self.parse_intermixed_args(found)
-
-    def error(self, message: str) -> NoReturn:
-        """Raise instead of exiting."""
-        usage = " ".join(self.format_usage().split()).removeprefix(f"usage: {self.prog}")
-        raise ArgumentError(
-            f"{self.magic}: {message}.",
-            why=f"Its form is {self.magic}{usage}.",
-            fix=f"{self.magic}? shows what each argument means.",
-        )
 
 
 def words(line: str) -> list[str]:
@@ -263,6 +210,12 @@ def path(text: str, variables: Mapping[str, object]) -> str:
     if not isinstance(found, (str, os.PathLike)):
         raise ArgumentError(f"{text} holds a {type(found).__name__}, not the path of a file.")
     return os.fspath(found)
+
+
+def amount(words_: Sequence[str], variables: Mapping[str, object]) -> Any:
+    """Join the words of an amount of memory, "400 MiB"; `$name` is what a variable holds, nothing is None."""
+    text = " ".join(words_)
+    return variable(text[1:], variables) if text.startswith("$") else text or None
 
 
 def sizes(pairs: Iterable[str], variables: Mapping[str, object]) -> dict[str, Any]:

@@ -1,19 +1,17 @@
-"""The magics about many processes: start and end them, run a cell on all, and look at what each has measured."""
+"""The magics about many processes: start and end them, run a cell on all, look at what each has measured, balance."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from typing import TYPE_CHECKING, Any, TextIO
 
-from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, no_var_expand
+from IPython.core.magic import Magics, magics_class
 from IPython.display import display
 
 from ortlab.errors import ArgumentError
 from ortlab.lab.following import show_ranks
 from ortlab.notebook.magics import arguments
-from ortlab.notebook.magics.arguments import Parser
-from ortlab.notebook.magics.command import command
+from ortlab.notebook.magics.command import Line, cell, flag, line, takes, whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,39 +19,28 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from ortlab.ranks import Cluster
-    from ortlab.ranks.outputs import RankOutput
-    from ortlab.ranks.ranks import Ranks
+    from ortlab.ranks.balancing import Balance
+    from ortlab.ranks.cluster_records import RankOutput
+    from ortlab.ranks.ledgers import Ranks
 
 _ALIVE = "application/vnd.jupyter.widget-view+json"
 """A widget of another process; its text or HTML is shown in its place."""
 
-_CLUSTER = Parser("%ort_cluster")
-_CLUSTER.add_argument("what", nargs="?", choices=("start", "stop", "status"), metavar="start|stop|status")
-_CLUSTER.add_argument("-n", metavar="RANKS")
-_CLUSTER.add_argument("--threads", metavar="THREADS")
-_CLUSTER.add_argument("--backend", metavar="gloo|nccl")
-
-_CELL = Parser("%%ort_ranks")
-_CELL.add_argument("--on", metavar="RANK,...")
-_CELL.add_argument("--here", action="store_true")
-
-_RANKS = Parser("%ort_ranks")
-_RANKS.add_argument("number", nargs="?", metavar="RUN")
-_RANKS.add_argument("--from", dest="source", metavar="FOLDER")
-_RANKS.add_argument("--lab", metavar="NAME")
-
 
 @magics_class
 class ClusterMagics(Magics):
-    """Magics over `ortlab.ranks.Cluster` and `Ranks`."""
+    """Magics over `ortlab.ranks.Cluster`, `Ranks` and `ortlab.ranks.balancing.balance`."""
 
     shell: InteractiveShell
     _kept: Cluster | None = None
 
-    @line_magic
-    @no_var_expand
-    @command(_CLUSTER)
-    def ort_cluster(self, args: argparse.Namespace) -> Cluster:
+    @line(
+        takes("what", "start|stop|status", nargs="?", choices=("start", "stop", "status")),
+        whole("-n", "RANKS"),
+        whole("--threads", "THREADS"),
+        takes("--backend", "gloo|nccl"),
+    )
+    def ort_cluster(self, args: Line) -> Cluster:
         """Start processes that train together, say how they stand, or end them.
 
         ::
@@ -81,23 +68,21 @@ class ClusterMagics(Magics):
         """
         from ortlab.ranks import Cluster, latest
 
-        variables = self.shell.user_ns
         found = latest()
         running = found if found is not None and found.running else None
-        what = args.what or ("status" if args.n is None else "start")
+        what = args.what or ("start" if args.has("n") else "status")
         if what != "start":
-            if args.n is not None or args.threads is not None or args.backend is not None:
+            if args.has("n", "threads", "backend"):
                 raise ArgumentError(f"{what} takes nothing else.", fix=f"%ort_cluster {what}")
             if found is None:
                 raise ArgumentError("No cluster was started yet.", fix="%ort_cluster -n 2")
             if what == "stop":
                 found.stop()
             return found
-        if args.n is None:
+        if not args.has("n"):
             raise ArgumentError("How many ranks is missing.", fix="%ort_cluster -n 2")
-        ranks = arguments.number(args.n, variables, "-n")
-        threads = None if args.threads is None else arguments.number(args.threads, variables, "--threads")
-        wished = Cluster(ranks, threads=threads, backend=args.backend, tell=_tell)
+        ranks = args.n
+        wished = Cluster(ranks, threads=args.threads, backend=args.backend, tell=_tell)
         if running is not None:
             if (running.ranks, running.threads, running.backend) == (ranks, wished.threads, wished.backend):
                 print(f"The cluster of {ranks} ranks runs already; it is the same one.")  # noqa: T201
@@ -110,10 +95,12 @@ class ClusterMagics(Magics):
         self._kept = wished  # as long as the shell lives, whether the user keeps it or not
         return wished.start()
 
-    @cell_magic("ort_ranks")  # type: ignore[arg-type] # its annotation has no way to say what a name returns
-    @no_var_expand
-    @command(_CELL)
-    def ort_ranks_cell(self, args: argparse.Namespace, _line: str, cell: str) -> None:
+    @cell(
+        "ort_ranks",
+        takes("--on", "RANK,...", read=lambda word, held: arguments.numbers(word, held, "--on")),
+        flag("--here"),
+    )
+    def ort_ranks_cell(self, args: Line, _line: str, cell: str) -> None:
         """Run the cell on every rank of the cluster at the same time; its variables stay there.
 
         ::
@@ -142,7 +129,7 @@ class ClusterMagics(Magics):
 
             outputs = cluster.run_cell(source)
         """
-        on = None if args.on is None else arguments.numbers(args.on, self.shell.user_ns, "--on")
+        on = args.on
         cluster = _running()
         if args.here:
             self.shell.run_cell(cell).raise_error()
@@ -152,10 +139,12 @@ class ClusterMagics(Magics):
         finally:
             printer.finish()
 
-    @line_magic
-    @no_var_expand
-    @command(_RANKS)
-    def ort_ranks(self, args: argparse.Namespace) -> Ranks:
+    @line(
+        whole("number", "RUN", nargs="?"),
+        takes("--from", "FOLDER", dest="source", read=arguments.path),
+        takes("--lab", "NAME", dest="lab_name"),
+    )
+    def ort_ranks(self, args: Line) -> Ranks:
         """Bring together what each rank has measured: time, exchange of gradients, memory, tokens.
 
         ::
@@ -180,20 +169,65 @@ class ClusterMagics(Magics):
             ranks = cluster.gather()
             ranks = ortlab.load(folder)  # --from
         """
-        from ortlab.lab.wrapped import latest
-        from ortlab.ranks.ranks import Ranks
+        from ortlab.lab.lab import latest
+        from ortlab.ranks.ledgers import Ranks
 
-        variables = self.shell.user_ns
-        if args.source is not None:
-            found = Ranks.load(arguments.path(args.source, variables))
-        else:
-            found = _running().gather(args.lab)
-        if args.number is not None:
-            found = found.of(arguments.number(args.number, variables, "RUN"))
+        found = Ranks.load(args.source) if args.has("source") else _running().gather(args.lab_name)
+        if args.has("number"):
+            found = found.of(args.number)
         lab = latest()
         if lab is not None:
             show_ranks(lab, found)
         return found
+
+    @line(
+        takes("lengths", "LENGTHS", read=arguments.variable),
+        whole("--ranks", "RANKS", default="2"),
+        whole("--batch", "SIZE", required=True),
+        whole("--epochs", "EPOCHS", default="1"),
+        flag("--drop-last"),
+        takes("--step", "NAME", read=arguments.variable),
+    )
+    def ort_balance(self, args: Line) -> Balance:
+        """Deal samples out to processes, as they come and balanced by length, and compare.
+
+        ::
+
+            %ort_balance LENGTHS --batch SIZE [--ranks RANKS] [--epochs EPOCHS] [--drop-last] [--step NAME]
+
+        Arguments:
+
+        - ``LENGTHS``: variable with the samples, or their lengths.
+        - ``--batch SIZE``: samples of a batch of one process.
+        - ``--ranks RANKS``: processes that train together, 2 if not given.
+        - ``--epochs EPOCHS``: 1 if not given.
+        - ``--drop-last``: leave out what does not make a step for all ranks.
+        - ``--step NAME``: variable with a function that a process calls with its rank to get its step, a function of
+          the indices of a batch. The processes are started, the epochs run and timed, and the processes ended.
+
+        Example::
+
+            %ort_balance lengths --ranks 2 --batch 8 --step make_step
+
+        The same in Python::
+
+            from ortlab.ranks import Cluster
+            from ortlab.ranks.balancing import balance, measured
+
+            record = balance(lengths, 8, ranks=2)
+            with Cluster(2) as cluster:
+                record = measured(record, cluster, make_step)
+        """
+        from ortlab.ranks import Cluster
+        from ortlab.ranks.balancing import balance, measured
+
+        ranks = args.ranks
+        record = balance(args.lengths, args.batch, ranks=ranks, epochs=args.epochs, drop_last=args.drop_last)
+        if not args.has("step"):
+            return record
+        make_step = args.step
+        with Cluster(ranks) as cluster:
+            return measured(record, cluster, make_step)
 
 
 def _running() -> Cluster:
@@ -244,8 +278,8 @@ class RankPrinter:
 
 
 def _write(rank: int, text: str, stream: TextIO) -> None:
-    for line in text.splitlines():
-        print(f"[{rank}] {line}", file=stream)
+    for said in text.splitlines():
+        print(f"[{rank}] {said}", file=stream)
     stream.flush()
 
 

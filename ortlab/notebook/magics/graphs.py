@@ -1,49 +1,125 @@
-"""The magics about differences of graphs, and about what Triton runs of them."""
+"""The magics about graphs and kernels: a graph, the difference of two, what Triton runs, a profile, FLOPs."""
 
 from __future__ import annotations
 
-import argparse
 from typing import TYPE_CHECKING
 
-from IPython.core.magic import Magics, line_magic, magics_class, no_var_expand
+from IPython.core.magic import Magics, magics_class
 
 from ortlab.errors import ArgumentError
+from ortlab.graphs.viewer.document import embed_graph
 from ortlab.notebook.magics import arguments
-from ortlab.notebook.magics.arguments import Parser
-from ortlab.notebook.magics.chosen_lab import chosen_lab
-from ortlab.notebook.magics.command import command
+from ortlab.notebook.magics.command import LAB, PART, STEPS, Line, flag, line, takes, whole
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from ortlab.graphs.diff import GraphDiff
+    from ortlab.graphs.flops import Flops, FlopSavings
+    from ortlab.graphs.stages import Graph, GraphSet
     from ortlab.graphs.triton_kernels import TritonKernels
+    from ortlab.graphs.viewer.document import EmbeddedGraph
+    from ortlab.lab.lab import Lab
+    from ortlab.memory.trace import Trace
     from ortlab.notebook.widgets.graph_view import GraphView
-
-_DIFF = Parser("%ort_graph_diff")
-_DIFF.add_argument("what", nargs="*", metavar="STAGE|option=value")
-_DIFF.add_argument("--against", nargs="+", default=[], metavar="option=value")
-_DIFF.add_argument("--stage", metavar="STAGE")
-_DIFF.add_argument("--part", metavar="PART")
-_DIFF.add_argument("--view", action="store_true")
-_DIFF.add_lab()
-
-_TRITON = Parser("%ort_triton_kernels")
-_TRITON.add_argument("number", nargs="?", metavar="N")
-_TRITON.add_argument("--from", dest="folder", metavar="FOLDER")
-_TRITON.add_lab()
 
 
 @magics_class
 class GraphMagics(Magics):
-    """Magics over `Lab.graph_diff` and `Lab.triton_kernels`."""
+    """Magics over `Lab.graph`, `Lab.graph_diff`, `Lab.triton_kernels`, `Lab.profile` and `Lab.flops`."""
 
     shell: InteractiveShell
 
-    @line_magic
-    @no_var_expand
-    @command(_DIFF)
-    def ort_graph_diff(self, args: argparse.Namespace) -> GraphDiff | GraphView:
+    @line(
+        takes("stage", "STAGE", nargs="?", default="execution"),
+        flag("--changes"),
+        PART,
+        takes("--mode", "MODE"),
+        flag("--profile"),
+        takes("--save", "PATH", read=arguments.path),
+        flag("--view"),
+        flag("--embed"),
+        takes("--around", "NODE", default=""),
+        LAB,
+    )
+    def ort_graph(self, args: Line) -> Graph | GraphDiff | GraphSet | GraphView | EmbeddedGraph:
+        """Show an ONNX graph of the present switches: its operators, where they come from, what it keeps for backward.
+
+        ::
+
+            %ort_graph --changes [STAGE] [--part PART] [--view] [--lab NAME]
+            %ort_graph [STAGE] [--part PART] [--mode MODE] [--profile] [--save PATH] [--view] [--embed]
+                       [--around NODE] [--lab NAME]
+
+        Arguments:
+
+        - ``--changes``: say and draw what the present switches change in the graph, against those of the first run, or
+          against the defaults where they are the same.
+        - ``STAGE``: ``exported`` (from PyTorch), ``processed``, ``optimized`` (before the gradient is added),
+          ``gradient``, or ``execution`` (what runs), which is taken if not given; ``all`` for a table of the five.
+        - ``--part PART``: path of the part whose graph it is; needed where several parts of the model are wrapped.
+        - ``--mode MODE``: ``training`` or ``inference``; training if not given, or inference if no training step has
+          run.
+        - ``--profile``: profile the last step first, so that operators have their times, forward, backward and
+          recomputed; for the execution graph only.
+        - ``--save PATH``: file to write the graph to; a path, quoted if it has spaces, or ``$name``.
+        - ``--view``: draw it node by node in a view that is searched and clicked; ``_.selected`` then holds the names
+          of the selected nodes. A saved notebook keeps the tables and a still picture.
+        - ``--embed``: draw it in the same way and keep the drawing in the notebook, where it can be browsed without a
+          kernel; that adds some 250 kB.
+        - ``--around NODE``: with one of these, draw only what is near a node; its name, quoted if it has spaces.
+        - ``--lab NAME``: variable of the lab; the one wrapped last if not given.
+
+        Example::
+
+            %ort_graph --changes
+            %ort_graph optimized --save "my graphs/optimized.onnx"
+            %ort_graph --profile
+            %ort_graph all
+            %ort_graph execution --view
+
+        The same in Python::
+
+            lab.graph_diff()  # --changes
+            graph = lab.graph("optimized")
+            graph.save("my graphs/optimized.onnx")
+            lab.graph("execution", activations=True, profile=True)
+            lab.graphs()
+            view = ortlab.show_graph(lab, "execution")
+            ortlab.embed_graph(lab.graph("execution"))
+        """
+        lab = args.lab
+        if args.changes:
+            if args.has("save", "profile", "embed", "mode") or args.around or args.stage == "all":
+                raise ArgumentError(
+                    "--changes compares two graphs: it goes with STAGE, --part and --view only.",
+                    fix="%ort_graph --changes",
+                )
+            return _changes_shown(lab.graph_diff(stage=args.stage, part=args.part), in_view=args.view)
+        if args.stage == "all":
+            if args.has("save", "profile", "view", "embed"):
+                raise ArgumentError(
+                    "`all` goes with none of --save, --profile, --view and --embed.",
+                    fix="Name one stage: %ort_graph execution --profile",
+                )
+            return lab.graphs(args.part, mode=args.mode)
+        graph = lab.graph(args.stage, args.part, mode=args.mode, profile=args.profile)
+        if graph.stage == "execution" and graph.mode == "training":
+            graph = graph.with_activations(lab.activations(args.part))
+        if args.has("save"):
+            path = graph.save(args.save)
+            print(f"Saved to {path}")  # noqa: T201 - the graph is returned, so this is the only place to say it
+        return _shown(lab, graph, args)
+
+    @line(
+        takes("what", "STAGE|option=value", nargs="*"),
+        takes("--against", "option=value", nargs="+", default=[]),
+        takes("--stage", "STAGE"),
+        PART,
+        flag("--view"),
+        LAB,
+    )
+    def ort_graph_diff(self, args: Line) -> GraphDiff | GraphView:
         """Show what is different between two graphs: two stages of the build, or one stage with other switches.
 
         ::
@@ -73,31 +149,29 @@ class GraphMagics(Magics):
 
             difference = lab.graph_diff(memory_level=1)
         """
-        variables = self.shell.user_ns
-        lab = chosen_lab(args.lab, variables)
+        lab = args.lab
         stages = [word for word in args.what if "=" not in word and not word.startswith("$")]
         if stages or not args.what:
-            if len(args.what) != 2 or len(stages) != 2 or args.stage or args.against:  # noqa: PLR2004
+            if len(args.what) != 2 or len(stages) != 2 or args.has("stage", "against"):  # noqa: PLR2004
                 raise ArgumentError(
                     "%ort_graph_diff compares two stages, or sets of switches.",
                     fix="%ort_graph_diff gradient execution, or %ort_graph_diff memory_level=1 --stage execution",
                 )
-            return changes_shown(lab.graph_diff(*stages, part=args.part), in_view=args.view)
-        sides = [arguments.configurations([words], variables) for words in (args.against, args.what) if words]
+            return _changes_shown(lab.graph_diff(*stages, part=args.part), in_view=args.view)
+        sides = [
+            arguments.configurations([words], args.variables) for words in (args.against, args.what) if words
+        ]
         if any(len(side) != 1 for side in sides):
             raise ArgumentError(
                 "Each side of a comparison is one set of switches.",
                 fix="%ort_graph_diff memory_level=1 --against memory_level=2",
             )
         before, after = (sides[0][0], sides[1][0]) if args.against else ({}, sides[0][0])
-        return changes_shown(
-            lab.graph_diff(before, after, stage=args.stage or "", part=args.part), in_view=args.view
-        )
+        difference = lab.graph_diff(before, after, stage=args.stage or "", part=args.part)
+        return _changes_shown(difference, in_view=args.view)
 
-    @line_magic
-    @no_var_expand
-    @command(_TRITON)
-    def ort_triton_kernels(self, args: argparse.Namespace) -> TritonKernels | GraphView:
+    @line(whole("number", "N", nargs="?"), takes("--from", "FOLDER", dest="folder", read=arguments.path), LAB)
+    def ort_triton_kernels(self, args: Line) -> TritonKernels | GraphView:
         """List the sub-graphs that Triton runs, or draw one of them beside the code that was generated for it.
 
         ::
@@ -124,20 +198,93 @@ class GraphMagics(Magics):
             kernels = lab.triton_kernels()
             view = ortlab.show_graph(kernels.kernel(2))
         """
-        variables = self.shell.user_ns
-        folders = () if args.folder is None else (arguments.path(args.folder, variables),)
-        kernels = chosen_lab(args.lab, variables).triton_kernels(*folders)
-        if args.number is None:
+        folders = args.given("folder")
+        kernels = args.lab.triton_kernels(**folders)
+        if not args.has("number"):
             return kernels
         from ortlab.notebook.widgets.graph_display import show_graph
 
-        return show_graph(kernels.kernel(arguments.number(args.number, variables, "N")))
+        return show_graph(kernels.kernel(args.number))
+
+    @line(STEPS, PART, LAB)
+    def ort_profile(self, args: Line) -> Trace:
+        """Run the last step again while ONNX Runtime's profiler watches: time and results of every kernel.
+
+        ::
+
+            %ort_profile [-n STEPS] [--part PART] [--lab NAME]
+
+        Arguments:
+
+        - ``-n STEPS``: how many steps, 3 if not given; each kernel's time is the shortest of them; a number or
+          ``$name``.
+        - ``--part PART``: path of the part to profile; needed where several parts of the model are wrapped.
+        - ``--lab NAME``: variable of the lab; the one wrapped last if not given.
+
+        Weights, optimizer, random state and runs are afterwards as they were before.
+
+        Example::
+
+            %ort_profile
+
+        The same in Python::
+
+            trace = lab.profile()
+        """
+        return args.lab.profile(**args.given("n"), part=args.part)
+
+    @line(
+        takes("--against", "option=value", nargs="+", action="extend", default=[], read=arguments.changes),
+        PART,
+        LAB,
+    )
+    def ort_flops(self, args: Line) -> Flops | FlopSavings:
+        """Count the FLOPs of the last step, or what a switch saves of them.
+
+        ::
+
+            %ort_flops [--against option=value ...] [--part PART] [--lab NAME]
+
+        Arguments:
+
+        - ``--against option=value ...``: hold the step as the lab is set against one with these options.
+        - ``--part PART``: path of the part, where several parts of the model are wrapped.
+        - ``--lab NAME``: variable of the lab; the one wrapped last if not given.
+
+        The last step is run again while ORT's profiler watches; afterwards the lab is as it was.
+
+        Example::
+
+            %ort_flops --against label_sparse_optimizer=False
+
+        The same in Python::
+
+            lab.flops()
+            lab.flops(against={"label_sparse_optimizer": False})
+        """
+        found: Flops | FlopSavings = args.lab.flops(**args.given("against"), part=args.part)
+        return found
 
 
-def changes_shown(difference: GraphDiff, *, in_view: bool) -> GraphDiff | GraphView:
+def _changes_shown(difference: GraphDiff, *, in_view: bool) -> GraphDiff | GraphView:
     """Return a difference as it is, or in a view that is searched and clicked."""
     if not in_view:
         return difference
     from ortlab.notebook.widgets.graph_display import show_graph
 
     return show_graph(difference)
+
+
+def _shown(lab: Lab, graph: Graph, args: Line) -> Graph | GraphView | EmbeddedGraph:
+    """Return a graph in the form that is asked for."""
+    if args.view and args.embed:
+        raise ArgumentError("--view and --embed are two forms of one thing.", fix="Take one of them.")
+    if args.around and not (args.view or args.embed):
+        raise ArgumentError("--around says what is drawn.", fix="Add --view or --embed.")
+    if args.embed:
+        return embed_graph(graph, around=args.around)
+    if args.view:
+        from ortlab.notebook.widgets.graph_display import show_graph
+
+        return show_graph(lab, args.stage, args.part, mode=args.mode, around=args.around)
+    return graph

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from IPython.core.magic import Magics, line_magic, magics_class, no_var_expand
+from IPython.core.magic import Magics, magics_class
 
-from ortlab.errors import ArgumentError
+from ortlab.errors import ArgumentError, BuildError, StepError, WrapError
+from ortlab.memory.plan import MemoryPlan
 from ortlab.memory.saved_activations import KINDS
+from ortlab.memory.saved_plans import SavedPlans, read_saved
 from ortlab.notebook.magics import arguments
-from ortlab.notebook.magics.arguments import Parser
-from ortlab.notebook.magics.chosen_lab import chosen_lab
-from ortlab.notebook.magics.command import command
+from ortlab.notebook.magics.command import CHANGES, LAB, PART, STEPS, Line, flag, line, no, takes, whole
 from ortlab.records.memory_phases import read_phases
 
 if TYPE_CHECKING:
@@ -23,54 +21,9 @@ if TYPE_CHECKING:
     from ortlab.memory.measured import MemoryMeasurement
     from ortlab.memory.saved_activations import SavedActivations
     from ortlab.records.memory_phases import MemoryPhases
-    from ortlab.studies.batch_size_search import BatchSizeSearch
     from ortlab.studies.budget import Budget
-    from ortlab.studies.engine_comparison import EngineComparison
 
-_ACTIVATIONS = Parser("%ort_activations")
-_ACTIVATIONS.add_argument("--by", choices=KINDS, default="")
-_ACTIVATIONS.add_argument("--part", metavar="PART")
-_ACTIVATIONS.add_argument("--at", nargs="+", default=[], metavar="SIZE=N")
-_ACTIVATIONS.add_argument("--plans", action="store_true")
-_ACTIVATIONS.add_lab()
-
-_MEMORY = Parser("%ort_memory")
-_MEMORY.add_argument("-n", metavar="STEPS")
-_MEMORY.add_argument("--run", metavar="RUN")
-_MEMORY.add_argument("--from", dest="file", metavar="FILE")
-_MEMORY.add_argument("--snapshot", metavar="FILE")
-_MEMORY.add_changes()
-_MEMORY.add_lab()
-
-_COMPARE_ENGINES = Parser("%ort_compare_engines")
-_COMPARE_ENGINES.add_argument("-n", metavar="STEPS")
-_COMPARE_ENGINES.add_argument("--rounds", metavar="ROUNDS")
-_COMPARE_ENGINES.add_argument("--engines", metavar="ENGINE,ENGINE")
-_COMPARE_ENGINES.add_argument("--budgets", metavar="BUDGET,BUDGET")
-_COMPARE_ENGINES.add_argument("--also", action="append", nargs="+", default=[], metavar="option=value")
-_COMPARE_ENGINES.add_argument("--no-memory", action="store_true")
-_COMPARE_ENGINES.add_lab()
-
-
-_BUDGET = Parser("%ort_budget", minus=True)
-_BUDGET.add_argument("limit", nargs="*", metavar="LIMIT")
-_BUDGET.add_argument("--device", nargs="+", metavar="SIZE")
-_BUDGET.add_argument("--no-apply", action="store_true")
-_BUDGET.add_argument("--no-verify", action="store_true")
-_BUDGET.add_argument("--no-time", action="store_true")
-_BUDGET.add_argument("--no-curve", action="store_true")
-_BUDGET.add_lab()
-
-_FIND_BATCH_SIZE = Parser("%ort_find_batch_size")
-_FIND_BATCH_SIZE.add_argument("make_batch", metavar="MAKE_BATCH")
-_FIND_BATCH_SIZE.add_argument("--limit", nargs="+", metavar="LIMIT")
-_FIND_BATCH_SIZE.add_argument("--device", nargs="+", metavar="SIZE")
-_FIND_BATCH_SIZE.add_argument("--train", metavar="TRAIN")
-_FIND_BATCH_SIZE.add_argument("--sizes", metavar="SIZE,SIZE")
-_FIND_BATCH_SIZE.add_argument("--plans", nargs="+", metavar="PLAN")
-_FIND_BATCH_SIZE.add_argument("-n", metavar="STEPS")
-_FIND_BATCH_SIZE.add_argument("--resume", action="store_true")
-_FIND_BATCH_SIZE.add_lab()
+_AT = takes("--at", "SIZE=N", nargs="+", default=[], read=arguments.sizes)
 
 
 @magics_class
@@ -79,10 +32,8 @@ class MemoryMagics(Magics):
 
     shell: InteractiveShell
 
-    @line_magic
-    @no_var_expand
-    @command(_ACTIVATIONS)
-    def ort_activations(self, args: argparse.Namespace) -> SavedActivations:
+    @line(takes("--by", choices=KINDS, default=""), PART, _AT, flag("--plans"), LAB)
+    def ort_activations(self, args: Line) -> SavedActivations:
         """Show what is kept for the backward pass: every activation, with totals by layer, operator and module.
 
         ::
@@ -111,15 +62,17 @@ class MemoryMagics(Magics):
             activations = lab.activations()
             activations.at(batch=16).shown("operator")
         """
-        variables = self.shell.user_ns
-        lab = chosen_lab(args.lab, variables)
-        found = lab.activations(args.part, plans=args.plans).at(**arguments.sizes(args.at, variables))
-        return found.shown(args.by)
+        return args.lab.activations(args.part, plans=args.plans).at(**args.at).shown(args.by)
 
-    @line_magic
-    @no_var_expand
-    @command(_MEMORY)
-    def ort_memory(self, args: argparse.Namespace) -> MemoryMeasurement | MemoryPhases | MemorySnapshot:
+    @line(
+        STEPS,
+        whole("--run", "RUN"),
+        takes("--from", "FILE", dest="file", read=arguments.path),
+        takes("--snapshot", "FILE", read=arguments.path),
+        CHANGES,
+        LAB,
+    )
+    def ort_memory(self, args: Line) -> MemoryMeasurement | MemoryPhases | MemorySnapshot:
         """Measure the memory of the last step: its peak, each phase, and what the peak is made of.
 
         ::
@@ -156,86 +109,42 @@ class MemoryMagics(Magics):
             measured = lab.memory(memory_plan=("Gelu+:1:-1",))
             lab.memory_snapshot().save("step.pickle")
         """
-        variables = self.shell.user_ns
-        if args.snapshot is not None:
-            if args.n is not None or args.run is not None or args.file is not None:
+        if args.has("snapshot"):
+            if args.has("n", "run", "file"):
                 raise ArgumentError(
                     "--snapshot takes one step, so it goes with none of -n, --run and --from.",
                     fix="%ort_memory --snapshot step.pickle",
                 )
-            changes = arguments.changes(args.changes, variables)
-            snapshot = chosen_lab(args.lab, variables).memory_snapshot(**changes)
-            path = snapshot.save(arguments.path(args.snapshot, variables))
+            changes = args.changes
+            snapshot = args.lab.memory_snapshot(**changes)
+            path = snapshot.save(args.snapshot)
             print(f"Saved to {path}")  # noqa: T201 - the snapshot is returned, so this is the only place to say it
             return snapshot
-        if args.file is not None or args.run is not None:
-            if args.changes or args.n is not None or (args.file is not None and args.run is not None):
+        if args.has("file", "run"):
+            if args.has("changes", "n") or (args.has("file") and args.has("run")):
                 raise ArgumentError(
                     "--run and --from show what was read before, so nothing else can be said beside one of them.",
                     fix="%ort_memory --run 1",
                 )
-            if args.file is not None:
-                return read_phases(arguments.path(args.file, variables))
-            number = arguments.number(args.run, variables, "--run")
-            phases: MemoryPhases = chosen_lab(args.lab, variables).runs.run(number).memory_phases
+            if args.has("file"):
+                return read_phases(args.file)
+            number = args.run
+            phases: MemoryPhases = args.lab.runs.run(number).memory_phases
             return phases
-        steps = 2 if args.n is None else arguments.number(args.n, variables, "-n")
-        changes = arguments.changes(args.changes, variables)
-        return chosen_lab(args.lab, variables).memory(n=steps, **changes)
+        how = args.given("n") | args.changes
+        return args.lab.memory(**how)
 
-    @line_magic
-    @no_var_expand
-    @command(_COMPARE_ENGINES)
-    def ort_compare_engines(self, args: argparse.Namespace) -> EngineComparison:
-        """Run the last step on PyTorch, with checkpointed layers and compiled, beside ONNX Runtime as it is set.
-
-        ::
-
-            %ort_compare_engines [-n STEPS] [--rounds ROUNDS] [--engines ENGINE,ENGINE] [--budgets BUDGET,BUDGET]
-                       [--also option=value ...] [--no-memory] [--lab NAME]
-
-        Arguments:
-
-        - ``-n STEPS``: steps of each run, as many as the last step had if not given; a number or ``$name``.
-        - ``--rounds ROUNDS``: runs of each candidate, 5 if not given; they go forwards and backwards in turn.
-        - ``--engines ENGINE,ENGINE``: the candidates, ``eager,checkpoint,compile`` if not given.
-        - ``--budgets BUDGET,BUDGET``: activation memory budgets for torch.compile, from 0 to 1; 0.5 if not given and
-          ``compile`` is among the engines.
-        - ``--also option=value ...``: another configuration of ONNX Runtime in the same table, as ``%ort_set`` takes
-          it; may be given several times. ``$name`` stands for a dict, or for a list of such.
-        - ``--no-memory``: do not measure step memory, which takes some more steps of each candidate.
-        - ``--lab NAME``: variable of the lab; the one wrapped last if not given.
-
-        All start from the same weights, optimizer and random state. A candidate that fails is recorded with the
-        reason, and the others go on. Afterwards, or when it is interrupted, the lab is as it was before.
-        torch.compile may take minutes for each budget.
-
-        Example::
-
-            %ort_compare_engines -n 10 --budgets 1,0.5,0.2 --also memory_level=1
-
-        The same in Python::
-
-            lab.compare_engines(n=10, budgets=[1, 0.5, 0.2], also=[{"memory_level": 1}])
-        """
-        variables = self.shell.user_ns
-        lab = chosen_lab(args.lab, variables)
-        how: dict[str, Any] = {
-            "memory": False if args.no_memory else None,
-            "also": arguments.configurations(args.also, variables),
-        }
-        for name in ("engines", "budgets"):
-            if (given := getattr(args, name)) is not None:
-                how[name] = arguments.values(given, variables)
-        if args.rounds is not None:
-            how["rounds"] = arguments.number(args.rounds, variables, "--rounds")
-        steps = None if args.n is None else arguments.number(args.n, variables, "-n")
-        return lab.compare_engines(steps, **how)
-
-    @line_magic
-    @no_var_expand
-    @command(_BUDGET)
-    def ort_budget(self, args: argparse.Namespace) -> Budget:
+    @line(
+        takes("limit", "LIMIT", nargs="*", read=arguments.amount),
+        takes("--device", "SIZE", nargs="+", read=arguments.amount),
+        no("apply"),
+        no("verify"),
+        no("time"),
+        no("curve"),
+        LAB,
+        minus=True,
+    )
+    def ort_budget(self, args: Line) -> Budget:
         """Switch on the recompute plans that cost least time within an amount of step memory: what a step needs.
 
         ::
@@ -267,82 +176,113 @@ class MemoryMagics(Magics):
 
             lab.budget("70%")
         """
-        variables = self.shell.user_ns
-        lab = chosen_lab(args.lab, variables)
-        return lab.budget(
-            _amount(args.limit, variables),
-            device=_amount(args.device, variables),
-            apply=not args.no_apply,
-            verify=not args.no_verify,
-            timed=not args.no_time,
-            curve=not args.no_curve,
+        return args.lab.budget(
+            args.limit,
+            device=args.device,
+            apply=args.apply,
+            verify=args.verify,
+            timed=args.time,
+            curve=args.curve,
         )
 
-    @line_magic
-    @no_var_expand
-    @command(_FIND_BATCH_SIZE)
-    def ort_find_batch_size(self, args: argparse.Namespace) -> BatchSizeSearch:
-        """Look for the batch size, and the recompute plans, that train most samples per second under a limit.
+    @line(
+        PART,
+        _AT,
+        flag("--costs"),
+        whole("--measure", "PLANS"),
+        takes("--level", "LEVEL", choices=("1", "2"), read=lambda word, _: int(word)),
+        takes("--from", "FILE", dest="source", read=arguments.path),
+        takes("--write", "PATH", read=arguments.path),
+        takes("--dialect", "YEAR", choices=("2022", "2023", "2024")),
+        LAB,
+    )
+    def ort_plan(self, args: Line) -> MemoryPlan | SavedPlans:
+        """Show what each recompute plan would save; read and write plans of this release and of old ones.
 
         ::
 
-            %ort_find_batch_size MAKE_BATCH --limit LIMIT [--train TRAIN] [--sizes SIZE,SIZE] [--plans PLAN ...]
-                      [-n STEPS] [--lab NAME]
-            %ort_find_batch_size MAKE_BATCH --device SIZE [...]
-            %ort_find_batch_size MAKE_BATCH --resume [--train TRAIN] [--lab NAME]
+            %ort_plan [--part PART] [--at SIZE=N ...] [--level LEVEL] [--write PATH [--dialect YEAR]] [--lab NAME]
+            %ort_plan --costs [--measure PLANS] [--lab NAME]
+            %ort_plan --from FILE [--part PART] [--write PATH [--dialect YEAR]] [--lab NAME]
 
         Arguments:
 
-        - ``MAKE_BATCH``: name of a function; called with a size, it returns a batch of so many samples.
-        - ``--limit LIMIT``: what a step may need above its start: ``6GiB``, ``900 MiB``, or ``$name``.
-        - ``--device SIZE``: instead, what the whole process (on a CPU) or torch's allocator (on CUDA) may hold.
-        - ``--train TRAIN``: name of a function that takes one training step with a batch; forward, loss and backward if
-          not given.
-        - ``--sizes SIZE,SIZE``: batch sizes to try; powers of two from 1 if not given; ``$name`` for a list.
-        - ``--plans PLAN ...``: sets of plans to try where a batch does not fit without; ``Gelu+:1:-1``, or several with
-          commas between them; ``$name`` for one set or a list of sets; the largest that ORT offers if not given.
-        - ``-n STEPS``: timed steps of each run, 3 if not given; a number or ``$name``.
-        - ``--resume``: go on with the search that was interrupted last.
+        - ``--part PART``: path of the part to look at, where only parts of the model are wrapped; all together if not
+          given.
+        - ``--at SIZE=N ...``: evaluate for another batch, without building anything: ``batch=16``, ``sequence=512``,
+          ``label_density=0.15``, or a symbol by its name.
+        - ``--costs``: profile the last step, and predict what each plan takes off its peak and adds to its time.
+        - ``--measure PLANS``: run so many plans as well, those with the most bytes for each ms; a number or ``$name``.
+        - ``--level LEVEL``: the plans that memory level 1 or 2 stands for.
+        - ``--from FILE``: read plans from a configuration or an old log instead, whichever release wrote it, and say
+          which of them this model has. A path, quoted if it has spaces, or ``$name`` for a variable that holds the
+          path or the text itself.
+        - ``--write PATH``: file to write the plans to that are switched on, here or in ``--from``; a path or
+          ``$name``.
+        - ``--dialect YEAR``: how: ``2024`` (a JSON list, which 1.19.2 reads, and what is taken if not given),
+          ``2023`` (``Gelu+:1:-1,...``) or ``2022`` (``Gelu:1,...``).
         - ``--lab NAME``: variable of the lab; the one wrapped last if not given.
 
-        A batch that is predicted not to fit is not run; one that runs out of memory all the same is written down, and
-        the next one runs. Afterwards, or when it is interrupted, the lab is as it was before.
+        Savings are ORT's predictions for the shapes of the first batch, in bytes. Switch a plan on with
+        ``%ort_set memory_plan=...``, or all of a kind with ``%ort_set memory_level=1``.
 
         Example::
 
-            %ort_find_batch_size make_batch --limit 6GiB --plans Gelu+:1:-1
+            %ort_plan
+            %ort_plan --at batch=32
+            %ort_plan --costs --measure 3
+            %ort_plan --from train_2023.log
+            %ort_plan --write plans.json
 
         The same in Python::
 
-            lab.find_batch_size(make_batch, limit="6 GiB", plans=["Gelu+:1:-1"])
+            plan = lab.plan()
+            plan.at(batch=32)
+            lab.plan(costs=True, measure=3)
+            ortlab.memory.read_saved("train_2023.log").against(plan)
+            plan.save("plans.json")
         """
-        variables = self.shell.user_ns
-        lab = chosen_lab(args.lab, variables)
-        how: dict[str, Any] = {}
-        if args.train is not None:
-            how["train"] = arguments.variable(args.train, variables)
-        if args.resume:
-            unfinished = [search for search in lab.batch_size_searches if search.stopped]
-            if not unfinished:
-                raise ArgumentError(
-                    "There is no search to resume.",
-                    why="None of this lab was interrupted.",
-                    fix="%ort_find_batch_size make_batch --limit 6GiB",
-                )
-            how["resume"] = unfinished[-1]
-        for name in ("limit", "device"):
-            if (words := getattr(args, name)) is not None:
-                how[name] = _amount(words, variables)
-        if args.sizes is not None:
-            how["sizes"] = arguments.numbers(args.sizes, variables, "--sizes")
-        if args.plans is not None:
-            how["plans"] = arguments.plan_sets(args.plans, variables)
-        if args.n is not None:
-            how["n"] = arguments.number(args.n, variables, "-n")
-        return lab.find_batch_size(arguments.variable(args.make_batch, variables), **how)
+        if args.has("dialect") and not args.has("write"):
+            raise ArgumentError(
+                "--dialect says how --write writes.", fix="Add --write PATH, or leave it out."
+            )
+        if args.has("source") and args.has("at"):
+            raise ArgumentError(
+                "--at and --from do not go together.",
+                why="The figures of a log are for the batch of its own run.",
+                fix="Leave one of the two out.",
+            )
+        found = _saved_plans(args) if args.has("source") else _plan(args)
+        if isinstance(found, MemoryPlan) and args.has("at"):
+            found = found.at(**args.at)
+        if args.has("write"):
+            path = found.save(args.write, dialect=args.dialect or "2024")
+            print(f"Saved to {path}")  # noqa: T201 - the plan is returned, so this is the only place to say it
+        return found
 
 
-def _amount(words: Sequence[str] | None, variables: Mapping[str, object]) -> Any:
-    """Join the words of an amount of memory, "400 MiB"; `$name` is what a variable holds, nothing is None."""
-    text = " ".join(words or ())
-    return arguments.variable(text[1:], variables) if text.startswith("$") else text or None
+def _plan(args: Line) -> MemoryPlan:
+    """Read the plans, with their costs if the line asks for them."""
+    lab = args.lab
+    if args.has("measure") and not args.costs:
+        raise ArgumentError("--measure belongs to --costs.", fix="%ort_plan --costs --measure 3")
+    if args.costs and args.has("part", "level"):
+        raise ArgumentError("--costs goes with neither --part nor --level.", fix="%ort_plan --costs")
+    if args.costs:
+        return lab.plan(costs=True, **args.given("measure"))
+    return lab.plan(args.part, level=args.level)
+
+
+def _saved_plans(args: Line) -> SavedPlans:
+    """Read saved plans, and compare them with the model if one has been built."""
+    from ortlab.lab.lab import latest  # not before a magic is used: it loads torch
+
+    saved = read_saved(args.source)
+    lab = args.lab if args.has("lab") else latest()
+    if lab is None:
+        return saved
+    try:
+        return saved.against(lab.plan(args.part))
+    except (BuildError, StepError, WrapError) as error:
+        print(f"Not held against the model: {error.what}")  # noqa: T201 - as above
+        return saved

@@ -1,61 +1,97 @@
-"""The magics that set an experiment up: wrap, unwrap, set, options, doctor."""
+"""The magics that set an experiment up: pre-flight, wrap, unwrap, set, options, doctor."""
 
 from __future__ import annotations
 
-import argparse
+import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from IPython.core.magic import Magics, line_magic, magics_class, no_var_expand
+from IPython.core.magic import Magics, magics_class
 
 from ortlab.errors import ArgumentError
 from ortlab.notebook.magics import arguments
-from ortlab.notebook.magics.arguments import Parser
-from ortlab.notebook.magics.chosen_lab import chosen_lab
-from ortlab.notebook.magics.command import command
-from ortlab.options.option_list import OptionList
+from ortlab.notebook.magics.command import CHANGES, LAB, Line, flag, line, takes
+from ortlab.options.catalogue import OptionList
 from ortlab.options.options import Options
-from ortlab.ranks.member import place
+from ortlab.ranks.rank_process import place
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
     from torch import nn
 
     from ortlab.lab.lab import Lab
-    from ortlab.records.checks import Report
-    from ortlab.records.recipe import Recipe
-
-_WRAP = Parser("%ort_wrap")
-_WRAP.add_argument("model", metavar="MODEL")
-_WRAP.add_argument("--only", nargs="+", action="extend", metavar="PART")
-_WRAP.add_argument("--engine", metavar="ort|eager|compile")
-_WRAP.add_argument("--no-panel", action="store_true")
-_WRAP.add_argument("--recipe", metavar="NAME")
-_WRAP.add_changes()
-
-_UNWRAP = Parser("%ort_unwrap")
-_UNWRAP.add_lab()
-
-_SET = Parser("%ort_set")
-_SET.add_changes()
-_SET.add_lab()
-
-_OPTIONS = Parser("%ort_options")
-_OPTIONS.add_argument("names", nargs="*", metavar="OPTION")
-_OPTIONS.add_lab()
-
-_DOCTOR = Parser("%ort_doctor")
+    from ortlab.records.checks import Recipe, Report
+    from ortlab.records.preflight import Preflight
 
 
 @magics_class
 class SetupMagics(Magics):
-    """Magics over `ortlab.wrap`, `Lab.unwrap`, `Lab.set`, `ortlab.options.options` and `ortlab.doctor`."""
+    """Magics over `ortlab.preflight`, `ortlab.wrap`, `Lab.unwrap`, `Lab.set`, the options and `ortlab.doctor`."""
 
     shell: InteractiveShell
 
-    @line_magic
-    @no_var_expand
-    @command(_WRAP)
-    def ort_wrap(self, args: argparse.Namespace) -> Lab | Recipe:
+    @line(takes("model", "MODEL"), takes("batch", "BATCH"), CHANGES)
+    def ort_preflight(self, args: Line) -> Preflight:
+        """Say what stands between a model and ONNX Runtime, before a training step.
+
+        ::
+
+            %ort_preflight MODEL BATCH [option=value ...]
+
+        Arguments:
+
+        - ``MODEL``: variable that holds a ``torch.nn.Module``, wrapped or not.
+        - ``BATCH``: variable with what it is called with: a mapping for ``model(**batch)``, a tuple for
+          ``model(*batch)``, a tensor for ``model(batch)``.
+        - ``option=value``: options to build it with; values are as in ``%ort_set``.
+
+        The model is built as its first step would build it, but nothing is run on ONNX Runtime, and the model stays
+        as it is. If it cannot be built whole, the largest sub-modules that can are found.
+
+        Example::
+
+            report = %ort_preflight model batch
+
+        The same in Python::
+
+            report = ortlab.preflight(model, batch)
+        """
+        import ortlab
+
+        model = self._module(args.model)
+        batch = arguments.variable(args.batch, args.variables)
+        return self._in_cells(ortlab.preflight(model, batch, name=args.model, **args.changes))
+
+    def _module(self, name: str) -> nn.Module:
+        """Look a variable up that should hold a module; where there is none of the name, suggest those that do."""
+        from torch import nn
+
+        variables = self.shell.user_ns
+        modules = [key for key, held in variables.items() if isinstance(held, nn.Module)]
+        found: nn.Module = arguments.variable(name, variables, fitting=modules)
+        return found
+
+    def _in_cells(self, report: Preflight) -> Preflight:
+        """Name the cells in which the user's code stands, where Python knows only a file for each."""
+        findings = []
+        for one in report.findings:
+            file, _, line = one.place.where.rpartition(":")
+            label = self.shell.compile.format_code_name(file) if file else None
+            if label is not None:
+                cell = re.sub(r"\s+", " ", " ".join(label))
+                one = replace(one, place=one.place._replace(where=f"{cell}:{line}"))  # noqa: PLW2901
+            findings.append(one)
+        return replace(report, findings=tuple(findings))
+
+    @line(
+        takes("model", "MODEL"),
+        takes("--only", "PART", nargs="+", action="extend"),
+        takes("--engine", "ort|eager|compile"),
+        flag("--no-panel"),
+        takes("--recipe", "NAME"),
+        takes("changes", "option=value", nargs="*"),
+    )
+    def ort_wrap(self, args: Line) -> Lab | Recipe:
         """Run a model on ONNX Runtime from now on, and show its panel.
 
         ::
@@ -98,18 +134,14 @@ class SetupMagics(Magics):
             %ort_wrap model --recipe fused_adam
             print(ortlab.recipe("fused_adam", model="model", optimizer="optimizer", like=optimizer).code)
         """
-        from torch import nn
-
         import ortlab
-        from ortlab.notebook.widgets import lab_display
+        from ortlab.notebook.widgets import display
 
-        variables = self.shell.user_ns
-        modules = [key for key, held in variables.items() if isinstance(held, nn.Module)]
-        module = arguments.variable(args.model, variables, fitting=modules)
+        module = self._module(args.model)
         if args.recipe is not None:
             return self._write_recipe(module, args)
-        only, more = arguments.parts(args.only, variables)
-        changes = arguments.changes([*args.changes, *more], variables)
+        only, more = arguments.parts(args.only, args.variables)
+        changes = arguments.changes([*args.changes, *more], args.variables)
         if args.engine is not None and "engine" in changes:
             raise ArgumentError("The engine is given twice.", fix="Leave --engine or engine= out.")
         if args.engine is not None:
@@ -118,21 +150,21 @@ class SetupMagics(Magics):
         # A rank's widgets would have no page to stand on: its notebook is that of another process.
         if not args.no_panel and place() is None:
             try:
-                lab_display.show(lab)
+                display.show(lab)
             except BaseException:
                 lab.unwrap()  # the caller has no lab to do it with
                 raise
         else:
-            lab_display.note_shown(lab)  # as the value of the cell, it is shown as one line
+            display.note_shown(lab)  # as the value of the cell, it is shown as one line
         return lab
 
-    def _write_recipe(self, module: object, args: argparse.Namespace) -> Recipe:
+    def _write_recipe(self, module: object, args: Line) -> Recipe:
         from torch import nn, optim
 
         import ortlab
         from ortlab.runs.wrapping import is_wrapped
 
-        if args.changes or args.only or args.engine is not None:
+        if args.has("changes", "only", "engine"):
             raise ArgumentError(
                 "--recipe goes with no option.",
                 fix="Write the options into the cell: ortlab.wrap(model, memory_level=1).",
@@ -142,7 +174,7 @@ class SetupMagics(Magics):
         own = {id(parameter) for parameter in module.parameters()}
         optimizers = {
             name: held
-            for name, held in self.shell.user_ns.items()
+            for name, held in args.variables.items()
             if isinstance(held, optim.Optimizer)
             and not name.startswith("_")
             and any(id(one) in own for group in held.param_groups for one in group["params"])
@@ -154,10 +186,8 @@ class SetupMagics(Magics):
         self.shell.set_next_input(made.code)
         return made
 
-    @line_magic
-    @no_var_expand
-    @command(_UNWRAP)
-    def ort_unwrap(self, args: argparse.Namespace) -> nn.Module:
+    @line(LAB)
+    def ort_unwrap(self, args: Line) -> nn.Module:
         """Give the model back to PyTorch; its weights stay as they are.
 
         ::
@@ -178,12 +208,10 @@ class SetupMagics(Magics):
 
             model = lab.unwrap()
         """
-        return chosen_lab(args.lab, self.shell.user_ns).unwrap()
+        return args.lab.unwrap()
 
-    @line_magic
-    @no_var_expand
-    @command(_SET)
-    def ort_set(self, args: argparse.Namespace) -> Lab:
+    @line(CHANGES, LAB)
+    def ort_set(self, args: Line) -> Lab:
         """Change options, or the engine; what has to be rebuilt is rebuilt at the next step.
 
         ::
@@ -208,15 +236,13 @@ class SetupMagics(Magics):
 
             lab.set(memory_level=1, log_level="INFO")
         """
-        changes = arguments.changes(args.changes, self.shell.user_ns)
+        changes = args.changes
         if not changes:
             raise ArgumentError("%ort_set needs an option=value.", fix="%ort_options lists the options.")
-        return chosen_lab(args.lab, self.shell.user_ns).set(**changes)
+        return args.lab.set(**changes)
 
-    @line_magic
-    @no_var_expand
-    @command(_OPTIONS)
-    def ort_options(self, args: argparse.Namespace) -> OptionList:
+    @line(takes("names", "OPTION", nargs="*"), LAB)
+    def ort_options(self, args: Line) -> OptionList:
         """List the options: what each does, its value now, and why it cannot act here, if so.
 
         ::
@@ -235,20 +261,17 @@ class SetupMagics(Magics):
 
         The same in Python::
 
-            from ortlab.options.option_list import OptionList
+            from ortlab.options.catalogue import OptionList
             OptionList(lab.options, ("memory_level", "memory_plan"), lab.have)
         """
-        from ortlab.lab.wrapped import latest
+        from ortlab.lab.lab import latest
 
-        if args.lab is None and latest() is None:
+        if not args.has("lab") and latest() is None:
             return OptionList(Options(), tuple(args.names))
-        lab = chosen_lab(args.lab, self.shell.user_ns)
-        return OptionList(lab.options, tuple(args.names), lab.have)
+        return OptionList(args.lab.options, tuple(args.names), args.lab.have)
 
-    @line_magic
-    @no_var_expand
-    @command(_DOCTOR)
-    def ort_doctor(self, _args: argparse.Namespace) -> Report:
+    @line()
+    def ort_doctor(self, _args: Line) -> Report:
         """Examine the installation: what is there, whether it can train, and which command mends what cannot.
 
         ::

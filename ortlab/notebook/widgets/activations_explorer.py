@@ -5,30 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary, ref
 
 from ortlab import units
-from ortlab.memory.free_sizes import arguments, free_sizes
 from ortlab.memory.saved_activations import KINDS
-from ortlab.notebook.widgets import lean
+from ortlab.memory.symbolic_sizes import arguments, free_sizes
+from ortlab.notebook.widgets import controls
 from ortlab.notebook.widgets.activations_rows import (
-    Row,
     activation_rows,
     effect_rows,
     group_rows,
     key_of,
     name_of,
 )
-from ortlab.notebook.widgets.attendant import Attendant
-from ortlab.notebook.widgets.base import ErrorBox, Looks, close_tree
+from ortlab.notebook.widgets.browser import living
+from ortlab.notebook.widgets.controls import ErrorBox, Looks, close_tree
+from ortlab.notebook.widgets.frame import PANEL, Attendant, forms
+from ortlab.notebook.widgets.graph_display import highlight
 from ortlab.notebook.widgets.record_table import Intents, Picker, RecordTable, Slider
-from ortlab.notebook.widgets.style import PANEL
-from ortlab.render import html, text
+from ortlab.render import html
 from ortlab.render.activations_page import activations_notes, activations_page, total_sentence
 from ortlab.render.page import Folded, Mark, Note, Page
 
 if TYPE_CHECKING:
-    from ortlab.memory.activations import PlanEffect, SavedActivation
-    from ortlab.memory.saved_activations import Kind, SavedActivations
+    from ortlab.lab.lab import Lab
+    from ortlab.memory.saved_activations import Kind, PlanEffect, SavedActivation, SavedActivations
+
 
 _EACH: Final = ""
 """Key of the view that lists each activation."""
@@ -37,7 +39,7 @@ _WITHIN: Final = "within"
 """Key of the view that lists those of one group."""
 
 
-class ActivationsExplorer(lean.Column):
+class ActivationsExplorer(controls.Column):
     """The saved activations in a table, and below it the plans that take something out of it; empty until `show`.
 
     If it is `framed`, it stands alone and carries the frame and the style sheet that the panel would.
@@ -57,7 +59,7 @@ class ActivationsExplorer(lean.Column):
         self._row = ""
         self._plan = ""
         self.errors = ErrorBox(looks)
-        self.table: RecordTable[Row] = RecordTable(
+        self.table: RecordTable[Any] = RecordTable(
             "Activations kept for backward",
             Intents(choose=self.choose, slide=self.set_size, pick=self.view),
             looks,
@@ -69,7 +71,7 @@ class ActivationsExplorer(lean.Column):
             "Which plan removes what",
             "Applies each recompute plan alone, in a session that never runs: some tenths of a second each",
         )
-        self.look.layout = lean.Layout()  # its own, since it is not always shown
+        self.look.layout = controls.Layout()  # its own, since it is not always shown
         self.look.on_click(lambda _: self._look_for_plans())
         buttons = looks.row(self.look)
         self._notes = looks.html()
@@ -85,7 +87,7 @@ class ActivationsExplorer(lean.Column):
         ]
         if framed:
             children.insert(0, Attendant("activations", looks))
-        super().__init__(children, layout=lean.hidden())
+        super().__init__(children, layout=controls.hidden())
         if framed:
             self.add_class(PANEL)
 
@@ -102,7 +104,7 @@ class ActivationsExplorer(lean.Column):
         self._sizes = {}
         self._within = None
         self._view = activations.shown_by
-        lean.show(self)
+        controls.show(self)
         self._draw()
 
     # ---- what the user wants ----------------------------------------------------------------------------------
@@ -133,21 +135,20 @@ class ActivationsExplorer(lean.Column):
 
     def _point(self) -> None:
         """Tell which nodes of the graph the chosen rows are about."""
-        rows = self.activations.rows if self.activations is not None else ()
         chosen = self._chosen
         if self._plan:
-            nodes = [row.node for row in rows if self._plan in (row.plans or ())]
+            nodes = [row.node for row in self._rows if self._plan in (row.plans or ())]
         elif chosen is not None and self._kind is None:
             nodes = [chosen.node, *chosen.kept_by]
         elif self._view == _WITHIN and self._within is not None and self.activations is not None:
             kind, name = self._within
-            nodes = [row.node for row in rows if self.activations.group_of(row, kind) == name]
+            nodes = [row.node for row in self._rows if self.activations.group_of(row, kind) == name]
         else:
             nodes = []
         self.pointed(nodes)
 
     def set_size(self, key: str, value: int) -> None:
-        """Evaluate the bytes for another batch; nothing is built. See `ortlab.memory.free_sizes` for the keys."""
+        """Evaluate the bytes for another batch; nothing is built. See `ortlab.memory.symbolic_sizes` for the keys."""
         if self.as_read is None:
             return
         sizes = {**self._sizes, key: value}
@@ -193,18 +194,21 @@ class ActivationsExplorer(lean.Column):
         self.plans.show(
             effect_rows(activations, self._plan, () if self._chosen is None else self._chosen.plans or ())
         )
-        lean.show(self.plans, on=bool(activations.effects))
-        lean.show(self.look, on=not activations.effects and self._read_plans is not None)
+        controls.show(self.plans, on=bool(activations.effects))
+        controls.show(self.look, on=not activations.effects and self._read_plans is not None)
         self._details.value = html.fragment(Page("", self._detail_notes(activations)))
         self._notes.value = html.fragment(
             Page("", (Note(total_sentence(activations)), *activations_notes(activations)))
         )
 
     @property
+    def _rows(self) -> Sequence[SavedActivation]:
+        return self.activations.rows if self.activations is not None else ()
+
+    @property
     def _chosen(self) -> SavedActivation | None:
         """The activation whose details are shown."""
-        rows = self.activations.rows if self.activations is not None else ()
-        return next((row for row in rows if key_of(row) == self._row), None)
+        return next((row for row in self._rows if key_of(row) == self._row), None)
 
     def _sliders(self) -> list[Slider]:
         activations = self.as_read
@@ -256,11 +260,9 @@ class ActivationsExplorer(lean.Column):
 
     def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
         bundle: dict[str, Any] = super()._repr_mimebundle_(**kwargs) or {}
-        page = self.page()
-        return {**bundle, "text/plain": text.render(page), "text/html": html.render(page)}
+        return {**bundle, **forms(self.page())}
 
     def __repr__(self) -> str:
-        """Say how much is shown, without an address that would change from run to run."""
         return f"ActivationsExplorer({'empty' if self.activations is None else total_sentence(self.activations)})"
 
     def close(self) -> None:
@@ -276,3 +278,42 @@ def _removed_by(row: SavedActivation) -> str:
     if not row.plans:
         return "No recompute plan removes it."
     return f"Removed by {' or by '.join(row.plans)}."
+
+
+_explorers: WeakKeyDictionary[Lab, list[ref[ActivationsExplorer]]] = WeakKeyDictionary()
+
+
+def activations_explorer(lab: Lab, activations: SavedActivations) -> ActivationsExplorer:
+    """Return the explorer that shows saved activations of a lab, filled.
+
+    Running a cell again, which reads the same, shows the same explorer and leaves no second one behind. What differs,
+    by the batch, the part or the plans, gets an explorer of its own: the cell above still shows what it was asked for.
+    """
+    living = [one for one in (known() for known in _explorers.get(lab, ())) if one and not one.closed]
+    explorer = next((one for one in living if one.as_read == activations), None)
+    if explorer is None:
+        explorer = ActivationsExplorer(framed=True)
+        living.append(explorer)
+    _explorers[lab] = [ref(one) for one in living]
+    of_lab, part = ref(lab), activations.source.part
+
+    def with_plans() -> SavedActivations:
+        there = of_lab()
+        return activations if there is None else there.activations(part, plans=True)
+
+    def point(nodes: Sequence[str]) -> None:
+        there = of_lab()
+        if there is not None:
+            highlight(there, nodes)
+
+    explorer.pointed = point
+    explorer.show(activations, with_plans)
+    return explorer
+
+
+def bundle_of(activations: SavedActivations) -> dict[str, Any]:
+    """Return the MIME bundle of an explorer of saved activations; empty if its lab is gone, or nothing is kept."""
+    lab = activations.source.lab
+    if lab is None or not activations.rows:
+        return {}
+    return living(activations_explorer(lab, activations)._repr_mimebundle_())

@@ -6,33 +6,29 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ortlab import units
-from ortlab.memory.activations import ActivationGroup, PlanEffect, SavedActivation
-from ortlab.memory.shapes import shape_at
+from ortlab.memory.saved_activations import ActivationGroup, PlanEffect, SavedActivation
+from ortlab.memory.symbolic_sizes import shape_at
 from ortlab.notebook.widgets.record_table import Column, Content, Look
 
 if TYPE_CHECKING:
     from ortlab.memory.saved_activations import Kind, SavedActivations
 
-Row = SavedActivation | ActivationGroup
 
-
-def group_rows(activations: SavedActivations, kind: Kind) -> Content[Row]:
+def group_rows(activations: SavedActivations, kind: Kind) -> Content[ActivationGroup]:
     """Make the table of the totals by layer, operator or module."""
     return Content(
         records=activations.by(kind),
         columns=[
-            Column(kind, lambda row: _group(row).name, lambda row: units.fold(_group(row).name)),
-            _numeric(
-                "activations", lambda row: _group(row).count, lambda row: units.count(_group(row).count)
-            ),
+            Column(kind, lambda row: row.name, lambda row: units.fold(row.name)),
+            _numeric("activations", lambda row: row.count, lambda row: units.count(row.count)),
             *_bytes_columns(activations),
         ],
-        key=lambda row: _group(row).name,
-        look=lambda row: Look(_group(row).name, chosen=False),
+        key=lambda row: row.name,
+        look=lambda row: Look(row.name, chosen=False),
         noun=(kind, f"{kind}s"),
         totals=lambda rows: {
             kind: "together",
-            "activations": units.count(sum(_group(row).count for row in rows)),
+            "activations": units.count(sum(row.count for row in rows)),
             **_total_bytes(activations, rows),
         },
     )
@@ -40,7 +36,7 @@ def group_rows(activations: SavedActivations, kind: Kind) -> Content[Row]:
 
 def activation_rows(
     activations: SavedActivations, within: tuple[Kind, str] | None = None, plan: str = "", chosen: str = ""
-) -> Content[Row]:
+) -> Content[SavedActivation]:
     """Make the table of the activations; `chosen` is the key of the one whose details are shown.
 
     `within` is the kind and name of the group that they are of; None for all. Activations that `plan` removes are
@@ -52,33 +48,32 @@ def activation_rows(
     if plan:
         rows.sort(key=lambda row: plan not in (row.plans or ()))  # stable: the largest of each stay first
 
-    def look(row: Row) -> Look:
-        one = _one(row)
+    def look(row: SavedActivation) -> Look:
         return Look(
-            name=f"{one.operator} {one.value}",
-            chosen=key_of(one) == chosen,
-            mark="removed" if plan and plan in (one.plans or ()) else "",
-            code=units.fold(one.value.removeprefix("/_original_module/"), 100),  # ORTModule's own level
+            name=f"{row.operator} {row.value}",
+            chosen=key_of(row) == chosen,
+            mark="removed" if plan and plan in (row.plans or ()) else "",
+            code=units.fold(row.value.removeprefix("/_original_module/"), 100),  # ORTModule's own level
         )
 
     return Content(
         records=rows,
         columns=[
-            Column("activation", lambda row: name_of(_one(row)), lambda row: name_of(_one(row))),
-            Column("module", lambda row: _one(row).module, lambda row: units.fold(_one(row).module or "-")),
+            Column("activation", name_of, name_of),
+            Column("module", lambda row: row.module, lambda row: units.fold(row.module or "-")),
             *_line_columns(activations),
             Column(
                 "shape",
-                lambda row: _shape(activations, _one(row)),
-                lambda row: units.fold(_shape(activations, _one(row))),
+                lambda row: _shape(activations, row),
+                lambda row: units.fold(_shape(activations, row)),
                 meaning="for the sizes above; the details have the formula",
             ),
             *_bytes_columns(activations),
         ],
-        key=lambda row: key_of(_one(row)),
+        key=key_of,
         look=look,
         noun=("activation", "activations"),
-        search=lambda row: _search(_one(row)),
+        search=_search,
         totals=lambda rows: {
             "activation": f"together: {units.count(len(rows))}",
             **_total_bytes(activations, rows),
@@ -132,25 +127,11 @@ def name_of(row: SavedActivation) -> str:
     return f"{row.operator} -> {row.output}" if row.output else row.operator
 
 
-def _one(row: Row) -> SavedActivation:
-    if isinstance(row, ActivationGroup):
-        raise TypeError("a group is no activation")
-    return row
-
-
-def _group(row: Row) -> ActivationGroup:
-    if isinstance(row, SavedActivation):
-        raise TypeError("an activation is no group")
-    return row
-
-
-def _line_columns(activations: SavedActivations) -> list[Column[Row]]:
+def _line_columns(activations: SavedActivations) -> list[Column[Any]]:
     if not any(row.source for row in activations.rows):
         return []
     meaning = "where the forward of the module begins; none for torch's own modules"
-    return [
-        Column("line", lambda row: _one(row).source or None, lambda row: _line(_one(row)), meaning=meaning)
-    ]
+    return [Column("line", lambda row: row.source or None, _line, meaning=meaning)]
 
 
 def _line(row: SavedActivation) -> str:
@@ -176,7 +157,7 @@ def _numeric(
     return Column(name, value, words, numeric=True, meaning=meaning)
 
 
-def _bytes_columns(activations: SavedActivations) -> list[Column[Row]]:
+def _bytes_columns(activations: SavedActivations) -> list[Column[Any]]:
     return [
         _numeric(
             "bytes",
@@ -197,7 +178,7 @@ def _known(size: float | None, unknown: int) -> str:
     return units.size(size) + (f" and {units.count(unknown)} not known" if unknown else "")
 
 
-def _total_bytes(activations: SavedActivations, rows: Sequence[Row]) -> dict[str, str]:
+def _total_bytes(activations: SavedActivations, rows: Sequence[Any]) -> dict[str, str]:
     size = sum(row.bytes or 0 for row in rows)
     unknown = sum(row.unknown if isinstance(row, ActivationGroup) else row.bytes is None for row in rows)
     share = size / activations.total_bytes if activations.total_bytes else 0.0

@@ -1,10 +1,10 @@
-"""The open views of graphs: one for each lab and stage that was asked for, and what a table highlights in them."""
+"""The open views of graphs, in cells and in the panel: one for each lab and stage, and what a table marks in them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 from ortlab.errors import BuildError, OptionError, OrtlabError
@@ -12,16 +12,18 @@ from ortlab.graphs.diff import GraphDiff
 from ortlab.graphs.stages import STAGES, Graph
 from ortlab.graphs.triton_kernels import TritonKernel
 from ortlab.lab.following import observe, recompute_places
-from ortlab.memory.recompute import COPY
-from ortlab.memory.recompute_places import EVERYWHERE
-from ortlab.notebook.widgets.graph_source import HOPS, GraphSource
-from ortlab.notebook.widgets.graph_view import HEIGHT, GraphView
-from ortlab.render.triton_page import code_title
+from ortlab.memory.recompute import COPY, EVERYWHERE
+from ortlab.notebook.widgets import controls
+from ortlab.notebook.widgets.controls import Fold
+from ortlab.notebook.widgets.graph_view import HEIGHT, HOPS, GraphSource, GraphView
+from ortlab.render.kernel_pages import code_title
 
 if TYPE_CHECKING:
     from ortlab.analyses.graphs import Mode
     from ortlab.lab.lab import Lab
-    from ortlab.memory.recompute_places import RecomputePlace, RecomputePlaces
+    from ortlab.memory.recompute import RecomputePlace, RecomputePlaces
+    from ortlab.notebook.widgets.controls import ErrorBox, Looks
+
 
 _of_labs: WeakKeyDictionary[Lab, dict[tuple[str, str | None, str | None], ref[GraphView]]] = (
     WeakKeyDictionary()
@@ -91,12 +93,13 @@ def show_graph(
     >>> ortlab.show_graph(lab.graph_diff(memory_level=1))
     >>> ortlab.show_graph(lab.triton_kernels().kernel(1))
     """
+    how: dict[str, Any] = {"around": around, "hops": hops, "group": group}
     if isinstance(source, Graph):
-        return _of_graph(source, around=around, hops=hops, group=group, height=height)
+        return _of_graph(source, how, height)
     if isinstance(source, GraphDiff):
-        return _of_diff(source, stage, around=around, hops=hops, group=group, height=height)
+        return _of_diff(source, stage, how, height)
     if isinstance(source, TritonKernel):
-        return _of_kernel(source, stage, around=around, hops=hops, group=group, height=height)
+        return _of_kernel(source, stage, how, height)
     stage = stage or "execution"
     lab_ref = ref(source)
 
@@ -110,9 +113,9 @@ def show_graph(
     views = _of_labs.setdefault(source, {})
     known = views[key]() if key in views else None
     if known is not None and not known.closed:
-        known.show(stage, around=around, hops=hops, group=group)
+        known.show(stage, **how)
         return known
-    view = GraphView(GraphSource(STAGES, read), stage, around=around, hops=hops, group=group, height=height)
+    view = GraphView(GraphSource(STAGES, read), stage, **how, height=height)
     view.ends_with(observe(source, _follower(lab_ref, ref(view))))
     views[key] = ref(view)
     return view
@@ -168,19 +171,12 @@ def open_views(lab: Lab) -> list[GraphView]:
     return [view for view in found if view is not None and not view.closed]
 
 
-def _of_graph(graph: Graph, *, around: str, hops: int, group: str, height: int) -> GraphView:
-    key = graph.stage, graph.digest
-    known = _of_graphs.get(key)
-    if known is not None and not known.closed:
-        known.show(graph.stage, around=around, hops=hops, group=group)
-        return known
+def _of_graph(graph: Graph, how: dict[str, Any], height: int) -> GraphView:
     alone = GraphSource({graph.stage: STAGES.get(graph.stage, "")}, lambda _: graph)
-    view = GraphView(alone, graph.stage, around=around, hops=hops, group=group, height=height)
-    _of_graphs[key] = view
-    return view
+    return _kept((graph.stage, graph.digest), alone, graph.stage, how, height)
 
 
-def _of_diff(diff: GraphDiff, side: str, *, around: str, hops: int, group: str, height: int) -> GraphView:
+def _of_diff(diff: GraphDiff, side: str, how: dict[str, Any], height: int) -> GraphView:
     if not diff.graphs:
         raise BuildError(
             "This difference has no graphs to show.",
@@ -193,35 +189,29 @@ def _of_diff(diff: GraphDiff, side: str, *, around: str, hops: int, group: str, 
     if side not in titles:
         raise OptionError(f"A difference has no side {side!r}.", fix='Choose "before" or "after".')
     key = "difference", *(part for one in (diff.before, diff.after) for part in (one.name, one.digest))
-    known = _of_graphs.get(key)
-    if known is not None and not known.closed:
-        known.show(side, around=around, hops=hops, group=group)
-        return known
     graphs = dict(zip(titles, diff.graphs, strict=True))
     colours = {"before": before, "after": after}
-    source = GraphSource(titles, graphs.__getitem__, colours.__getitem__)
-    view = GraphView(source, side, around=around, hops=hops, group=group, height=height)
-    _of_graphs[key] = view
-    return view
+    return _kept(key, GraphSource(titles, graphs.__getitem__, colours.__getitem__), side, how, height)
 
 
-def _of_kernel(
-    kernel: TritonKernel, form: str, *, around: str, hops: int, group: str, height: int
-) -> GraphView:
+def _of_kernel(kernel: TritonKernel, form: str, how: dict[str, Any], height: int) -> GraphView:
     form = form or next(iter(kernel.forms), "original")
     kernel.graph(form)  # says what is wrong before anything is shown
-    key = (
-        "triton",
-        form,
-        *(f"{one}{one.stat().st_mtime_ns}" for one in (*kernel.graphs.values(), *kernel.sources)),
-    )
+    files = (*kernel.graphs.values(), *kernel.sources)
+    key = "triton", form, *(f"{one}{one.stat().st_mtime_ns}" for one in files)
+    source = GraphSource(kernel.forms, kernel.graph, code=kernel.source, about_code=code_title(kernel))
+    return _kept(key, source, form, how, height)
+
+
+def _kept(
+    key: tuple[str, ...], source: GraphSource, stage: str, how: dict[str, Any], height: int
+) -> GraphView:
+    """Return the open view of a key, refreshed; make it where there is none."""
     known = _of_graphs.get(key)
     if known is not None and not known.closed:
-        known.show(form, around=around, hops=hops, group=group)
+        known.show(stage, **how)
         return known
-    source = GraphSource(kernel.forms, kernel.graph, code=kernel.source, about_code=code_title(kernel))
-    view = GraphView(source, form, around=around, hops=hops, group=group, height=height)
-    _of_graphs[key] = view
+    view = _of_graphs[key] = GraphView(source, stage, **how, height=height)
     return view
 
 
@@ -233,3 +223,31 @@ def _follower(lab: ref[Lab], view: ref[GraphView]) -> Callable[[str], None]:
             shown.follow(rebuild_is_due=living.engine == "ort" and living.rebuild().stage in _BUILDS)
 
     return follow
+
+
+class GraphPart(Fold):
+    """The graph that runs, drawn; `ortlab.show_graph(lab)` shows the same view in a cell of its own."""
+
+    def __init__(self, lab: Lab, errors: ErrorBox, looks: Looks) -> None:
+        self._lab = lab
+        self._errors = errors
+        self._made: GraphView | None = None
+        self._place = controls.Column(layout=looks.layout)
+        super().__init__("Graph", self._place, self._build, looks)
+
+    def _build(self) -> None:
+        if self._place.children:
+            return
+        with self._errors.watching():
+            known = open_views(self._lab)
+            view = show_graph(self._lab)
+            self._made = None if view in known else view
+            self._place.children = (view,)
+        if not self._place.children:
+            self.heading.value = False
+
+    def let_go(self) -> None:
+        """Close the view if the panel has made it; one that was there before stays."""
+        self._place.children = ()
+        if self._made is not None:
+            self._made.close()

@@ -5,22 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import traitlets
 
 from ortlab.errors import OptionError, OrtlabError
-from ortlab.graphs.scopes import node_names
-from ortlab.graphs.viewer.document import SANDBOX
-from ortlab.graphs.viewer.embedded import EmbeddedGraph, drawn
-from ortlab.notebook.widgets.base import close_tree
-from ortlab.notebook.widgets.graph_source import GROUPS, HOPS, GraphSource, Wanted
-from ortlab.notebook.widgets.part import Part, Script
-from ortlab.notebook.widgets.saved_form import SavedForm
-from ortlab.notebook.widgets.static_files import compact, compacted_style
-from ortlab.notebook.widgets.style import PANEL
-from ortlab.render import code, graph_picture, html, text
+from ortlab.graphs.nodes import node_names
+from ortlab.graphs.viewer.document import SANDBOX, EmbeddedGraph, drawn
+from ortlab.notebook.widgets.browser import Part, Script, compact, compacted_style, living
+from ortlab.notebook.widgets.controls import close_tree
+from ortlab.notebook.widgets.frame import PANEL, SavedForm, forms
+from ortlab.render import graph_picture, html
 from ortlab.render.page import Code
 from ortlab.render.pages import compose
 
@@ -28,6 +24,36 @@ if TYPE_CHECKING:
     from ortlab.graphs.stages import Graph
     from ortlab.graphs.viewer.document import Document
     from ortlab.render.page import Page
+
+
+HOPS: Final = 2
+"""How far the neighbourhood of a node reaches, unless another number is asked for."""
+
+GROUPS: Final = {"auto": "grouped if it is large", "module": "grouped by module", "none": "every node"}
+"""How a whole graph is drawn: what `group` takes, and its words in the browser."""
+
+
+@dataclass(frozen=True)
+class GraphSource:
+    """Graphs to choose from: the stages of a build, the two sides of a difference, or a single one."""
+
+    titles: Mapping[str, str]  # words, by the name that `read` takes
+    read: Callable[[str], Graph]
+    # Returns the first marks of the nodes, as `GraphView.highlight` takes them; None keeps marks between graphs.
+    colours: Callable[[str], Mapping[str, str]] | None = None
+    code: str = ""  # Python code that stands beside each graph
+    about_code: str = ""  # one line
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What shall be shown; the fields are `GraphView`'s parameters."""
+
+    stage: str
+    around: str
+    hops: int
+    group: str
+
 
 SIGNS: Final = {
     "added": "+",
@@ -80,7 +106,8 @@ class GraphView(Part):
         self._problem = self._stale = self._failure = ""
         self._wanted = Wanted(stage, around, hops, group)
         self.graph, self._document = self._made(self._wanted)
-        super().__init__(Script("graph_view.js", compacted_style(_style(with_code=bool(source.code)))))
+        style = html.STYLE + compact("graph_view.css") + (html.CODE_STYLE if source.code else "")
+        super().__init__(Script("graph_view.js", compacted_style(style)))
         self.add_class(PANEL)
         self.marks = dict(source.colours(stage)) if source.colours else {}
         self._saved = SavedForm(self, self.page, dated=False)
@@ -256,7 +283,7 @@ class GraphView(Part):
     def _code(self) -> list[str] | None:
         """Return title and coloured text of the code that stands beside the graph."""
         source = self._source
-        return [source.about_code, code.highlighted(source.code)] if source.code else None
+        return [source.about_code, html.highlighted(source.code)] if source.code else None
 
     def _check(self, names: Sequence[str] | Mapping[str, str]) -> None:
         if isinstance(names, str):
@@ -281,16 +308,14 @@ class GraphView(Part):
         return replace(page, blocks=(*page.blocks, beside))
 
     def _repr_mimebundle_(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        forms, metadata = super()._repr_mimebundle_(**kwargs) or ({}, {})
-        page = self.page()
-        return {**forms, "text/plain": text.render(page), "text/html": html.render(page)}, metadata
+        bundle, metadata = super()._repr_mimebundle_(**kwargs) or ({}, {})
+        return {**bundle, **forms(self.page())}, metadata
 
     def _ipython_display_(self) -> None:
-        forms, _ = super()._repr_mimebundle_() or ({}, {})
-        self._saved.display({name: form for name, form in forms.items() if name.endswith("+json")})
+        bundle, _ = super()._repr_mimebundle_() or ({}, {})
+        self._saved.display(living(bundle))
 
     def __repr__(self) -> str:
-        """Say what is shown, without an address that would change from run to run."""
         return f"GraphView({self.graph.stage!r}, {self.graph.mode!r}, nodes={self.graph.node_count})"
 
     def embedded(self) -> EmbeddedGraph:
@@ -306,10 +331,6 @@ class GraphView(Part):
         self.closed = True
         self._end()
         close_tree(self)
-
-
-def _style(*, with_code: bool) -> str:
-    return html.STYLE + compact("graph_view.css") + (code.STYLE if with_code else "")
 
 
 _DUE: Final = "The switches have changed: the next step builds another graph than this."

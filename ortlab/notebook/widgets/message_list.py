@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from ortlab.notebook.widgets import lean
-from ortlab.notebook.widgets.fold import Fold
+from ortlab.notebook.widgets import controls
+from ortlab.notebook.widgets.controls import Fold
 from ortlab.options.log_levels import SEVERITIES
 from ortlab.records.messages import SOURCES, Messages
 from ortlab.render import html
@@ -14,7 +14,7 @@ from ortlab.render.message_pages import counts_text, messages_page, run_fold, ru
 from ortlab.render.page import Folded, Mark, Note, Page
 
 if TYPE_CHECKING:
-    from ortlab.notebook.widgets.base import Looks
+    from ortlab.notebook.widgets.controls import Looks
 
 PAGE: Final = 200
 """Kinds of messages on one page of a chosen run: ten thousand at once would stop the browser."""
@@ -22,7 +22,7 @@ PAGE: Final = 200
 _ALL: Final = "all"
 
 
-class MessageList(lean.Column):
+class MessageList(controls.Column):
     """Messages by run, the newest run first; a run that is chosen is shown whole, page by page.
 
     The heading of the fold counts the messages; they are drawn while it is open, and the filters are made when it is
@@ -34,7 +34,7 @@ class MessageList(lean.Column):
         self._looks = looks
         self._first = 0
         self._drawing = False
-        self._body = lean.Column(layout=looks.layout)
+        self._body = controls.Column(layout=looks.layout)
         self.fold = Fold("Messages", self._body, self._opened, looks)
         super().__init__([self.fold], layout=looks.layout)
 
@@ -47,16 +47,16 @@ class MessageList(lean.Column):
         """Make the filters; a panel whose messages nobody looks at has none."""
         looks = self._looks
         shared = {"layout": looks.layout}
-        self.run = lean.Dropdown(options=[(_ALL, _ALL)], value=_ALL, description="Run", **shared)
-        self.level = lean.Dropdown(
+        self.run = controls.Dropdown(options=[(_ALL, _ALL)], value=_ALL, description="Run", **shared)
+        self.level = controls.Dropdown(
             options=[(_ALL, ""), *((f"{name} and worse", name) for name in SEVERITIES[1:])],
             description="Level",
             **shared,
         )
-        self.source = lean.Dropdown(
+        self.source = controls.Dropdown(
             options=[(_ALL, ""), *zip(SOURCES, SOURCES, strict=True)], description="Source", **shared
         )
-        self.words = lean.Text(
+        self.words = controls.Text(
             placeholder="any text", description="Contains", continuous_update=False, **shared
         )
         self.earlier = looks.button("Earlier", "The page before this one")
@@ -67,7 +67,7 @@ class MessageList(lean.Column):
         self._list.add_class("ortlab-messages")
         filters = looks.row(self.run, self.level, self.source, self.words, self.refresh)
         filters.add_class("ortlab-filters")
-        self._pages = lean.Box([self.earlier, self.later], layout=lean.hidden())
+        self._pages = controls.Box([self.earlier, self.later], layout=controls.hidden())
         self._pages.add_class("ortlab-row")
         self._body.children = (filters, self._list, self._pages)
         for control in (self.run, self.level, self.source, self.words):
@@ -97,7 +97,7 @@ class MessageList(lean.Column):
         self._list.value = html.fragment(page)
 
     def _all_runs(self, messages: Messages, kept: Messages) -> Page:
-        lean.show(self._pages, on=False)
+        controls.show(self._pages, on=False)
         if len(messages) and not len(kept):
             return Page("", (Note(f"No message fits; there are {counts_text(messages)}.", Mark.QUIET),))
         return Page("", messages_page(kept).blocks)
@@ -107,7 +107,7 @@ class MessageList(lean.Column):
         kept = kept.of(run=number)
         kinds = len(kept.kinds)
         self._first = min(self._first, max(0, (kinds - 1) // PAGE * PAGE))
-        lean.show(self._pages, on=kinds > PAGE)
+        controls.show(self._pages, on=kinds > PAGE)
         self.earlier.disabled = self._first == 0
         self.later.disabled = self._first + PAGE >= kinds
         fold = run_fold(kept, number or None, self._first, PAGE)

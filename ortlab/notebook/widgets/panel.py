@@ -6,28 +6,23 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.lab.following import observe, shown_ranks
-from ortlab.notebook.widgets import lean
-from ortlab.notebook.widgets.actions import Actions
+from ortlab.notebook.widgets import controls
 from ortlab.notebook.widgets.activations_explorer import ActivationsExplorer
-from ortlab.notebook.widgets.attendant import Attendant
-from ortlab.notebook.widgets.base import Looks, close_tree
-from ortlab.notebook.widgets.graph_display import highlight, highlight_plans
-from ortlab.notebook.widgets.graph_part import GraphPart
-from ortlab.notebook.widgets.header import Header
-from ortlab.notebook.widgets.lab_display import note_shown
-from ortlab.notebook.widgets.memory_part import MemoryPart
+from ortlab.notebook.widgets.browser import living
+from ortlab.notebook.widgets.controls import Looks, close_tree
+from ortlab.notebook.widgets.display import note_shown
+from ortlab.notebook.widgets.frame import PANEL, Attendant, SavedForm, forms
+from ortlab.notebook.widgets.graph_display import GraphPart, highlight, highlight_plans
+from ortlab.notebook.widgets.header import Actions, Header
 from ortlab.notebook.widgets.message_list import MessageList
 from ortlab.notebook.widgets.plan_table import PlanTable
 from ortlab.notebook.widgets.ranks_part import RanksPart
-from ortlab.notebook.widgets.runs_part import RunsPart
-from ortlab.notebook.widgets.saved_form import SavedForm
-from ortlab.notebook.widgets.style import PANEL
+from ortlab.notebook.widgets.runs_part import MemoryPart, RunsPart
 from ortlab.notebook.widgets.switches import SwitchList
 from ortlab.options.options import Options
-from ortlab.render import html, text
-from ortlab.render.lab_pages import lab_page
-from ortlab.render.rebuild_words import switch_words
-from ortlab.render.run_pages import ENGINE_NAMES, engine_words
+from ortlab.render import html
+from ortlab.render.execution_words import ENGINE_NAMES, engine_words
+from ortlab.render.lab_pages import lab_page, switch_words
 
 if TYPE_CHECKING:
     from ortlab.lab.lab import Lab
@@ -39,7 +34,7 @@ _RUN_A_STEP: Final = "Run a step first: %%ort_step -n 20, or lab.step(fn, n=20).
 _panels: weakref.WeakKeyDictionary[Lab, weakref.ref[Panel]] = weakref.WeakKeyDictionary()
 
 
-class Panel(lean.Column):
+class Panel(controls.Column):
     """A lab in one column; the widget computes nothing, and every button is a method of the lab.
 
     Several panels of one lab stay in step.
@@ -52,7 +47,7 @@ class Panel(lean.Column):
         self._built_for = ""
         self._looks = looks = Looks()
         self.header = Header(lab, looks)
-        self.engine = lean.ToggleButtons(
+        self.engine = controls.ToggleButtons(
             options=_engines(lab.engine), value=lab.engine, description="Engine", layout=looks.layout
         )
         self.actions = Actions(looks)
@@ -64,7 +59,7 @@ class Panel(lean.Column):
         self._plans: PlanTable | None = None
         self._explorer: ActivationsExplorer | None = None
         self._ranks: RanksPart | None = None
-        self._asked_for = lean.Column(layout=looks.layout)
+        self._asked_for = controls.Column(layout=looks.layout)
         self.switches = SwitchList(lab.have, self._switch_chosen, self._cost_of, lab.from_environment, looks)
         self.graph = GraphPart(lab, self.errors, looks)
         self.messages = MessageList(lambda: self.lab.messages, looks)
@@ -171,9 +166,8 @@ class Panel(lean.Column):
             if kind != "status":  # something has succeeded since
                 self.errors.clear()
             {"options": self._show_options, "status": self._show_status, "runs": self._show_runs}[kind]()
-            if (
-                kind == "options"
-            ):  # what `lab.set(...)` returns at the end of a cell is no reason for another panel
+            if kind == "options":
+                # What `lab.set(...)` returns at the end of a cell is no reason for another panel.
                 note_shown(self.lab)
             if kind != "status":
                 self._saved.renew()
@@ -251,9 +245,8 @@ class Panel(lean.Column):
         self._set(**{name: getattr(defaults, name) for name in self.lab.options.changed(defaults)})
 
     def _plans_chosen(self, plans: tuple[str, ...]) -> None:
-        highlight_plans(
-            self.lab, plans
-        )  # first, since the places of the plans are those of the present build
+        # First, since the places of the plans are those of the present build.
+        highlight_plans(self.lab, plans)
         self._set(memory_plan=plans)
 
     def _set(self, **changes: Any) -> bool:
@@ -290,15 +283,12 @@ class Panel(lean.Column):
 
     def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
         bundle: dict[str, Any] = super()._repr_mimebundle_(**kwargs) or {}
-        page = self.page()
-        return {**bundle, "text/plain": text.render(page), "text/html": html.render(page)}
+        return {**bundle, **forms(self.page())}
 
     def _ipython_display_(self) -> None:
-        view = super()._repr_mimebundle_() or {}
-        self._saved.display({name: form for name, form in view.items() if name.endswith("+json")})
+        self._saved.display(living(super()._repr_mimebundle_() or {}))
 
     def __repr__(self) -> str:
-        """Name the lab, without an address that would change from run to run."""
         return f"Panel({self.lab!r})"
 
     def close(self) -> None:

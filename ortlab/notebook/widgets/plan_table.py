@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING
 
 from ortlab import units
 from ortlab.errors import OptionError
-from ortlab.memory.choice import Choice
-from ortlab.memory.free_sizes import arguments, free_sizes
-from ortlab.notebook.widgets import lean
-from ortlab.notebook.widgets.base import Looks
-from ortlab.notebook.widgets.fold import Fold
+from ortlab.memory.plan import Choice
+from ortlab.memory.symbolic_sizes import arguments, free_sizes
+from ortlab.notebook.widgets import controls
+from ortlab.notebook.widgets.controls import Fold, Looks
 from ortlab.notebook.widgets.record_table import Column, Content, Intents, Look, RecordTable, Slider
 from ortlab.options.options import Options
 from ortlab.render import html
 from ortlab.render.page import Mark, Note, Page
-from ortlab.render.plan_page import (
+from ortlab.render.plan_pages import (
     NO_OPPORTUNITY,
     WHERE_KNOWN,
     level_text,
@@ -35,7 +34,7 @@ Choose = Callable[[tuple[str, ...]], None]
 """Called with the plans that `memory_plan` should hold."""
 
 
-class PlanTable(lean.Column):
+class PlanTable(controls.Column):
     """Plans of a model, largest predicted saving first; empty until `show_plan`.
 
     `report` folds what ORT itself says of the plans. A table without `looks` stands alone.
@@ -54,9 +53,11 @@ class PlanTable(lean.Column):
             "Recompute plans", Intents(tick=self.tick, count=self.set_count, slide=self.set_size), hosted
         )
         self._report = looks.html()
-        self.report = Fold("ORT's own report", self._report, self._draw_report, looks, layout=lean.hidden())
+        self.report = Fold(
+            "ORT's own report", self._report, self._draw_report, looks, layout=controls.hidden()
+        )
         parts = [looks.html("<h5>Memory plan</h5>"), self.table, self._notes, self.report]
-        super().__init__(parts, layout=lean.hidden())
+        super().__init__(parts, layout=controls.hidden())
         self.add_class("ortlab-plans")
 
     def show_plan(self, plan: MemoryPlan) -> None:
@@ -66,7 +67,7 @@ class PlanTable(lean.Column):
             self._sizes = {}
         self.plan = plan.at(**arguments(self._sizes)) if self._sizes else plan  # type: ignore[arg-type]
         self._refused = ""
-        lean.show(self)
+        controls.show(self)
         self._draw()
 
     def show(self, options: Options) -> None:
@@ -80,9 +81,9 @@ class PlanTable(lean.Column):
         if self.plan is None:
             return
         self.table.show(self._content(self.plan))
-        lean.show(self.table, on=bool(self.plan.rows))
+        controls.show(self.table, on=bool(self.plan.rows))
         self._notes.value = html.fragment(self._said(self.plan))
-        lean.show(self.report, on=bool(self.plan.report))
+        controls.show(self.report, on=bool(self.plan.report))
         self._draw_report()
 
     def tick(self, config: str, on: bool) -> None:  # noqa: FBT001 - what a box says
@@ -94,7 +95,7 @@ class PlanTable(lean.Column):
         self._on_choose(self._choice.adding(config, count))
 
     def set_size(self, key: str, value: int) -> None:
-        """Evaluate the plans for another batch; nothing is built. See `ortlab.memory.free_sizes` for the keys."""
+        """Evaluate the plans for another batch; nothing is built. See `ortlab.memory.symbolic_sizes` for the keys."""
         if self._as_read is None:
             return
         sizes = {**self._sizes, key: value}

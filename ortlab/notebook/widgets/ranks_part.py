@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from ortlab.notebook.widgets import lean
-from ortlab.notebook.widgets.attendant import Attendant
-from ortlab.notebook.widgets.base import Looks
+from ortlab.notebook.widgets import controls
+from ortlab.notebook.widgets.browser import living
+from ortlab.notebook.widgets.controls import Looks
+from ortlab.notebook.widgets.frame import PANEL, Attendant
 from ortlab.notebook.widgets.record_table import Column, Content, Intents, Look, Picker, RecordTable
-from ortlab.notebook.widgets.style import PANEL
 from ortlab.render import html
 from ortlab.render.page import Note, Page
-from ortlab.render.ranks_page import rank_cells, rank_columns, ranks_page
+from ortlab.render.ranks_pages import rank_cells, rank_columns, ranks_page
 
 if TYPE_CHECKING:
-    from ortlab.ranks.rank_run import RankRun
-    from ortlab.ranks.ranks import Ranks
+    from ortlab.ranks.ledgers import RankRun, Ranks
 
 _VALUES: Final[dict[str, Callable[[RankRun], float | str | None]]] = {
     "rank": lambda one: one.rank,
@@ -33,7 +32,7 @@ _VALUES: Final[dict[str, Callable[[RankRun], float | str | None]]] = {
 """What each column is sorted by."""
 
 
-class RanksPart(lean.Column):
+class RanksPart(controls.Column):
     """What ranks have measured, one row for each; empty until `show`.
 
     If it is `framed`, it stands alone and carries the frame and the style sheet that the panel would.
@@ -47,7 +46,7 @@ class RanksPart(lean.Column):
         children: list[Any] = [looks.html("<h5>Ranks</h5>"), self.table, self._notes]
         if framed:
             children.insert(0, Attendant("ranks", looks))
-        super().__init__(children, layout=lean.hidden())
+        super().__init__(children, layout=controls.hidden())
         self.add_class("ortlab-ranks")
         if framed:
             self.add_class(PANEL)
@@ -56,11 +55,11 @@ class RanksPart(lean.Column):
     def show(self, ranks: Ranks | None) -> None:
         """Show the ranks of a record, or nothing."""
         self.ranks = ranks
-        lean.show(self, on=ranks is not None)
+        controls.show(self, on=ranks is not None)
         if ranks is None:
             return
         rows = ranks.rows()
-        lean.show(self.table, on=bool(rows))
+        controls.show(self.table, on=bool(rows))
         self.table.show(
             Content(
                 records=rows,
@@ -86,8 +85,7 @@ def bundle_of(ranks: Ranks) -> dict[str, Any]:
         return {}
     part = RanksPart(framed=True)
     part.show(ranks)
-    bundle: dict[str, Any] = part._repr_mimebundle_()
-    return {name: form for name, form in bundle.items() if name.endswith("+json")}
+    return living(part._repr_mimebundle_())
 
 
 def _picker(ranks: Ranks) -> Picker | None:

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import traitlets
 
-from ortlab.notebook.widgets.lean import Layout
-from ortlab.notebook.widgets.part import Part, Script, packed
-from ortlab.notebook.widgets.static_files import compact, compacted_style
+from ortlab.notebook.widgets.browser import Part, Script, compact, compacted_style, packed
+from ortlab.notebook.widgets.controls import Layout
 from ortlab.render import html
 
 if TYPE_CHECKING:
-    from ortlab.notebook.widgets.base import Looks
+    from ortlab.notebook.widgets.controls import Looks
 
 PAGE: Final = 50
 """Rows on one page: ten thousand at once would stop the browser."""
@@ -239,7 +238,6 @@ class RecordTable(Part, Generic[Record]):
         return next((column for column in columns if column.name == name), None)
 
     def __repr__(self) -> str:
-        """Say what it is, without an address that would change from run to run."""
         return f"RecordTable({self._caption!r})"
 
 

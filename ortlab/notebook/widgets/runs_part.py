@@ -1,30 +1,36 @@
-"""The panel's part about runs: a table to tick and open, a chart that can be saved, and the comparison."""
+"""The panel's parts about runs: a table to tick and open, a chart, the comparison, and readings of memory."""
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Final
 
 import traitlets
+from ipywidgets.widgets.widget_string import HTMLStyle
 
 from ortlab import units
-from ortlab.notebook.widgets import lean
-from ortlab.notebook.widgets.fold import Fold
-from ortlab.notebook.widgets.part import Part, packed
+from ortlab.lab.following import memory_phases
+from ortlab.notebook.widgets import controls
+from ortlab.notebook.widgets.browser import Part, packed
+from ortlab.notebook.widgets.controls import Fold
 from ortlab.notebook.widgets.record_table import Column, Content, Intents, Look, RecordTable
 from ortlab.render import html, plots
+from ortlab.render.execution_words import title
+from ortlab.render.memory_pages import live_page, phases_plot
 from ortlab.render.page import Mark, Note, Page
 from ortlab.render.pages import compose
-from ortlab.render.run_pages import LISTED, ledger_page, listed, run_page, title
+from ortlab.render.run_pages import LISTED, ledger_page, listed, run_page
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from ortlab.lab.lab import Lab
-    from ortlab.notebook.widgets.base import Looks
+    from ortlab.notebook.widgets.controls import Looks
     from ortlab.records.runs import Run, Step
     from ortlab.render.page import Cell
+
 
 NOTES_SHOWN: Final = 50
 """Runs whose cautions stand under the table: the latest."""
@@ -33,7 +39,7 @@ COMPARED: Final = 12
 """Runs that are compared unless some are ticked: an interval takes some hundredths of a second."""
 
 
-class RunsPart(lean.Column):
+class RunsPart(controls.Column):
     """What was measured; empty words until there is a run.
 
     A tick in the table takes a run into comparison and chart, and its name opens it. The chart shows loss, step time
@@ -53,7 +59,7 @@ class RunsPart(lean.Column):
             "Runs", Intents(tick=self.tick, choose=self.open_run), looks
         )
         self.picture = Picture("runs", looks)
-        self.chart = Fold("Chart", self.picture, self._draw_chart, looks, layout=lean.hidden())
+        self.chart = Fold("Chart", self.picture, self._draw_chart, looks, layout=controls.hidden())
         parts = [
             looks.html("<h5>Runs</h5>"),
             self.table,
@@ -71,7 +77,7 @@ class RunsPart(lean.Column):
         """Show the runs as they are now."""
         runs = self._lab.runs
         for part in (self.table, self.chart):
-            lean.show(part, on=bool(len(runs)))
+            controls.show(part, on=bool(len(runs)))
         self.table.show(run_rows(runs, self.ticked, self._opened))
         notes = [block for block in ledger_page(runs, NOTES_SHOWN).blocks if isinstance(block, Note)]
         self._notes.value = html.fragment(Page("", tuple(notes)))
@@ -142,7 +148,6 @@ class Picture(Part):
         self.svg = plots.inline(figure, description)
 
     def __repr__(self) -> str:
-        """Say what it is, without an address that would change from run to run."""
         return f"Picture({self.file!r})"
 
 
@@ -197,3 +202,32 @@ def _columns() -> list[Column[Run]]:
         Column(shown.name, value, words(position), numeric=shown.numeric, meaning=shown.meaning)
         for position, (shown, value) in enumerate(zip(LISTED, _VALUES, strict=True))
     ]
+
+
+_REDRAW_SECONDS: Final = 0.25
+"""Shortest time between two drawings while a run goes on: each is a message to the browser."""
+
+
+class MemoryPart(controls.Html):
+    """Memory by phase, empty unless `print_memory_stats` is on."""
+
+    def __init__(self, lab: Lab, looks: Looks) -> None:
+        super().__init__(layout=looks.layout, style=looks.style(HTMLStyle))
+        self._lab = lab
+        self._drawn_at = 0.0
+
+    def follow(self) -> None:
+        """Show the latest reading of the run that goes on, at most four times a second."""
+        now = time.monotonic()
+        if now - self._drawn_at >= _REDRAW_SECONDS and (phases := memory_phases(self._lab)).readings:
+            self._drawn_at = now
+            self.value = html.fragment(live_page(phases))
+
+    def show(self) -> None:
+        """Show the readings of the last run, with a chart that opens."""
+        phases = memory_phases(self._lab)
+        if not phases.readings:
+            self.value = ""
+            return
+        chart = plots.inline(phases_plot(phases), "Memory at the points of each step")
+        self.value = f"{html.fragment(live_page(phases))}\n<details><summary>Chart</summary>{chart}</details>"

@@ -9,8 +9,8 @@ from ipywidgets.widgets.widget_bool import CheckboxStyle
 from ipywidgets.widgets.widget_description import DescriptionStyle
 from ipywidgets.widgets.widget_string import TextStyle
 
-from ortlab.notebook.widgets import lean
-from ortlab.notebook.widgets.base import Looks, close_tree, prose
+from ortlab.notebook.widgets import controls
+from ortlab.notebook.widgets.controls import Looks, close_tree, prose
 from ortlab.options.options import Group, Need, Options, Switch, switches, unmet
 from ortlab.options.switches import Value
 from ortlab.render.option_pages import value_text
@@ -27,7 +27,7 @@ Cost = Callable[[str], str]
 _DEFAULTS: Final = Options()
 
 
-class SwitchRow(lean.Box):
+class SwitchRow(controls.Box):
     """One switch: its control, its help, what a change takes, and why it cannot act.
 
     The row itself changes nothing: it tells `on_change` what the user chose. `variable` is the environment variable
@@ -105,7 +105,7 @@ class SwitchRow(lean.Box):
             self._on_change(self.switch.name, change["new"])
 
 
-class SwitchList(lean.Column):
+class SwitchList(controls.Column):
     """The switches of one group at a time, chosen by buttons; the rows of a group that is left are closed.
 
     A saved notebook holds all rows that there are: those of all groups would be most of it.
@@ -128,7 +128,7 @@ class SwitchList(lean.Column):
         self._relabelling = False
         self._rows: tuple[SwitchRow, ...] = ()
         self._shown: Group | None = None
-        self.groups = lean.ToggleButtons(
+        self.groups = controls.ToggleButtons(
             options=[(group.value.capitalize(), group) for group in Group],
             value=Group.COMPUTE,
             description="Switches",
@@ -136,7 +136,7 @@ class SwitchList(lean.Column):
         )
         # Whoever makes the list says what a click does.
         self.reset = looks.button("All to defaults", "Set every switch to its default")
-        self._body = lean.Column(layout=looks.layout)
+        self._body = controls.Column(layout=looks.layout)
         super().__init__([looks.row(self.groups, self.reset), self._body], layout=looks.layout)
         self.groups.observe(self._show_group, "value")
 
@@ -195,18 +195,18 @@ def _group_label(group: Group, changed: int) -> str:
 def _control(switch: Switch, looks: Looks) -> widgets.ValueWidget:
     named: dict[str, Any] = {"description": switch.name, "layout": looks.layout}
     if switch.type is bool:
-        return lean.Checkbox(indent=False, style=looks.style(CheckboxStyle), **named)
+        return controls.Checkbox(indent=False, style=looks.style(CheckboxStyle), **named)
     named["style"] = looks.style(TextStyle if _is_typed(switch) else DescriptionStyle)
     if switch.choices:
-        kind = lean.SelectMultiple if switch.type is tuple else lean.Dropdown
+        kind = controls.SelectMultiple if switch.type is tuple else controls.Dropdown
         control = kind(options=[(value_text(choice), choice) for choice in switch.choices], **named)
         if switch.type is tuple:
             control.rows = len(switch.choices)
         return control
     if switch.type is int:
-        return lean.IntText(continuous_update=False, **named)
+        return controls.IntText(continuous_update=False, **named)
     hint = "none; separate several by commas" if switch.type is tuple else "none"
-    return lean.Text(continuous_update=False, placeholder=hint, **named)
+    return controls.Text(continuous_update=False, placeholder=hint, **named)
 
 
 def _is_typed(switch: Switch) -> bool:

@@ -10,10 +10,11 @@ import pytest
 
 from ortlab.errors import LedgerError, OptionError
 from ortlab.render import html, text
-from ortlab.render.budget_plot import plot
+from ortlab.render.budget_page import budget_plot
 from ortlab.render.plots import svg
 from ortlab.studies.budget import Budget, Compared, Device, Obstacle, PlanTrial, Prediction, Solver, Timing
-from ortlab.studies.budget_request import counted, read_request
+from ortlab.studies.budget_run import read_request
+from ortlab.studies.budget_search import counted
 
 MIB = 1 << 20
 FIRST = Prediction(("Gelu+:1:3",), 690 * MIB, 12.5)
@@ -74,7 +75,7 @@ def test_a_budget_says_what_came_out_everywhere(budget, outcome, plans, tmp_path
     assert "<b>" not in page
     assert len(repr(budget)) < 300
     assert len(budget.table()) == 1 + max(1, len(budget.trials)) + len(budget.curve) + len(budget.compared)
-    assert svg(plot(budget), "figure").startswith("<svg")
+    assert svg(budget_plot(budget), "figure").startswith("<svg")
 
 
 def said(budget: Budget) -> str:

@@ -7,7 +7,7 @@ import torch
 
 import ortlab
 from ortlab.errors import OptionError, StepError
-from ortlab.memory.choice import Choice as PlanChoice
+from ortlab.memory.plan import Choice as PlanChoice
 from ortlab.render import text
 from ortlab.studies.budget import SAME_BYTES, Budget
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from ortlab.studies.budget import Compared, Obstacle
-from ortlab.studies.budget_planning import Ground, answer
 from ortlab.studies.budget_problem import Choice, Problem
-from ortlab.studies.budget_request import read_request
+from ortlab.studies.budget_run import read_request
+from ortlab.studies.budget_search import Ground, answer
 
 MIB = 1 << 20
 

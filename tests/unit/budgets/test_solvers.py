@@ -7,9 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from ortlab.studies import budget_exact as exact
-from ortlab.studies import budget_greedy as greedy
 from ortlab.studies.budget_problem import Choice, Problem
+from ortlab.studies.budget_solvers import solve_exactly, solve_quickly
 
 INSTANTS = 12
 SHARES = (0.6, 0.8, 0.9, 0.95, 1.1)
@@ -36,7 +35,7 @@ def test_exact_finds_what_trying_everything_finds(seed):
     problem = random_problem(seed)
     for share in SHARES:
         limit = share * problem.live.max()
-        found, quick = exact.solve(problem, limit), greedy.solve(problem, limit)
+        found, quick = solve_exactly(problem, limit), solve_quickly(problem, limit)
         for one in (found, quick):
             assert problem.allowed(one.counts)
             assert one.cost_ms == problem.cost_ms(one.counts)
@@ -80,21 +79,21 @@ def test_neighbours_that_hold_less_are_left_out():
 
 def test_a_problem_without_plans_has_the_peak_that_it_has():
     problem = Problem(np.array([1e6, 3e6]), ())
-    for solver in (exact, greedy):
-        assert solver.solve(problem, 3e6).fits
-        closest = solver.solve(problem, 2e6)
+    for solver in (solve_exactly, solve_quickly):
+        assert solver(problem, 3e6).fits
+        closest = solver(problem, 2e6)
         assert (closest.fits, closest.counts, closest.peak_bytes) == (False, (), 3e6)
 
 
 def test_exclusive_plans_are_never_on_together():
     live, size = np.full(3, 10e6), np.full((1, 3), 4e6)
     choices = (Choice("Add+:1", size, np.ones(1)), Choice("FusedMatMul+Add+:1", size, np.ones(1)))
-    both = exact.solve(Problem(live, choices), 2e6)
+    both = solve_exactly(Problem(live, choices), 2e6)
     assert both.counts == (1, 1)
-    one = exact.solve(Problem(live, choices, ((0, 1),)), 2e6)
+    one = solve_exactly(Problem(live, choices, ((0, 1),)), 2e6)
     assert not one.fits
     assert sorted(one.counts) == [0, 1]
-    assert sorted(greedy.solve(Problem(live, choices, ((0, 1),)), 2e6).counts) == [0, 1]
+    assert sorted(solve_quickly(Problem(live, choices, ((0, 1),)), 2e6).counts) == [0, 1]
 
 
 def test_arrays_that_do_not_fit_together_are_refused():

@@ -44,7 +44,7 @@ def compiled(file: Path, source: str, *needed: Path) -> Path:
 
 def wheels(folder: Path) -> dict[str, Path]:
     """Lay out the six libraries as the nvidia-*-cu11 wheels do; return their files by soname."""
-    from ortlab.engine.cuda_libraries import LIBRARIES
+    from ortlab.engine.devices import LIBRARIES
 
     files = {}
     for one in LIBRARIES:

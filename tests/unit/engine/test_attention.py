@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import ortlab
 from ortlab.engine import load
-from ortlab.engine.build_options import building_with
+from ortlab.engine.build_environment import building_with
 from ortlab.engine.operators import symbolics as attention
 from ortlab.options.options import Options
 

@@ -10,7 +10,7 @@ from torch._inductor import config as inductor
 
 import ortlab
 from ortlab.errors import BuildError, OptionError
-from ortlab.options.engine_names import check_engine
+from ortlab.options.configuration import check_engine
 
 
 class Tower(nn.Module):

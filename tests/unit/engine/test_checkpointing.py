@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 import ortlab
-from ortlab.engine.checkpointing import find_layers
+from ortlab.engine.baselines import find_layers
 from ortlab.errors import OptionError, StepError
 from ortlab.render.lab_pages import status_note
 

@@ -8,21 +8,20 @@ import shutil
 import pytest
 from cuda_stubs import DRIVER, build_with_cuda, compiled, python, wheels
 
-from ortlab.engine.cuda_libraries import LIBRARIES, Found, kernels_for, provider
-from ortlab.engine.providers import check_libraries
+from ortlab.engine.devices import LIBRARIES, Found, check_libraries, kernels_for, provider
 from ortlab.errors import BuildError
 
 LOAD = """
 import ctypes, json, sys
-from ortlab.engine import cuda_libraries
+from ortlab.engine import devices
 if sys.argv[-1] != "bare":
-    print(json.dumps([[one.library.soname, one.path] for one in cuda_libraries.preload()]))
-print(ctypes.CDLL(str(cuda_libraries.provider())).provider_total())
+    print(json.dumps([[one.library.soname, one.path] for one in devices.preload()]))
+print(ctypes.CDLL(str(devices.provider())).provider_total())
 """
 EXAMINE = """
 import dataclasses, json
-from ortlab.engine import cuda_libraries
-print(json.dumps([dataclasses.asdict(one) | {"serves": one.serves} for one in cuda_libraries.examine()]))
+from ortlab.engine import devices
+print(json.dumps([dataclasses.asdict(one) | {"serves": one.serves} for one in devices.examine()]))
 """
 
 
@@ -67,9 +66,7 @@ def test_a_build_without_cuda_loads_nothing(stubs):
     package = stubs / "cpu" / "onnxruntime"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
-    code = (
-        "from ortlab.engine import cuda_libraries; print(cuda_libraries.provider(), cuda_libraries.preload())"
-    )
+    code = "from ortlab.engine import devices; print(devices.provider(), devices.preload())"
     done = python(code, stubs / "cpu", stubs / "wheels", LD_LIBRARY_PATH=str(stubs / "driver"))
     assert done.stdout.strip() == "None ()"
 

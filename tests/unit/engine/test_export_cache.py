@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 import ortlab
-from ortlab.engine import exports
-from ortlab.engine.disk_cache import folder as export_folder
-from ortlab.engine.disk_cache.folder import ExportFolder
+from ortlab.engine import kept_builds
+from ortlab.engine.disk_cache import entries as export_entries
+from ortlab.engine.disk_cache.entries import ExportFolder
 from ortlab.engine.tracing import baked_in
 from ortlab.engine.tracing.traced_values import TracedValues
 from ortlab.errors import OptionError
@@ -60,7 +60,7 @@ def train(tmp_path):
     """Return a function that runs a fresh copy of a module with the cache, and returns its output and what was said."""
 
     def run(module, *batch, training=True, **options):
-        exports.forget(module)
+        kept_builds.forget(module)
         module.train(training)
         lab = ortlab.wrap(module, export_cache_dir=str(tmp_path / "exports"), **options)
         torch.manual_seed(5)
@@ -69,7 +69,7 @@ def train(tmp_path):
             output = module(*(batch or (BATCH,)))
         said = [message.text for message in lab.messages if str(tmp_path) in message.text]
         lab.unwrap()
-        exports.forget(module)
+        kept_builds.forget(module)
         return output, " ".join(said)
 
     run.folder = tmp_path / "exports"
@@ -82,7 +82,7 @@ def net(*args):
 
 
 def entries(folder):
-    return sorted(folder.glob(f"*{export_folder.SUFFIX}"))
+    return sorted(folder.glob(f"*{export_entries.SUFFIX}"))
 
 
 # ---- two processes -------------------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ def test_files_of_others_are_left_alone(train):
 
 
 def test_a_folder_is_bounded_and_what_was_used_last_stays(tmp_path, monkeypatch):
-    monkeypatch.setattr(export_folder, "KEPT_FILES", 3)
+    monkeypatch.setattr(export_entries, "KEPT_FILES", 3)
     folder = ExportFolder(tmp_path)
     for number in range(3):
         folder.write(f"{number}", b"x" * 10)
@@ -295,7 +295,7 @@ def test_a_folder_is_bounded_and_what_was_used_last_stays(tmp_path, monkeypatch)
     assert folder.read("0") == b"x" * 10
     folder.write("3", b"y")
     assert [file.stem for file in entries(tmp_path)] == ["0", "2", "3"]
-    monkeypatch.setattr(export_folder, "KEPT_BYTES", 15)
+    monkeypatch.setattr(export_entries, "KEPT_BYTES", 15)
     folder.write("4", b"z" * 14)
     assert folder.read("4") == b"z" * 14
     assert [file.stem for file in entries(tmp_path)] in (["3", "4"], ["4"])
@@ -311,7 +311,7 @@ def test_what_a_killed_writer_left_is_removed(tmp_path):
 
 def test_writers_and_readers_at_once_see_whole_entries_only(tmp_path):
     work = (
-        "import sys; from ortlab.engine.disk_cache.folder import ExportFolder\n"
+        "import sys; from ortlab.engine.disk_cache.entries import ExportFolder\n"
         "folder, mine = ExportFolder(sys.argv[1]), sys.argv[2].encode() * 200_000\n"
         "for _ in range(40):\n"
         "    folder.write('shared', mine)\n"

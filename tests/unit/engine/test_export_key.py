@@ -18,10 +18,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import ortlab
-from ortlab.engine.disk_cache import code_origin
+from ortlab.engine.disk_cache import Uncovered, installed_code
 from ortlab.engine.disk_cache import key as export_key
 from ortlab.engine.disk_cache.key import export_key as key_of
-from ortlab.engine.disk_cache.uncovered import Uncovered
 from ortlab.options.options import Options
 
 pytestmark = pytest.mark.row("C6", "T11")
@@ -363,9 +362,9 @@ def test_a_function_that_somebody_put_into_torch_is_in_the_key(monkeypatch):
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
     """Return a function that installs a package of two modules, one of which imports from the other."""
-    folders = code_origin._package_folders()
-    monkeypatch.setattr(code_origin, "_package_folders", lambda: (str(tmp_path), *folders))
-    code_origin.origin_of_file.cache_clear()
+    folders = installed_code._package_folders()
+    monkeypatch.setattr(installed_code, "_package_folders", lambda: (str(tmp_path), *folders))
+    installed_code.origin_of_file.cache_clear()
     monkeypatch.syspath_prepend(tmp_path)
 
     def install(factor, registry="{}"):
@@ -391,7 +390,7 @@ def installed(tmp_path, monkeypatch):
     yield install
     for name in [name for name in sys.modules if name.startswith("layers_of_others")]:
         del sys.modules[name]
-    code_origin.origin_of_file.cache_clear()
+    installed_code.origin_of_file.cache_clear()
 
 
 def test_an_installed_file_that_was_edited_in_place_is_in_the_key(installed):

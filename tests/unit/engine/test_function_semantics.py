@@ -404,9 +404,9 @@ def test_without_protection_for_functions_that_ort_trusts(runners, assert_parity
     unsafe = []
     run_forward = function_abi.run_forward
 
-    def note(call, booleans):
+    def note(call):
         unsafe.append(not call.safe)
-        return run_forward(call, booleans)
+        return run_forward(call)
 
     monkeypatch.setattr(function_abi, "run_forward", note)
     assert_parity(lambda _, h: Triple.apply(h, 3.0))

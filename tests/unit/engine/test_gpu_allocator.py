@@ -7,10 +7,10 @@ import ctypes
 import pytest
 import torch
 
-from ortlab.engine import gpu_allocator
+from ortlab.engine import extensions
 from ortlab.engine.callback_error import take_error
-from ortlab.engine.exhaustion import ran_out
-from ortlab.engine.gpu_allocator import Allocate, EmptyCache, Free, bridge
+from ortlab.engine.diagnosis import ran_out
+from ortlab.engine.extensions import Allocate, EmptyCache, Free, bridge
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_ort_is_given_the_bridge_in_place_of_the_extension():
     engine.load()
     from onnxruntime.training.ortmodule.torch_cpp_extensions import torch_gpu_allocator
 
-    assert torch_gpu_allocator is gpu_allocator
+    assert torch_gpu_allocator is extensions
     addresses = {
         torch_gpu_allocator.gpu_caching_allocator_raw_alloc_address(),
         torch_gpu_allocator.gpu_caching_allocator_raw_delete_address(),

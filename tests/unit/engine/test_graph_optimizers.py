@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ortlab
-from ortlab.engine.build_options import building_with
+from ortlab.engine.build_environment import building_with
 from ortlab.errors import BuildError, OptionError
 from ortlab.options.options import Options
 

@@ -10,14 +10,14 @@ from onnxruntime.capi import _pybind_state
 from torch import nn
 
 import ortlab
-from ortlab.engine import memory_arena
+from ortlab.engine import repairs
 
 MIB = 2**20
 
 
 def live_bytes(*, arena: bool) -> int:
     """What a session keeps after a step that has freed 64 MiB, in bytes of the C library's heap."""
-    from ortlab.runs.heap import _libc
+    from ortlab.runs.process_memory import _libc
 
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(256, 4096), nn.GELU(), nn.Linear(4096, 1))
@@ -43,10 +43,10 @@ def test_the_arena_can_be_switched_off_and_on_again():
 
 def test_providers_are_dropped_only_when_the_kind_changes(monkeypatch):
     dropped = []
-    monkeypatch.setattr(memory_arena, "_arena", None)
+    monkeypatch.setattr(repairs, "_arena", None)
     monkeypatch.setattr(_pybind_state, "clear_training_ep_instances", lambda: dropped.append(1))
     for arena in (True, True, False, False, True):
-        memory_arena._drop_provider_of_other_kind(arena=arena)
+        repairs._drop_provider_of_other_kind(arena=arena)
     assert len(dropped) == 3
 
 

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ortlab
 from ortlab.engine import sessions
 from ortlab.engine.build_environment import build_environment
-from ortlab.engine.exports import KEPT_EXPORTS, KEPT_GRAPHS, kept_exports
+from ortlab.engine.kept_builds import KEPT_EXPORTS, KEPT_GRAPHS, kept_exports
 from ortlab.errors import BuildError, ExecutionError
 
 

@@ -8,7 +8,7 @@ from cuda_stubs import python, wheels
 from torch import nn
 
 import ortlab
-from ortlab.engine.providers import check_device, device_made_current, gpu_faults
+from ortlab.engine.devices import check_device, device_made_current, gpu_faults
 from ortlab.errors import BuildError
 
 CPU_BUILD = ["CPUExecutionProvider"]
@@ -22,7 +22,7 @@ def test_devices_with_a_provider_pass(device, available):
 
 def test_a_second_gpu_passes_where_the_libraries_are(tmp_path):
     wheels(tmp_path)
-    code = "import torch; from ortlab.engine.providers import check_device as check; "
+    code = "import torch; from ortlab.engine.devices import check_device as check; "
     done = python(f"{code}check(torch.device('cuda:1'), {CUDA_BUILD}); print('passes')", tmp_path)
     assert done.stdout.strip() == "passes", done.stderr
 
@@ -41,7 +41,7 @@ def test_another_major_version_of_a_library_is_refused_with_the_command(tmp_path
     wheels(tmp_path)
     folder = tmp_path / "nvidia" / "cudnn" / "lib"
     (folder / "libcudnn.so.8").rename(folder / "libcudnn.so.9")
-    code = "import torch; from ortlab.engine.providers import check_device as check; "
+    code = "import torch; from ortlab.engine.devices import check_device as check; "
     done = python(f"{code}check(torch.device('cuda:0'), {CUDA_BUILD})", tmp_path)
     assert (
         "BuildError: Libraries that ONNX Runtime needs on a GPU are missing: cuDNN (libcudnn.so.8)."

@@ -22,14 +22,14 @@ from transformers import (
 )
 
 import ortlab
-from ortlab.engine.passes.exact_places import HIDING, leaving_alone
-from ortlab.engine.recompute_places import check_places, find_places
+from ortlab.engine.passes.training_graph import HIDING, leaving_alone
+from ortlab.engine.recompute_plans import check_places, find_places
 from ortlab.engine.sessions import seed
 from ortlab.errors import BuildError, OptionError
 from ortlab.render.text import render
 
 if TYPE_CHECKING:
-    from ortlab.memory.recompute_places import RecomputePlaces
+    from ortlab.memory.recompute import RecomputePlaces
 
 LAYERS = 3
 COPY = "_recompute"

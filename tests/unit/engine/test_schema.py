@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ortlab.engine.schema import ModuleReader, call_schema, difference, module_schema, module_state
+from ortlab.engine.schema import ModuleReader, call_schema, difference, module_schema
 
 
 class Configured(nn.Sequential):
@@ -158,19 +158,19 @@ def test_parts_that_were_taken_out_are_let_go(model):
 
 
 def test_training_does_not_change_the_schema(model):
-    before, state = module_schema(model), module_state(model)
+    before, state = module_schema(model), ModuleReader(model).state()
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(3, 4)).sum().backward()
     optimizer.step()
     assert module_schema(model) == before
-    assert module_state(model) == state
+    assert ModuleReader(model).state() == state
 
 
 def test_a_replaced_parameter_is_another_tensor_with_the_same_schema(model):
-    before, state = module_schema(model), module_state(model)
+    before, state = module_schema(model), ModuleReader(model).state()
     model[0].weight = nn.Parameter(torch.zeros(4, 4))
     assert module_schema(model) == before
-    assert module_state(model) != state
+    assert ModuleReader(model).state() != state
 
 
 def test_a_copy_has_the_same_schema(model):

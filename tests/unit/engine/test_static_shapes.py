@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import ortlab
-from ortlab.engine.passes.static_shapes import with_sizes
+from ortlab.engine.passes.shapes import with_sizes
 
 
 class Model(nn.Module):

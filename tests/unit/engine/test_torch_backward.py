@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ortlab
-from ortlab.engine.operators.output_buffers import SMALLEST, OutputBuffers, empty
+from ortlab.engine.operators.torch_kernels import SMALLEST_KEPT, OutputBuffers, empty
 
 if TYPE_CHECKING:
     from ortlab.graphs import Graph
@@ -282,7 +282,7 @@ def test_a_label_out_of_range_is_refused():
 
 def test_memory_is_used_again_once_nothing_holds_it():
     buffers, like = OutputBuffers(), torch.empty(0)
-    shape = (4, SMALLEST // 16)
+    shape = (4, SMALLEST_KEPT // 16)
     with buffers.in_use():
         first = empty(shape, like)
         second = empty(shape, like)
@@ -302,8 +302,8 @@ def test_memory_of_shapes_that_no_longer_come_is_let_go():
     buffers, like = OutputBuffers(), torch.empty(0)
     for length in range(1, 40):
         with buffers.in_use():
-            empty((length, SMALLEST), like)
-    assert buffers.size <= 8 * 40 * SMALLEST * 4
+            empty((length, SMALLEST_KEPT), like)
+    assert buffers.size <= 8 * 40 * SMALLEST_KEPT * 4
 
 
 def test_gradients_that_the_user_keeps_are_not_overwritten():

@@ -130,7 +130,7 @@ def test_torch_compile_around_it_leaves_it_to_ort(net):
     with warnings.catch_warnings():  # torch 2.4 adds a filter at its first compilation
         torch.testing.assert_close(compiled(x), net.inner(x))
         compiled(x).sum().backward()
-    assert ortlab.lab.wrapped.latest().status.executed_by == "ort"
+    assert ortlab.lab.lab.latest().status.executed_by == "ort"
 
 
 # --- the linter ----------------------------------------------------------------------------------------------------

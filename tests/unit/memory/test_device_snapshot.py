@@ -15,15 +15,14 @@ from torch.cuda import _memory_viz
 from transformers import BertConfig, BertForMaskedLM
 
 import ortlab
-from ortlab.analyses import memory_snapshot
-from ortlab.engine.allocation_order import earliest_places
-from ortlab.engine.gpu_allocator import bridge
+from ortlab.analyses import memory as measuring
+from ortlab.engine.extensions import bridge
+from ortlab.engine.kept_values import earliest_places
 from ortlab.errors import StepError
-from ortlab.memory.device_snapshot import MemorySnapshot, with_names
-from ortlab.memory.lifetimes import lifetimes
-from ortlab.memory.named_blocks import KeptBuffer, maker_of, name_blocks
+from ortlab.memory.device_snapshot import KeptBuffer, MemorySnapshot, maker_of, name_blocks, with_names
+from ortlab.memory.trace import lifetimes
 from ortlab.render import html, text
-from ortlab.runs.snapshotting import CudaHistory, held_inputs
+from ortlab.runs.allocator_history import CudaHistory, held_inputs
 
 
 class Watched(torch.autograd.Function):
@@ -98,7 +97,7 @@ def bert():
 @pytest.fixture(scope="module")
 def kept(bert):
     """Return what the BERT keeps, with the places where its memory can come from."""
-    return memory_snapshot._kept_buffers(bert._bench, bert.activations())
+    return measuring._kept_buffers(bert._bench, bert.activations())
 
 
 def forward(trace, stack, seed):
@@ -162,7 +161,7 @@ def test_places_go_back_over_what_may_be_written_in_place_only(bert):
 def test_who_asked_is_told_from_the_stack_of_a_real_run(stacks):
     assert maker_of(stacks["forward"]) == "ONNX Runtime, forward"
     assert maker_of(stacks["backward"]) == "ONNX Runtime, backward"
-    assert any(frame["filename"].endswith("gpu_allocator.py") for frame in stacks["forward"])
+    assert any(frame["filename"].endswith("extensions.py") for frame in stacks["forward"])
     assert maker_of(cuda_history.stack()) == "PyTorch"
     assert maker_of([]) == "before the recording"
     agent = {"filename": "_graph_execution_manager.py", "line": 1, "name": "Manager._create_execution_agent"}
@@ -288,8 +287,8 @@ def on_gpu(bert, stacks, monkeypatch):
 
     def prepare(**how):
         written = Written(bert.module, bert._bench.experiment.start.stateful[0], stacks["forward"], **how)
-        monkeypatch.setattr(memory_snapshot, "_gpu_of", lambda _: torch.device("cuda:0"))
-        monkeypatch.setattr(memory_snapshot, "CudaHistory", lambda: written)
+        monkeypatch.setattr(measuring, "_gpu_of", lambda _: torch.device("cuda:0"))
+        monkeypatch.setattr(measuring, "CudaHistory", lambda: written)
         return written
 
     return prepare

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ortlab
-from ortlab.memory.plan_costs import PlanCost, best_costs
+from ortlab.memory.recompute import PlanCost, best_costs
 from ortlab.render import text
 
 

@@ -9,9 +9,8 @@ import transformers
 
 import ortlab
 from ortlab.errors import ExecutionError, StepError
-from ortlab.memory.lifetimes import lifetimes
 from ortlab.memory.recompute import with_places
-from ortlab.memory.trace import Trace, TracedNode
+from ortlab.memory.trace import Trace, TracedNode, lifetimes
 
 BATCH, LENGTH = 2, 16
 

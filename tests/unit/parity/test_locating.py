@@ -5,8 +5,8 @@ from __future__ import annotations
 import onnx
 import pytest
 
-from ortlab.parity.record import Parity
-from ortlab.parity.two_engines import compared
+from ortlab.parity.parity import Parity
+from ortlab.parity.parity_run import compared
 from ortlab.render import text
 
 EXPORTS_OF_A_COMPARISON = 2

@@ -7,7 +7,7 @@ import torch
 from broken_models import BROKEN
 
 import ortlab
-from ortlab.records.findings import Kind
+from ortlab.records.preflight import Kind
 
 LEAST = 0.95
 """Of twenty, nineteen."""

@@ -28,7 +28,7 @@ from torch import nn
 
 import ortlab
 from ortlab.errors import StepError, WrapError
-from ortlab.records.findings import Kind, Level
+from ortlab.records.preflight import Kind, Level
 from ortlab.render import html, text
 
 

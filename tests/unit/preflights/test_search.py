@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ortlab.checks.preflight_running import Part, largest, number_of_tests
+from ortlab.checks.preflight import Part, largest, number_of_tests
 
 
 def tree(spec: dict, path: str = "") -> Part:

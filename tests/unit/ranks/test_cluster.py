@@ -16,7 +16,7 @@ import pytest
 from ortlab.errors import ExecutionError, OptionError
 from ortlab.ranks import Cluster, latest
 from ortlab.ranks.cluster import RANK_BYTES
-from ortlab.ranks.waiting import RankDiedError
+from ortlab.ranks.processes import RankDiedError
 from ortlab.render import html, text
 
 pytestmark = [
@@ -158,13 +158,13 @@ def test_a_rank_that_waits_for_one_that_raised_comes_back(cluster):
 SLOW = """
 import time
 import torch.distributed as dist
-from ortlab.ranks import connections
-broken = connections._break
+from ortlab.ranks import rank_process
+broken = rank_process._break
 def late(*request):
     time.sleep(3)
     broken(*request)
 if dist.get_rank():
-    connections._break = late
+    rank_process._break = late
 """
 
 
@@ -178,7 +178,7 @@ def test_a_rank_that_hears_late_leaves_the_next_group_alone(cluster):
         time.sleep(4)
         check_together(cluster)
     finally:
-        cluster.run_cell("connections._break = broken")
+        cluster.run_cell("rank_process._break = broken")
 
 
 STOPPED = """

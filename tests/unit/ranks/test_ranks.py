@@ -11,8 +11,7 @@ import ortlab
 from ortlab.errors import LedgerError
 from ortlab.lab.following import observe, show_ranks, shown_ranks
 from ortlab.options.options import Options
-from ortlab.ranks.rank_ledger import RankLedger, save_rank
-from ortlab.ranks.ranks import Ranks
+from ortlab.ranks.ledgers import RankLedger, Ranks, save_rank
 from ortlab.records.density import EMBED, LABEL, Density, DensityRow
 from ortlab.records.runs import PeakMemory, Run, Step
 from ortlab.render import html, text
@@ -206,7 +205,7 @@ def test_a_lab_by_itself_writes_the_ledger_of_the_only_rank(lab, experiment, tmp
 
 @pytest.mark.parametrize("names", [("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")])
 def test_a_rank_without_a_process_group_is_known_by_its_launcher(monkeypatch, names):
-    from ortlab.ranks.rank_ledger import rank_ledger
+    from ortlab.ranks.ledgers import rank_ledger
 
     for name, value in zip(names, ("3", "8"), strict=True):
         monkeypatch.setenv(name, value)

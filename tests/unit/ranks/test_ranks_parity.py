@@ -67,13 +67,18 @@ def train(engine, *, ddp_first=False):
     return {**found, "executed by": executed_by}
 
 
-@pytest.fixture(scope="module", params=["wrapped first", "DDP first"])
-def two_ranks(request):
+@pytest.fixture(scope="module")
+def cluster():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # one core
-        cluster = Cluster(2, threads=1)
-    with cluster:
-        return cluster.run(train, "ort", ddp_first=request.param == "DDP first")
+        started = Cluster(2, threads=1)
+    with started:
+        yield started
+
+
+@pytest.fixture(scope="module", params=["wrapped first", "DDP first"])
+def two_ranks(request, cluster):
+    return cluster.run(train, "ort", ddp_first=request.param == "DDP first")
 
 
 @pytest.fixture(scope="module", params=["ort", "eager"])

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 from ortlab.options.options import Options
 from ortlab.records.runs import Ledger
-from ortlab.render import html, sorting
+from ortlab.render import html
 from ortlab.render.page import Cell, Column, Folded, Mark, Note, Page, Table, row
 
 VOID = {"br"}
@@ -102,9 +102,9 @@ def test_a_table_that_sorts_brings_one_script_with_nothing_of_the_record_in_it()
     sorts = replace(plain, sorts=True)
     whole = html.table(sorts)
     assert whole.count("<script>") == 1
-    assert sorting.SCRIPT in whole
-    assert "alert" not in sorting.SCRIPT
-    bare = whole.replace(sorting.SCRIPT, "").replace(f" {sorting.CLASS}", "").strip()
+    assert html.SORT_SCRIPT in whole
+    assert "alert" not in html.SORT_SCRIPT
+    bare = whole.replace(html.SORT_SCRIPT, "").replace(f" {html.SORTS}", "").strip()
     assert bare == html.table(plain).strip()  # without the script it is the table that it would be
 
 

@@ -12,9 +12,9 @@ import ortlab
 from ortlab.records.checks import Check, Report
 from ortlab.records.status import Status
 from ortlab.render import html, text
-from ortlab.render.graph_page import VALUES_SHOWN
+from ortlab.render.graph_pages import VALUES_SHOWN
 from ortlab.render.lab_pages import lab_page
-from ortlab.render.plan_page import PLANS_SHOWN
+from ortlab.render.plan_pages import PLANS_SHOWN
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 
 from ortlab.options.options import Options
 from ortlab.render import plots
-from ortlab.render.run_pages import step_parts
+from ortlab.render.plots import step_parts
 
 
 @pytest.fixture

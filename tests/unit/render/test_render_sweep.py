@@ -11,9 +11,8 @@ import pytest
 from ortlab.options.configuration import Configuration
 from ortlab.options.options import Options
 from ortlab.render import html, plots, text
-from ortlab.render.sweep_plot import plot
-from ortlab.studies.sweep import Sweep
-from ortlab.studies.sweep_points import Point
+from ortlab.render.sweep_page import sweep_plot
+from ortlab.studies.sweep import Point, Sweep
 
 MIB = 1 << 20
 
@@ -53,7 +52,7 @@ def test_memory_within_two_percent_counts_as_equal(make_sweep):
 def test_without_memory_the_fastest_is_the_front(make_sweep):
     sweep = make_sweep((10, None), (9, None), (12, None))
     assert front(sweep) == [2]
-    axes = plot(sweep).axes[0]
+    axes = sweep_plot(sweep).axes[0]
     assert axes.get_xlabel() == "points, the fastest first"
     assert "n/a" in text.render(sweep)
 
@@ -113,11 +112,11 @@ def test_a_sweep_in_which_all_failed_has_no_figure(make_sweep):
     page = html.render(sweep)
     assert "No point could be measured." in page
     assert "data:image/svg+xml" not in page
-    assert "No point was measured." in {words.get_text() for words in plot(sweep).axes[0].texts}
+    assert "No point was measured." in {words.get_text() for words in sweep_plot(sweep).axes[0].texts}
 
 
 def test_marks_stand_at_the_medians_and_carry_the_points_number(make_sweep):
-    axes = plot(make_sweep((10, 1000), (20, 800), rounds=2)).axes[0]
+    axes = sweep_plot(make_sweep((10, 1000), (20, 800), rounds=2)).axes[0]
     places = {words.get_text(): words.xy for words in axes.texts}
     assert places["1"] == (1000, pytest.approx(10.1))
     assert places["2"] == (800, pytest.approx(20.1))
@@ -130,7 +129,7 @@ def test_many_points_leave_room_for_the_axes(make_sweep):
         Point(n, {"save_onnx_path": f"a path with ${n}$ " * 9}, None, runs=sweep.points[0].runs)
         for n in range(40)
     ]
-    figure = plot(Sweep(1, "net", points, baseline=0, count=5, rounds=1, start_digest=""))
+    figure = sweep_plot(Sweep(1, "net", points, baseline=0, count=5, rounds=1, start_digest=""))
     picture = plots.svg(figure, "a sweep")
     ET.fromstring(picture[picture.index("<svg") :])  # noqa: S314 - our own picture
     labels = [words.get_text() for words in figure.axes[0].get_legend().get_texts()]

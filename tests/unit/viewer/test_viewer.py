@@ -18,15 +18,21 @@ import transformers
 
 import ortlab
 from ortlab.errors import BuildError, InstallError, OptionError
-from ortlab.graphs.scopes import node_names
+from ortlab.graphs.nodes import node_names
 from ortlab.graphs.stages import Graph
 from ortlab.graphs.viewer import document
 from ortlab.graphs.viewer.bundle import assemble, bundle
 from ortlab.graphs.viewer.document import lean
 from ortlab.graphs.viewer.grouping import grouped
 from ortlab.graphs.viewer.order import in_backward, in_order, reads
-from ortlab.graphs.viewer.preflight import PLACED_AT_ALL, PLACED_AT_ONCE, cost
-from ortlab.graphs.viewer.reduction import STUB, modules_of, without_long_edges
+from ortlab.graphs.viewer.reduction import (
+    PLACED_AT_ALL,
+    PLACED_AT_ONCE,
+    STUB,
+    cost,
+    modules_of,
+    without_long_edges,
+)
 
 LAYERS = 4
 

@@ -1,7 +1,7 @@
 // Holds the page of a graph in a sandboxed frame and passes on what is selected, in both directions.
 // The frame has an origin of its own: it reads nothing of the notebook, and only its own messages are heard here.
 // Every text is set as text: names come from models and may hold markup. The exceptions are the still picture, whose
-// names ortlab/render/graph_picture.py has escaped, and generated code, which ortlab/render/code.py has.
+// names ortlab/render/graph_picture.py has escaped, and generated code, which ortlab/render/html.py has.
 
 const LOST =
   "The kernel of this view has ended or was restarted: what is drawn stays, and nothing else acts any more. " +

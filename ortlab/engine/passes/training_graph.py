@@ -1,0 +1,197 @@
+"""Changes to a training graph before its session is made: what it hands over, and what is not to be recomputed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import onnx
+from onnx import TensorProto, helper
+
+from ortlab.engine.passes.graph_edits import NAMESPACE, GraphFacts, aten_operator, call_kernel, declare_aten
+
+_YIELD: Final = "YieldOp"
+_OWNING: Final = frozenset(
+    """ATen MatMul FusedMatMul Gemm Conv Gather GatherElements GatherND Concat LayerNormalization
+    SimplifiedLayerNormalization SoftmaxCrossEntropyLossInternal""".split()  # noqa: SIM905
+)
+"""Operators whose kernels, on each execution provider, take memory of their own for their outputs."""
+_PRODUCTS: Final = frozenset(f"{NAMESPACE}::{name}" for name in ("matmul", "matmul_transposed"))
+"""Kernels of PyTorch whose output is as large as its sum with a vector."""
+_SUM_OF_TWO: Final = 2
+
+
+def hand_over(model: onnx.ModelProto) -> None:
+    """Give each output of the forward memory of its own, and keep GemmSumFusion from gradients that it stops at.
+
+    Two faults of 1.19.2 stand at the YieldOp, where outputs go to the caller and their gradients to the backward.
+
+    Outputs: ORT's planner of memory lets an operator write its output over an input that nobody else reads
+    (``core/framework/allocation_planner.cc``, FindReusableInput), and a Reshape must. Such a tensor does not own its
+    memory: when the graph is done with it, in the backward, it is written over, although the caller has it. The planner
+    leaves out an operator whose output goes to YieldOp, but it looks at the first reader only. So ``hidden =
+    norm(x).relu(); return hidden, head(hidden)`` returned other numbers after ``backward()``.
+
+    Gradients: GemmSumFusion takes the number of an output for the number of an input, and stops the build at a Sum of a
+    Gemm of the third output of a node, or a later one, such as the gradient of what the forward returns third
+    (``core/optimizer/gemm_sum_fusion.cc``).
+
+    The gradient graph is changed in place; one without a YieldOp stays as it is.
+    """
+    place = next((index for index, node in enumerate(model.graph.node) if node.op_type == _YIELD), None)
+    if place is None:
+        return
+    _keep_from_fusion(model.graph)
+    if _own_outputs(model, place):
+        declare_aten(model)
+
+
+def _own_outputs(model: onnx.ModelProto, place: int) -> bool:
+    """Copy what would be returned in somebody else's memory, and say whether there was any."""
+    nodes = model.graph.node
+    facts = GraphFacts(model)
+    read_before = {name for node in nodes[:place] if node.op_type != "Identity" for name in node.input}
+    readers = Counter(name for node in nodes for name in node.input)
+    changed = False
+    for index, name in enumerate(nodes[place].input):
+        source, last = name, facts.producers.get(name)
+        made = last
+        while made is not None and made.op_type == "Identity":
+            source = made.input[0]
+            made = facts.producers.get(source)
+        if made is None or last is None or made.op_type in _OWNING or source not in read_before:
+            continue
+        changed = True
+        element_type = facts.element_types.get(source) or facts.element_types.get(name)
+        if made.op_type == "Add":
+            _let_torch_add(made, facts, readers)
+            continue
+        if last is made:
+            last = helper.make_node("Identity", [name], [f"{name}_returned"], name=f"{name}_returned")
+            nodes[place].input[index] = last.output[0]
+            nodes.insert(place, last)
+            place += 1
+            last = nodes[place - 1]
+        if element_type == TensorProto.BOOL:  # which cannot cross to PyTorch
+            last.op_type = "And"
+            last.input.append(last.input[0])
+        else:
+            call_kernel(last, "copy_of")
+        if element_type and not facts.element_types.get(last.output[0]):
+            value = helper.make_tensor_value_info(last.output[0], element_type, None)
+            model.graph.value_info.append(value)
+    return changed
+
+
+def _let_torch_add(node: onnx.NodeProto, facts: GraphFacts, readers: Counter[str]) -> None:
+    """Let PyTorch add, since ORT would write over an operand; a bias is added in the memory of the product."""
+    for product, bias in (tuple(node.input), tuple(reversed(node.input))):
+        made = facts.producers.get(product)
+        if (
+            made is not None
+            and aten_operator(made) in _PRODUCTS
+            and readers[product] == 1
+            and facts.ranks.get(bias) == 1
+            and len(facts.shapes.get(product, facts.shapes.get(node.output[0], ()))) > 1
+        ):
+            node.input[:] = [product, bias]
+            call_kernel(node, "add_bias")
+            return
+    call_kernel(node, "add")
+
+
+def _keep_from_fusion(graph: onnx.GraphProto) -> None:
+    """Write the sums that the fusion stops at as Add, which it leaves alone."""
+    late: set[str] = set()
+    for node in graph.node:
+        late.update(node.output if node.op_type == "Identity" and late & {*node.input} else node.output[2:])
+    stopping = {
+        name for node in graph.node if node.op_type == "Gemm" and late & {*node.input} for name in node.output
+    }
+    for node in graph.node:
+        if node.op_type == "Sum" and len(node.input) == _SUM_OF_TWO and stopping & {*node.input}:
+            node.op_type = "Add"
+
+
+def mend_layer_gradients(model: onnx.ModelProto) -> None:
+    """Let the backward of a layer of ours run whichever of its results and inputs take part in the training.
+
+    A call has one definition of its gradient (``gradient_builder.cc``, GetExternalGradient). So ORT names gradients of
+    results that nothing reads, which are not there, and gives no name to results that nobody needs, which ``ATen``
+    cannot set. The model is changed in place.
+    """
+    graph = model.graph
+    there = {value.name for value in (*graph.input, *graph.initializer)}
+    there |= {name for node in graph.node for name in node.output}
+    for node in graph.node:
+        if not aten_operator(node).startswith(f"{NAMESPACE}::"):
+            continue
+        if not there.issuperset(node.input):
+            node.input[:] = [name if name in there else "" for name in node.input]
+        for index, name in enumerate(node.output):
+            if not name:
+                node.output[index] = f"{node.name}_unread_{index}"
+                typed = helper.make_tensor_value_info(node.output[index], TensorProto.FLOAT, None)
+                graph.value_info.append(typed)
+
+
+def leave_short_sums(model: onnx.ModelProto) -> None:
+    """Let PyTorch compute the sums of float16 and bfloat16 in a typed gradient graph, which is changed in place."""
+    facts = GraphFacts(model)
+    for node in model.graph.node:
+        if (
+            node.op_type != "Sum"
+            or node.domain
+            or facts.element_types.get(node.output[0]) not in {TensorProto.BFLOAT16, TensorProto.FLOAT16}
+        ):
+            continue
+        call_kernel(node, "sum_of")
+        declare_aten(model)
+
+
+# --- values that the memory optimizer shall leave alone -----------------------------------------------------------
+
+HIDING: Final = "PassThrough"
+"""ORT's operator that returns its inputs, in the same memory (``pass_through.cc``); on the CPU and on CUDA."""
+
+_DOMAIN: Final = "com.microsoft"
+_SUFFIX: Final = "_to_keep"
+
+
+def leaving_alone(model: onnx.ModelProto, kept: Iterable[Sequence[str]]) -> tuple[onnx.ModelProto, list[str]]:
+    """Copy a training graph, before its session is made, so that the results in `kept` cannot be recomputed.
+
+    The memory optimizer of 1.19.2 applies a plan in all places of its cluster or in none: it reads a count, compares it
+    with a number of places that it has counted to one only (``optimization_planner.cc``,
+    ``FinalizeNodePlansFromUserConfig``), and recomputes everywhere for any count but 0, for which it leaves out the
+    last place. So a place that is not to be recomputed is made one that it cannot recompute: its results go through a
+    node that hands its inputs on as they are, without a copy, and that is not in the list of what it may repeat.
+
+    `kept` lists them by node. Returns the copy, and those of the results that no node of the graph makes.
+    """
+    copied = onnx.ModelProto()
+    copied.CopyFrom(model)
+    graph = copied.graph
+    wanted = {output for outputs in kept for output in outputs}
+    types = {value.name: value for value in graph.value_info}
+    nodes: list[onnx.NodeProto] = []
+    for node in graph.node:
+        nodes.append(node)
+        made = [output for output in node.output if output]
+        if wanted.isdisjoint(made):
+            continue
+        wanted.difference_update(made)
+        # All results go through one node: what only backward reads would otherwise be handed on there, too late.
+        for number, output in enumerate(node.output):
+            if output:
+                node.output[number] = output + _SUFFIX
+                if output in types:
+                    graph.value_info.add(name=output + _SUFFIX, type=types[output].type)
+        name = f"{node.name or made[0]}{_SUFFIX}"
+        nodes.append(
+            helper.make_node(HIDING, [one + _SUFFIX for one in made], made, name=name, domain=_DOMAIN)
+        )
+    del graph.node[:]
+    graph.node.extend(nodes)
+    return copied, sorted(wanted)

@@ -1,0 +1,281 @@
+"""Pages of a profiled step: operators by time, FLOPs by module, and what a switch saves of them; with their figures."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from ortlab import units
+from ortlab.memory.trace import lifetimes
+from ortlab.render.page import Block, Cell, Column, Mark, Note, Page, Table, row
+from ortlab.render.plots import COLOURS, INK, drawing, dress, new_figure, plain, say
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from ortlab.graphs.flop_formulas import Shape
+    from ortlab.graphs.flops import Flops, FlopSavings, Kind, NodeChange
+    from ortlab.memory.trace import Trace
+
+OPERATORS_SHOWN: Final = 20
+"""Rows of operators that a page shows: those that take the most time."""
+
+
+def trace_page(trace: Trace) -> Page:
+    """List operators by time, forward, backward and recomputed apart."""
+    table = trace.table()
+    total = sum(node.ms for node in trace.nodes)
+    columns = (
+        Column("operator"),
+        Column("pass"),
+        *(Column(name, numeric=True) for name in ("nodes", "time", "share", "results")),
+    )
+    rows = tuple(
+        row(
+            one["operator"],
+            one["pass"],
+            units.count(one["nodes"]),
+            units.duration(one["time [ms]"]),
+            units.percent(one["time [ms]"] / total if total else 0.0),
+            units.size(one["results [bytes]"]),
+        )
+        for one in table.head(OPERATORS_SHOWN).to_dict("records")
+    )
+    more = len(table) - len(rows)
+    left_out = f"{units.count(more)} more rows: trace.table() has them." if more else ""
+    again = f", {units.duration(trace.recomputed_ms)} of it a second time" if trace.recomputed_ms else ""
+    found = lifetimes(trace)
+    at = trace.nodes[found.peak_at]
+    sentences = (
+        f"Kernels took {units.duration(trace.forward_ms)} in the forward and {units.duration(trace.backward_ms)} in "
+        f"the backward{again}. Measured with ONNX Runtime's profiler, which slows the step; each kernel's time is the "
+        f"shortest of {units.count(trace.steps)} steps."
+    )
+    memory = (
+        f"Buffers of {units.size(found.peak)} are alive at the peak, in the {'backward' if at.backward else 'forward'} "
+        f"where {at.operator} runs: simulated from measured sizes. {units.size(sum(one.size for one in found.kept))} "
+        "are kept from the forward for the backward."
+    )
+    return Page(
+        "Profile of a step",
+        (
+            Note(sentences),
+            Table("Operators by time", columns, rows, left_out=left_out),
+            Note(memory),
+        ),
+    )
+
+
+# ---- FLOPs ----------------------------------------------------------------------------------------------------------
+
+
+ROWS_SHOWN: Final = 20
+"""Rows of a table that a page shows: those with the most FLOPs."""
+
+_RULE: Final = (
+    "Counted from the shapes that the nodes ran with: products of matrices, convolutions, attention and recurrent "
+    "cells; a multiplication and an addition are two operations. Element-wise operators count as none."
+)
+
+
+def flops_page(flops: Flops) -> Page:
+    """Say what a step calculates, by module and by operator."""
+    spent = flops.ms
+    rate = (
+        f", {units.flops(flops.total / spent * 1000)}/s in the {units.duration(spent)} of their kernels"
+        if spent
+        else ""
+    )
+    again = f", {units.flops(flops.recomputed)} of it a second time" if flops.recomputed else ""
+    blocks: list[Block] = [
+        Note(
+            f"{units.flops(flops.total)} in a step: {units.flops(flops.forward)} forward and "
+            f"{units.flops(flops.backward)} backward{again}{rate}."
+        ),
+        _summed(flops, "module"),
+        _summed(flops, "operator"),
+    ]
+    if flops.uncounted:
+        operators = ", ".join(dict.fromkeys(node.operator for node in flops.uncounted))
+        blocks.append(
+            Note(
+                f"{units.count(len(flops.uncounted))} nodes are not counted, because their shapes do not tell what "
+                f"they calculate: {operators}.",
+                Mark.WARN,
+            )
+        )
+    times = "Times: measured with ONNX Runtime's profiler, which slows the step."
+    blocks.append(Note(f"{_RULE} {times} All nodes: flops.table().", Mark.QUIET))
+    return Page(f"FLOPs of a step{_of(flops)}", tuple(blocks))
+
+
+def savings_page(savings: FlopSavings) -> Page:
+    """Say what a switch saves, where, and what was moved for that."""
+    blocks: list[Block] = [Note(_saved(savings), Mark.GOOD if savings.saved > 0 else Mark.PLAIN)]
+    if savings.moved:
+        columns = (
+            Column("leaves rows out"),
+            Column("of", meaning="module that the model's own code does it in"),
+            Column("what it reads is made in", meaning="module that it has been moved behind"),
+            Column("shape", meaning="of what it reads"),
+            Column("left", meaning="shape of its result"),
+        )
+        rows = tuple(
+            row(
+                node.operator.rpartition(".")[2],
+                node.module or "the model itself",
+                node.reads or "the model itself",
+                _shape(node.inputs[0]) if node.inputs else units.MISSING,
+                _shape(node.outputs[0]),
+            )
+            for node in savings.moved
+        )
+        blocks.append(Table("Moved towards the inputs, in the forward", columns, rows))
+    changes = [one for one in savings.changes if one.saved]
+    if changes:
+        blocks.append(_changes(changes))
+        blocks.append(
+            drawing(
+                "FLOPs by module with and without the switch; ortlab.plot(savings) draws it.",
+                lambda: savings_plot(savings),
+            )
+        )
+    fewer = sum(one.fewer_elements for one in savings.passed if not one.saved)
+    if fewer > 0:
+        without = [one for one in savings.passed if not one.saved]
+        blocks.append(
+            Note(
+                f"{units.many(without, 'element-wise node')} of the forward made "
+                f"{units.count(fewer)} numbers fewer: savings.table() has them."
+            )
+        )
+    blocks.append(Note(_RULE, Mark.QUIET))
+    return Page(f"FLOPs saved: {savings.changed}", tuple(blocks))
+
+
+def _saved(savings: FlopSavings) -> str:
+    before, after = units.flops(savings.without.total), units.flops(savings.having.total)
+    if savings.saved > 0:
+        return f"{units.percent(savings.share)} of the step's FLOPs are saved: {after} instead of {before}."
+    if savings.saved < 0:
+        return f"The step calculates more: {after} instead of {before}."
+    return f"Nothing is saved: {after} either way. No slice or gather of this model could be moved ahead of a product."
+
+
+def _summed(flops: Flops, kind: Kind) -> Table:
+    sums = flops.by(kind)
+    shown = list(sums.items())[:ROWS_SHOWN]
+    times = {
+        key: sum(node.ms for node in flops.nodes if node.flops and node.key(kind) == key) for key, _ in shown
+    }
+    rows = tuple(
+        row(
+            key or "the model itself",
+            units.flops(count),
+            units.percent(count / flops.total),
+            units.duration(times[key]),
+            f"{units.flops(count / times[key] * 1000)}/s" if times[key] else units.MISSING,
+        )
+        for key, count in shown
+    )
+    columns = (Column(kind), *(Column(name, numeric=True) for name in ("FLOPs", "share", "time", "speed")))
+    more = len(sums) - len(shown)
+    left_out = f'{units.count(more)} more: flops.by("{kind}") has them.' if more else ""
+    return Table(f"By {kind}, forward and backward", columns, rows, left_out)
+
+
+def _changes(changes: list[NodeChange]) -> Table:
+    columns = (
+        Column("node"),
+        Column("module"),
+        Column("pass"),
+        Column("result without", meaning="shape of its result without the switch"),
+        Column("with", meaning="shape of its result with the switch"),
+        Column("saved", numeric=True, meaning="FLOPs"),
+    )
+    rows = tuple(
+        row(
+            units.fold(one.node.operator.rpartition(".")[2], 60),
+            one.node.module or "the model itself",
+            "backward" if one.node.backward else "forward",
+            _shape(one.without.outputs[0]) if one.without else "-",
+            _shape(one.having.outputs[0]) if one.having else "-",
+            Cell(units.flops(one.saved), Mark.GOOD if one.saved > 0 else Mark.WARN),
+        )
+        for one in changes[:ROWS_SHOWN]
+    )
+    more = len(changes) - len(rows)
+    left_out = f"{units.count(more)} more: savings.table() has them." if more else ""
+    return Table("Saved, node by node", columns, rows, left_out)
+
+
+def _shape(shape: Shape) -> str:
+    return " x ".join(map(str, shape)) or "one number"
+
+
+def _of(flops: Flops) -> str:
+    words = [f"part {flops.part}"] if flops.part else []
+    words += [flops.configuration] if flops.configuration else []
+    return f": {', '.join(words)}" if words else ""
+
+
+# ---- the figures ----------------------------------------------------------------------------------------------------
+
+
+MODULES_SHOWN: Final = 16
+_MEGA: Final = 1e6
+
+
+def flops_plot(flops: Flops) -> Figure:
+    """Draw the FLOPs of each module, forward and backward apart, the largest first."""
+    names = list(flops.by("module"))[:MODULES_SHOWN]
+    figure = new_figure(1.2 + 0.28 * max(len(names), 1))
+    axes = figure.add_subplot()
+    dress(axes, "FLOPs of a step, by module", "MFLOPs", "")
+    if not names:
+        say(axes, "No node multiplies matrices.")
+        return figure
+    left = [0.0] * len(names)
+    for backward, colour in ((False, COLOURS[0]), (True, COLOURS[1])):
+        widths = [
+            sum(node.flops or 0 for node in flops.nodes if node.module == name and node.backward is backward)
+            / _MEGA
+            for name in names
+        ]
+        label = "backward" if backward else "forward"
+        axes.barh(list(map(_label, names)), widths, left=left, label=label, color=colour, height=0.6)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
+    axes.legend(frameon=False, labelcolor=INK, fontsize=8)
+    return figure
+
+
+def savings_plot(savings: FlopSavings) -> Figure:
+    """Draw the FLOPs of the modules that change, without the switch and with it."""
+    names = list(savings.by_module())[:MODULES_SHOWN]
+    figure = new_figure(1.4 + 0.4 * max(len(names), 1))
+    axes = figure.add_subplot()
+    dress(axes, f"FLOPs of a step: {units.printable(savings.changed)}", "MFLOPs", "")
+    if not names:
+        say(axes, "No module calculates more or less.")
+        return figure
+    places = range(len(names))
+    for offset, flops, label, colour in (
+        (-0.2, savings.without, "without", COLOURS[1]),
+        (0.2, savings.having, "with", COLOURS[0]),
+    ):
+        sums = flops.by("module")
+        axes.barh(
+            [place + offset for place in places],
+            [sums.get(name, 0) / _MEGA for name in names],
+            label=label,
+            color=colour,
+            height=0.36,
+        )
+    axes.set_yticks(list(places), list(map(_label, names)))
+    axes.invert_yaxis()
+    axes.legend(frameon=False, labelcolor=INK, fontsize=8)
+    return figure
+
+
+def _label(name: str) -> str:
+    return plain(units.fold(units.printable(name), 44)) or "the model itself"
