@@ -302,6 +302,8 @@ def call_sizes(model: onnx.ModelProto, symbols: Mapping[str, int]) -> CallSizes:
         if shapes is None:
             continue
         now = calls.results(node, shapes, {**symbols, **found.values})
+        if now is not None and any(axis >= len(now[index]) for index, axis, _ in unknown):
+            continue  # inference has guessed how many dimensions there are
         if now is not None:
             found.values.update({symbol: now[index][axis] for index, axis, symbol in unknown})
         sizes = [dict(zip(symbols, primes, strict=False)) for primes in _PRIMES]

@@ -150,6 +150,12 @@ def _recurrent_gradient(node: _Ran) -> int:
     return 2 * _recurrent(node)
 
 
+def _recurrent_layer_gradient(node: _Ran) -> int:
+    """Count the same where PyTorch does it: the gradients of the sequence and of both weights come first."""
+    length, batch, _ = node.outputs[0]
+    return 4 * length * batch * (prod(node.outputs[1]) + prod(node.outputs[2]))
+
+
 def _linear(node: _Ran) -> int:
     """Multiply rows with a weight (PyTorch, linear, mm and addmm); the row's length is the inner dimension."""
     return 2 * prod(node.outputs[0]) * node.inputs[0][-1]
@@ -184,7 +190,11 @@ _OPERATORS: Final[dict[Formula, tuple[str, ...]]] = {
         "_scaled_dot_product_flash_attention_for_cpu_backward",
         "_scaled_dot_product_efficient_attention_backward",
     ),
-    _recurrent: ("LSTM", "LSTMTraining", "GRU", "GRUTraining", "RNN"),
+    _recurrent: (
+        *("LSTM", "LSTMTraining", "GRU", "GRUTraining", "RNN"),
+        *("lstm_layer", "gru_layer", "rnn_layer"),
+    ),
     _recurrent_gradient: ("LSTMGrad", "GRUGrad"),
+    _recurrent_layer_gradient: ("lstm_layer_backward", "gru_layer_backward", "rnn_layer_backward"),
 }
 _FORMULAS: Final = {name: formula for formula, names in _OPERATORS.items() for name in names}

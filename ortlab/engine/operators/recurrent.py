@@ -12,6 +12,7 @@ A layer's `x` has the shape (length, batch, inputs), its state (batch, hidden), 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -29,8 +30,8 @@ from ortlab.engine.operators.symbolic_words import (
 )
 from ortlab.engine.operators.torch_kernels import kernel
 
-_RESULTS: Final = {"lstm": 4, "gru": 3, "rnn": 2}
-"""How many results each kernel has."""
+_RANKS: Final = {"lstm": (3, 2, 2, 1), "gru": (3, 2, 3), "rnn": (3, 2)}
+"""How many dimensions each result of a kernel has: the states, the last one or two, and what the backward reads."""
 
 _LSTM: Final = 2  # oneDNN's number of the kind of layer, as torch gives it (at::native::RNN.cpp)
 
@@ -45,10 +46,23 @@ def lstm_layer(
     x: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor, h: Tensor, c: Tensor, reverse: int
 ) -> Any:
     """Return the states, shape (length, batch, hidden), the last state, the last cell, and oneDNN's workspace."""
-    weights = (w_ih, w_hh, b_ih, b_hh)
     how = (_LSTM, w_hh.shape[1], 1, True, False, False, True)
+    arguments: tuple[Any, ...] = (x, w_ih, w_hh, b_ih, b_hh, h, c, bool(reverse), [], *how)
     with torch.enable_grad():  # without it there is no workspace, whatever is said about training
-        return torch.ops.aten.mkldnn_rnn_layer(x, *weights, h, c, bool(reverse), [], *how)
+        *results, workspace = torch.ops.aten.mkldnn_rnn_layer(*arguments)
+    if x.is_meta:  # there torch says that the workspace is empty
+        workspace = workspace.new_empty(_workspace_bytes(*x.shape, w_hh.shape[1]))
+    return *results, workspace
+
+
+@cache
+def _workspace_bytes(length: int, batch: int, inputs: int, hidden: int) -> int:
+    """Let oneDNN make a workspace, whose size only it knows."""
+    shapes = (
+        *((length, batch, inputs), (4 * hidden, inputs), (4 * hidden, hidden)),
+        *((4 * hidden,), (4 * hidden,), (batch, hidden), (batch, hidden)),
+    )
+    return int(lstm_layer(*(torch.zeros(shape) for shape in shapes), 0)[-1].numel())
 
 
 @kernel(
@@ -289,9 +303,11 @@ def _layers(g: Any, kind: str, x: Any, states: list[Any], *args: Any, numbers: t
             weights = _with_biases(g, parameters[index * each : (index + 1) * each], like=x)
             first = [g.op("Gather", state, int64(g, index), axis_i=0) for state in states]
             how = [int64(g, one) for one in (direction, *numbers)]
-            results = aten(g, f"ortlab::{kind}_layer", y, *weights, *first, *how, outputs=_RESULTS[kind])
-            for one in results[: 1 + len(states)]:
-                one.setType(x.type().with_sizes([None] * (3 if one is results[0] else 2)))
+            results = aten(g, f"ortlab::{kind}_layer", y, *weights, *first, *how, outputs=len(_RANKS[kind]))
+            for one, axes in zip(results, _RANKS[kind], strict=True):
+                one.setType(x.type().with_sizes([None] * axes))
+            if kind == "lstm":
+                results[-1].setType(results[-1].type().with_dtype(torch.uint8))
             read.append(results[0])
             for ends, end in zip(last, results[1:], strict=False):
                 ends.append(g.op("Unsqueeze", end, int64(g, [0])))

@@ -61,6 +61,8 @@ def _tolerant(base: Any) -> Any:  # noqa: C901 - one class, of small methods
             for name in _SAME_SHAPE:
                 self.aten_op_dispatcher_[name] = partial(_infer_same_shape, self)
             self.aten_op_dispatcher_["ortlab::cross_entropy"] = partial(_infer_cross_entropy, self)
+            for kind in ("lstm", "gru", "rnn"):
+                self.aten_op_dispatcher_[f"ortlab::{kind}_layer"] = partial(_infer_recurrent, self)
             for table in (self.dispatcher_, self.aten_op_dispatcher_):
                 for operator, infer in table.items():
                     table[operator] = partial(_infer_or_leave_open, self, infer)
@@ -217,6 +219,25 @@ def _infer_call(inference: Any, infer: Callable[[Any], None] | None, node: onnx.
             if dtype != "bfloat16"
             else onnx.TensorProto.BFLOAT16
         )
+        inference.known_vi_[name].CopyFrom(helper.make_tensor_value_info(name, element_type, shape))
+
+
+def _infer_recurrent(inference: Any, node: onnx.NodeProto) -> None:
+    """Give the outputs of a layer of `ortlab.engine.operators.recurrent` their shapes.
+
+    They are the states of the sequence, the last one, an LSTM's last cell, and what the backward reads: a GRU's four
+    gates, or the bytes of oneDNN's workspace, of which only oneDNN knows how many there are.
+    """
+    length, batch, _ = inference._get_shape(node, 0)
+    hidden = inference._get_shape(node, 2)[1]
+    shapes: list[list[Any]] = [[length, batch, hidden], *[[batch, hidden]] * (len(node.output) - 1)]
+    types = [onnx.TensorProto.FLOAT] * len(node.output)
+    if "lstm" in aten_operator(node):
+        shapes[-1] = [str(inference._new_symbolic_dim_from_output(node, len(node.output) - 1, 0))]
+        types[-1] = onnx.TensorProto.UINT8
+    elif "gru" in aten_operator(node):
+        shapes[-1] = [length, batch, 4 * hidden]
+    for name, shape, element_type in zip(node.output, shapes, types, strict=True):
         inference.known_vi_[name].CopyFrom(helper.make_tensor_value_info(name, element_type, shape))
 
 

@@ -138,3 +138,25 @@ def test_evaluation_after_training_has_pytorchs_numbers():
     with torch.no_grad():
         torch.testing.assert_close(lab.module.eval()(x), eager.eval()(x), rtol=1e-5, atol=1e-6)
     lab.unwrap()
+
+
+@pytest.mark.parametrize(("kind", "kept"), [("lstm", "uint8"), ("gru", "float"), ("rnn", "float")])
+def test_what_the_backward_reads_is_among_the_saved_activations(kind, kept):
+    from ortlab.engine.operators import recurrent
+
+    lab, _ = pair(LAYERS[kind](), "y")
+    x = torch.randn(7, 3, 6)
+    lab.step(lambda: losses(lab.module(x)).backward(), n=1, memory=False)
+    activations = lab.activations()
+    assert not activations.unknown
+    layer, h = lab.module.layer, torch.zeros(3, 5)
+    how = {"lstm": (h, h, 0), "gru": (h, 0), "rnn": (h, 0, 0)}[kind]
+    *_, largest = getattr(recurrent, f"{kind}_layer")(x, *(one.detach() for one in layer._flat_weights), *how)
+    if kind == "rnn":
+        largest = x.new_empty(7, 3, 5)  # the states are all that it keeps
+    row = max(
+        (row for row in activations.rows if f"ortlab::{kind}_layer" in row.operator),
+        key=lambda row: row.bytes,
+    )
+    assert (row.bytes, row.dtype) == (largest.nbytes, kept)
+    lab.unwrap()
