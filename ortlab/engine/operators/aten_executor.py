@@ -22,8 +22,10 @@ scalars.
 from __future__ import annotations
 
 import ctypes
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -31,10 +33,8 @@ import torch
 from ortlab.engine.callback_error import keep_error
 from ortlab.engine.operators.dlpack import (
     give_pointer,
-    storages,
     take_pointer,
     unreadable_pointer,
-    unshared,
 )
 from ortlab.engine.operators.torch_calls import CallableCall, is_torch_call
 from ortlab.engine.operators.torch_kernels import KERNELS
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
+
+_NOTHING: Final = nullcontext()
 
 # ORT's DLPack has no boolean (see `dlpack`), and a uint8 mask is an error in torch or, worse, an index.
 _BOOLEAN_TENSORS: Final = frozenset({"mask", "condition", "attn_mask", "src_mask", "padding_mask"})
@@ -106,6 +108,14 @@ class Operator:
     returns: tuple[str, ...]
     in_place: bool = False  # whether the output is the memory of an input, which nothing else reads
 
+    @cached_property
+    def _is_plain(self) -> bool:
+        """Whether each argument is one input, in its place, as for most operators: these are called at once."""
+        return not any(
+            argument.keyword_only or (argument.is_list and argument.kind == "TensorType")
+            for argument in self.arguments
+        )
+
     @staticmethod
     @cache
     def find(name: str, overload: str) -> Operator:
@@ -142,6 +152,9 @@ class Operator:
         out. An output is None where the tensor is undefined. Unless the operator works in place, no output shares
         memory with an input or with another output, because ORT may overwrite any buffer whose last reader has run.
         """
+        if self._is_plain and len(tensors) <= len(self.arguments):
+            given = zip_longest(self.arguments, tensors)
+            return self._called([argument.value((tensor,)) for argument, tensor in given], {}, tensors)
         positional: list[Any] = []
         keywords: dict[str, Any] = {}
         position, surplus = 0, max(len(tensors) - len(self.arguments), 0)
@@ -157,13 +170,18 @@ class Operator:
                 positional.append(value)
         if surplus:
             raise TypeError(f"takes {len(self.arguments)} inputs, but ONNX Runtime passed {len(tensors)}")
-        with torch.no_grad():
+        return self._called(positional, keywords, tensors)
+
+    def _called(
+        self, positional: list[Any], keywords: dict[str, Any], tensors: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, ...]:
+        with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
             result = self.call(*positional, **keywords)
         outputs = result if isinstance(result, tuple | list) else (result,)
         if self.in_place:
             return tuple(outputs)
-        owned = storages(tensors)
-        return tuple(None if output is None else unshared(_as_tensor(output), owned) for output in outputs)
+        taken = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors if tensor is not None]
+        return tuple(None if output is None else _own(_as_tensor(output), taken) for output in outputs)
 
 
 def _argument(argument: Any) -> Argument:
@@ -181,18 +199,33 @@ def _argument(argument: Any) -> Argument:
     )
 
 
+def _own(output: Tensor, taken: list[tuple[int, int]]) -> Tensor:
+    """Copy a dense output that lies in memory that is taken, by address and bytes; its own is added.
+
+    What ONNX Runtime passes and what it is given is dense, so that addresses suffice: asking for each tensor's storage
+    takes ten times as long, and that for every tensor of every call.
+    """
+    place = output.data_ptr()
+    if any(start <= place < start + size for start, size in taken):
+        return output.clone(memory_format=torch.contiguous_format)
+    taken.append((place, output.nbytes))
+    return output
+
+
 def _as_tensor(output: Tensor | float) -> Tensor:
     """Pack a number that an operator returned (``aten::sym_size``) as ORT expects it: as a tensor."""
     return output if isinstance(output, torch.Tensor) else torch.tensor(output)
 
 
-def _find(name: str, overload: str) -> Operator | CallableCall:
-    return CallableCall.find(name, overload) if is_torch_call(overload) else Operator.find(name, overload)
+@cache
+def _find(name: bytes, overload: bytes) -> Operator | CallableCall:
+    kind = CallableCall if is_torch_call(overload.decode()) else Operator
+    return kind.find(name.decode(), overload.decode())
 
 
 def _is_tensor_argument(name: bytes, overload: bytes, index: int, is_input: bool) -> bool:  # noqa: FBT001
     try:
-        return _find(name.decode(), overload.decode()).is_tensor(index, is_input=is_input)
+        return _find(name, overload).is_tensor(index, is_input=is_input)
     except BaseException as error:  # noqa: BLE001 - nothing may be raised into C; it is kept instead
         keep_error(name.decode(), error)
         return False
@@ -202,7 +235,7 @@ def _execute(name: bytes, overload: bytes, n_inputs: int, inputs: Any, n_outputs
     try:
         # Take every pointer before anything can fail: they are ours now, and dying tensors give them back.
         tensors = [take_pointer(inputs[i]) if inputs[i] else None for i in range(n_inputs)]
-        results = _find(name.decode(), overload.decode()).execute(tensors)
+        results = _find(name, overload).execute(tensors)
         for i, result in zip(range(n_outputs), results, strict=True):
             outputs[i] = None if result is None else give_pointer(result)
     except BaseException as error:  # noqa: BLE001 - as above

@@ -100,7 +100,7 @@ def give_pointer(tensor: Tensor) -> int:
 
 def give_capsule(tensor: Tensor) -> object:
     """Hand a tensor to ORT as a capsule named ``dltensor``; see :func:`give_pointer`."""
-    plain = tensor.detach().contiguous()
+    plain = (tensor.detach() if tensor.requires_grad else tensor).contiguous()
     capsule: object = to_dlpack(plain.view(torch.uint8) if plain.dtype is torch.bool else plain)
     return capsule
 
