@@ -18,6 +18,7 @@ from ortlab.engine.operators.symbolic_words import (
     filled,
     int64,
     is_none,
+    is_training_export,
     none,
     onnx_type,
     rank,
@@ -27,6 +28,9 @@ from ortlab.errors import BuildError
 
 Symbolic = Callable[..., Any]
 """A symbolic function: takes the graph and the operator's arguments, returns the value it emits."""
+
+_GELU: Final = 20
+"""The opset in which ONNX got an operator for it."""
 
 _TRANSPOSED: Final = 3  # positions in the arguments of aten::_convolution after input, weight and bias
 _GROUPS: Final = 5
@@ -157,19 +161,16 @@ def layer_norm(onnx_layer_norm: Symbolic) -> Symbolic:
     return symbolic
 
 
-def gelu(plain: Symbolic) -> Symbolic:
-    """Return the symbolic function of ``F.gelu``: one operator, which ORT else finds in some places only.
+def gelu(g: Any, x: Any, approximate: Any) -> Any:
+    """Emit ``F.gelu`` as torch does; the approximation with a tanh is one operator of ORT's.
 
-    Its fusions (GeluFusion, FastGeluFusion) leave a Gelu in ten pieces whose result the model returns.
+    ORT's fusion (``FastGeluFusion``) does not know the form in which torch exports that, ten operators.
     """
-
-    def symbolic(g: Any, x: Any, approximate: Any = None) -> Any:
-        if x.type().scalarType() != "Float":
-            return plain(g, x, approximate)
-        rough = not is_none(approximate) and constant(approximate, "s") == "tanh"
-        return g.op(f"com.microsoft::{'FastGelu' if rough else 'Gelu'}", x).setType(x.type())
-
-    return symbolic
+    rough = constant(approximate, "s") == "tanh"
+    if rough and x.type().scalarType() == "Float" and is_training_export():
+        return g.op("com.microsoft::FastGelu", x).setType(x.type())
+    opset = symbolic_module("symbolic_helper").GLOBALS.export_onnx_opset_version
+    return symbolic_module(f"symbolic_opset{_GELU if opset >= _GELU else 9}").gelu(g, x, approximate)
 
 
 def attention(plain: Symbolic) -> Symbolic:

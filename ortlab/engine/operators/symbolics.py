@@ -86,6 +86,7 @@ def install() -> None:
         "flip": while_training(
             indexing.left_to_torch("the gradient of a Slice backwards fails"), plain_symbolic("flip")
         ),
+        "gelu": layers.gelu,
         "group_norm": layers.group_norm(ort["group_norm"]),
         "index": indexing.index(plain_symbolic("index")),
         "index_add": indexing.index_add,
@@ -109,7 +110,6 @@ def install() -> None:
         "batch_norm": layers.batch_norm,
         "index_put": indexing.index_put(plain_symbolic("index_put")),
         "instance_norm": layers.instance_norm,
-        "gelu": layers.gelu(plain_symbolic("gelu")),
         "max_pool1d": layers.max_pool1d,
         "max_pool3d": layers.max_pool3d,
         "scatter_add": indexing.scatter_add,

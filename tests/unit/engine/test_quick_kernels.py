@@ -35,6 +35,7 @@ CASES = {
     "topk": lambda x: x.sort(-1, descending=True).values,
     "relu_backward": torch.relu,
     "leaky_relu_backward": lambda x: F.leaky_relu(x, 0.2),
+    "gelu_tanh_backward": lambda x: F.gelu(x, approximate="tanh"),
     "log_softmax_backward": lambda x: x.log_softmax(-1),
     "log_softmax_backward, another axis": lambda x: x.log_softmax(0),
     "gather_backward": rows,
