@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
+import os
 import re
 import sys
 import traceback
@@ -256,7 +257,7 @@ def since_cell(frames: TracebackType | None, shell: InteractiveShell) -> Traceba
 def place(error: BaseException, shell: InteractiveShell) -> str:
     """Say in which line of the user's code the causes of an error arose; "" if in none."""
     machinery = tuple(
-        str(Path(spec.origin).parent) for spec in map(find_spec, _MACHINERY) if spec and spec.origin
+        f"{Path(spec.origin).parent}{os.sep}" for spec in map(find_spec, _MACHINERY) if spec and spec.origin
     )
     for cause in _causes(error):
         for frame in reversed(traceback.extract_tb(cause.__traceback__)):

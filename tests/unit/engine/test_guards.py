@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -251,3 +252,12 @@ def test_the_size_of_a_random_choice_is_a_size():
     lab.unwrap()
     assert executed_by == "ort"
     assert chosen.shape == (2, 3)
+
+
+@pytest.mark.parametrize("package", [torch, ortlab])
+def test_a_package_whose_name_begins_with_that_of_another_holds_code_of_the_model(package):
+    from ortlab.engine.tracing.source_lines import is_model_code
+
+    folder = Path(package.__file__).parent
+    assert is_model_code(f"{folder}vision/models/resnet.py")
+    assert not is_model_code(str(folder / "models" / "resnet.py"))
