@@ -56,10 +56,12 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("engine", ["ort", "eager"])
 def test_it_is_what_measure_memory_tells(training, engine):
-    run = training.lab.set(engine=engine).step(training.step, n=3)
-    measured = training.lab.memory().rise_bytes
-    assert run.step_memory_bytes == pytest.approx(measured, rel=0.02)
-    assert run.step_memory_bytes > 8 * MIB  # four activations of 2 MiB are kept for backward at the least
+    training.lab.set(engine=engine)
+    # The lower of two readings, as comparisons take it: another thread of these tests can add to one.
+    told = min(training.lab.step(training.step, n=3).step_memory_bytes for _ in range(2))
+    measured = min(training.lab.memory().rise_bytes for _ in range(2))
+    assert told == pytest.approx(measured, rel=0.02)
+    assert told > 8 * MIB  # four activations of 2 MiB are kept for backward at the least
 
 
 @pytest.mark.parametrize("step_before", [4, 8])  # of the run's own measurement, and of lab.memory()'s
@@ -70,10 +72,12 @@ def test_code_that_the_kernel_reads_again_is_no_memory_of_a_step(training, step_
             page_code_out()
         return loss
 
-    usual = training.lab.step(training.step, n=3).step_memory_bytes
+    usual = min(training.lab.step(training.step, n=3).step_memory_bytes for _ in range(2))
     training.calls = 0
-    assert training.lab.step(step, n=3).step_memory_bytes == pytest.approx(usual, rel=0.02)
-    assert training.lab.memory().rise_bytes == pytest.approx(usual, rel=0.02)
+    told = training.lab.step(step, n=3).step_memory_bytes
+    # What is read again is 8 to 18 MiB; what another thread of these tests adds to a reading is less than two.
+    assert (told - usual) / MIB == pytest.approx(0, abs=2)
+    assert (training.lab.memory().rise_bytes - usual) / MIB == pytest.approx(0, abs=2)
 
 
 def page_code_out() -> None:
