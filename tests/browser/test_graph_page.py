@@ -18,6 +18,7 @@ import onnx
 import pytest
 import torch
 import transformers
+from playwright.sync_api import Error
 
 import ortlab
 from ortlab.graphs.stages import Graph
@@ -89,8 +90,14 @@ class Shown:
     def becomes(self, condition: str) -> None:
         """Wait until a condition holds in the page, asked from outside: its policy forbids to eval one that waits."""
         for _ in range(600):
-            if self.frame.evaluate(condition):
-                return
+            try:
+                if self.frame.evaluate(condition):
+                    return
+            except Error as error:
+                if (
+                    "context was destroyed" not in error.message
+                ):  # the frame has gone on to its page meanwhile
+                    raise
             self.tab.wait_for_timeout(100)
         raise AssertionError(f"It did not come to {condition} in a minute.")
 
