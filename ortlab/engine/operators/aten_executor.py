@@ -71,7 +71,7 @@ class Argument:
     keyword_only: bool
     default: Any  # stands for "not given"; None without a default, which for a tensor means an undefined one
 
-    def value(self, tensors: Sequence[Tensor | None]) -> Any:
+    def values(self, tensors: Sequence[Tensor | None]) -> Any:
         """Make the argument's value of what ORT passed: one tensor or None, for a list of tensors any number of them.
 
         Raises TypeError where the schema asks for what no tensor can carry: a string, a device, a generator.
@@ -80,7 +80,10 @@ class Argument:
             # torch has no undefined tensor inside `Tensor[]`, only inside `Tensor?[]`; None is right for both.
             given = any(tensor is not None for tensor in tensors)
             return [self._tensor(tensor) for tensor in tensors] if given else self.default
-        (tensor,) = tensors
+        return self.value(*tensors)
+
+    def value(self, tensor: Tensor | None) -> Any:
+        """Make the value of an argument that is one input; see `values`."""
         if tensor is None:
             return self.default
         if self.kind == "TensorType":
@@ -88,9 +91,10 @@ class Argument:
         convert = _FROM_NUMBER.get(self.kind)
         if convert is None:
             raise TypeError(f"argument '{self.name}' is a {self.kind}, which ONNX Runtime cannot pass")
-        if self.is_list:
-            return [convert(number) for number in tensor.reshape(-1).tolist()]
-        return convert(tensor.item())
+        if not self.is_list:
+            return convert(tensor.item())
+        numbers = (tensor if tensor.dim() == 1 else tensor.reshape(-1)).tolist()
+        return numbers if convert is int and tensor.dtype is torch.int64 else list(map(convert, numbers))
 
     def _tensor(self, tensor: Tensor | None) -> Tensor | None:
         if tensor is not None and tensor.dtype is torch.uint8 and self.name in _BOOLEAN_TENSORS:
@@ -154,7 +158,7 @@ class Operator:
         """
         if self._is_plain and len(tensors) <= len(self.arguments):
             given = zip_longest(self.arguments, tensors)
-            return self._called([argument.value((tensor,)) for argument, tensor in given], {}, tensors)
+            return self._called([argument.value(tensor) for argument, tensor in given], {}, tensors)
         positional: list[Any] = []
         keywords: dict[str, Any] = {}
         position, surplus = 0, max(len(tensors) - len(self.arguments), 0)
@@ -162,7 +166,7 @@ class Operator:
             width = 1
             if surplus and argument.is_list and argument.kind == "TensorType":
                 width, surplus = 1 + surplus, 0
-            value = argument.value(tensors[position : position + width] or (None,))
+            value = argument.values(tensors[position : position + width] or (None,))
             position += width
             if argument.keyword_only:
                 keywords[argument.name] = value
