@@ -17,11 +17,18 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from ortlab.engine.passes.graph_edits import GraphFacts, attributes_of, copied, declare_aten, kernel_call
+from ortlab.engine.passes.graph_edits import (
+    FLOAT_TYPES,
+    GraphFacts,
+    attributes_of,
+    copied,
+    declare_aten,
+    kernel_call,
+)
 
-FEWEST: Final = 2**14
+FEWEST: Final = 2**13
 """Entries from which on PyTorch's kernel pays for the call into Python."""
-_UNKNOWN: Final = 32
+_UNKNOWN: Final = 64
 """What a dimension counts that is not known before the step, such as that of the batch."""
 
 _FORWARD: Final = frozenset({"LeakyRelu", "ReduceLogSumExp", "TopK"})
@@ -43,6 +50,11 @@ def choose_quick(model: onnx.ModelProto) -> None:
         nodes += choice.instead_of(node, backward=is_backward)
     if choice.changed:
         nodes = [copied(node) for node in nodes]
+        # ORT has to be told the types of what torch returns; the gradient builder leaves many out.
+        model.graph.value_info.extend(
+            helper.make_tensor_value_info(name, element_type, None)
+            for name, element_type in choice.untyped.items()
+        )
         del model.graph.node[:]
         model.graph.node.extend(nodes)
         declare_aten(model)
@@ -53,11 +65,15 @@ class _Choice:
 
     def __init__(self, model: onnx.ModelProto) -> None:
         self.changed = False
+        self.untyped: dict[str, int] = {}
         self._opset = next(one.version for one in model.opset_import if one.domain in {"", "ai.onnx"})
         facts = GraphFacts(model)
-        self._types, self._shapes, self._producers = facts.element_types, facts.shapes, facts.producers
+        self._types, self._shapes, self._ranks = facts.element_types, facts.shapes, facts.ranks
+        self._producers = facts.producers
         self._outputs = {value.name for value in model.graph.output}
         self._constants = {tensor.name: tensor for tensor in model.graph.initializer}
+        self._only_float32 = FLOAT_TYPES.isdisjoint(set(self._types.values()) - {TensorProto.FLOAT})
+        self._has_inner_graphs = any(one.HasField("g") for node in model.graph.node for one in node.attribute)
         self._same: dict[str, str] = {}
         self._kinds: dict[str, _Kind] = {
             "LeakyRelu": self._leaky("leaky_relu"),
@@ -65,6 +81,8 @@ class _Choice:
             "TopK": self._top,
             "ReluGrad": self._call("relu_backward"),
             "LeakyReluGrad": self._leaky("leaky_relu_backward"),
+            "GeluGrad": self._call("gelu_backward"),
+            "LayerNormalizationGrad": self._call("layer_norm_backward"),
             "FastGeluGrad": self._call("gelu_tanh_backward"),
             "LogSoftmaxGrad_13": self._along("log_softmax_backward", -1),
             "GatherGrad": self._along("gather_backward", 0),
@@ -77,22 +95,53 @@ class _Choice:
         """Return the nodes that take the place of one: the node itself where ORT's kernel stays."""
         if not self._same.keys().isdisjoint(node.input):
             node.input[:] = [self._same.get(name, name) for name in node.input]
-        if node.op_type == "Pow" and self._scalar(node.input[1]) == 1 and node.output[0] not in self._outputs:
+        if node.op_type == "Pow" and self._changes_nothing(node):
             self._same[node.output[0]] = node.input[0]
             self.changed = True
             return []
         kind = self._kinds.get(node.op_type)
-        if kind is None or not (backward or node.op_type in _FORWARD) or not self._is_large(node):
+        asked = kind is not None and (backward or node.op_type in _FORWARD)
+        if kind is None or not asked or not self._is_float32(node) or not self._is_large(node):
             return [node]
-        self.changed = True
-        return kind(node, attributes_of(node))
+        made = kind(node, attributes_of(node))
+        if made != [node]:
+            self.changed = True
+            for index, name in enumerate(made[-1].output):
+                if not self._types.get(name):
+                    places = node.op_type == "TopK" and index == 1
+                    self.untyped[name] = TensorProto.INT64 if places else TensorProto.FLOAT
+        return made
+
+    def _changes_nothing(self, node: onnx.NodeProto) -> bool:
+        """Say whether a Pow is to the power of one; its readers can be told, unless an inner graph is among them."""
+        is_told = node.output[0] not in self._outputs and not self._has_inner_graphs
+        return is_told and self._scalar(node.input[1]) == 1
+
+    def _is_float32(self, node: onnx.NodeProto) -> bool:
+        """Say whether a node computes in float32: one of no known type does if all of the graph does."""
+        known = {self._types.get(name) for name in (*node.output, *node.input)} & FLOAT_TYPES
+        is_gradient = "Grad" in node.op_type
+        return known == {TensorProto.FLOAT} or (not known and is_gradient and self._only_float32)
 
     def _is_large(self, node: onnx.NodeProto) -> bool:
-        if self._types.get(node.output[0]) != TensorProto.FLOAT:
-            return False
-        shapes = [self._shapes.get(name, ()) for name in (*node.output, *node.input)]
-        sizes = [[size if isinstance(size, int) else _UNKNOWN for size in shape] for shape in shapes]
-        return max(math.prod(shape) if shape else 0 for shape in sizes) >= FEWEST
+        """Say whether a node has many entries; one of which nothing is known has, since most have in a large model.
+
+        The gradient of a Gather counts as large whatever it has: ORT's takes more than ten times as long.
+        """
+        if node.op_type == "GatherGrad":
+            return True
+        names = [*node.output, *node.input]
+        # The gradient of what takes a part of a tensor is told the shape of the whole.
+        shapes_of = [self._producers.get(name) for name in node.input]
+        names += [one.input[0] for one in shapes_of if one is not None and one.op_type == "Shape"]
+        floats = [name for name in names if self._types.get(name, TensorProto.FLOAT) == TensorProto.FLOAT]
+        known = [self._entries(name) for name in floats if self._ranks.get(name, 0) > 1]
+        return not known or max(known) >= FEWEST
+
+    def _entries(self, name: str) -> int:
+        """Count the entries of a value, each dimension that is not known as `_UNKNOWN`."""
+        shape = self._shapes.get(name, (None,) * self._ranks[name])
+        return math.prod(size if isinstance(size, int) else _UNKNOWN for size in shape)
 
     def _scalar(self, name: str) -> float | None:
         """Return a constant of one entry, or the difference of two, as the gradient of Pow has; else None."""

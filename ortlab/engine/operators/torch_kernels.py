@@ -265,9 +265,13 @@ def gather_backward(shape: list[int], indices: Tensor, grad: Tensor, axis: int) 
     """Add the gradient of each gathered row to the row that it is of; indices may be negative."""
     axis %= len(shape)
     rows = indices.reshape(-1).long()
-    rows = torch.where(rows < 0, rows + shape[axis], rows)
     grad = grad.reshape(*shape[:axis], -1, *shape[axis + 1 :])
-    return empty(shape, grad).zero_().index_add_(axis, rows, grad)
+    whole = empty(shape, grad).zero_()
+    if rows.numel() == 1:
+        row = int(rows)
+        whole.narrow(axis, row + shape[axis] * (row < 0), 1).copy_(grad)
+        return whole
+    return whole.index_add_(axis, torch.where(rows < 0, rows + shape[axis], rows), grad)
 
 
 @kernel("(Tensor grad, int[] shape, Tensor indices, int axis) -> Tensor")

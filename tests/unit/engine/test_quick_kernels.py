@@ -40,6 +40,7 @@ CASES = {
     "log_softmax_backward, another axis": lambda x: x.log_softmax(0),
     "gather_backward": rows,
     "gather_backward, another axis": lambda x: x.index_select(1, torch.tensor([3, 3, 0, 3])),
+    "gather_backward, a single entry": lambda x: x.softmax(0)[3].expand(8, -1, -1) + x,
     "gather_elements_backward": lambda x: x.gather(1, torch.tensor([[[0, 1, 1] + [0] * 61] * 2] * 8)),
     "slice_backward": lambda x: x.softmax(0)[1:7:2],
     "where": lambda x: torch.where(x > 0, x, x * 0.1 + 1),
