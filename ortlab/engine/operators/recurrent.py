@@ -29,6 +29,7 @@ from ortlab.engine.operators.symbolic_words import (
     is_training_export,
 )
 from ortlab.engine.operators.torch_kernels import kernel
+from ortlab.errors import BuildError
 
 _RANKS: Final = {"lstm": (3, 2, 2, 1), "gru": (3, 2, 3), "rnn": (3, 2)}
 """How many dimensions each result of a kernel has: the states, the last one or two, and what the backward reads."""
@@ -242,7 +243,9 @@ def lstm(plain: Callable[..., Any]) -> Callable[..., Any]:
 
     def symbolic(g: Any, x: Any, *args: Any) -> Any:
         states = _unpacked(args[0])
-        if states is None or not _is_ours(x) or not torch.backends.mkldnn.is_available():
+        if states is None and is_training_export():
+            raise _packed("LSTM")
+        if states is None or not _is_ours(g) or not torch.backends.mkldnn.is_available():
             return plain(g, x, *args)
         return _layers(g, "lstm", x, states, *args[1:])
 
@@ -261,18 +264,31 @@ def rnn(activation: str, plain: Callable[..., Any]) -> Callable[..., Any]:
 
 def _of_one_state(kind: str, plain: Callable[..., Any], *numbers: int) -> Callable[..., Any]:
     def symbolic(g: Any, x: Any, *args: Any) -> Any:
-        if _unpacked(args[0]) is not None or not _is_ours(x):  # of a packed sequence, the weights stand there
+        is_packed = _unpacked(args[1]) is None  # then the first state stands where else the weights do
+        if is_packed and is_training_export():
+            raise _packed(kind.upper())
+        if is_packed or not _is_ours(g):
             return plain(g, x, *args)
         return _layers(g, kind, x, [args[0]], *args[1:], numbers=numbers)
 
     return symbolic
 
 
-def _is_ours(x: Any) -> bool:
+def _packed(layer: str) -> BuildError:
+    """Refuse what ORT would refuse in the first step (``lstm_io_utils.cc``, ``gru_io_utils.cc``)."""
+    return BuildError(
+        f"ONNX Runtime cannot train packed sequences through {layer} layers.",
+        why="Its gradients take sequences of one length, and torch exports packed ones with their lengths.",
+        fix="Give the layer padded sequences and leave the padding out of the loss, or leave the layer to PyTorch: "
+        "ortlab.wrap(model, only=[...]).",
+    )
+
+
+def _is_ours(g: Any) -> bool:
     """Say whether a layer trains in float32 on the CPU, and `aten_recurrent` asks for PyTorch."""
-    kind = x.type()
-    on_cpu = str(kind.device()) in {"cpu", "None"}
-    return acts("aten_recurrent") and is_training_export() and on_cpu and kind.scalarType() == "Float"
+    kind = next(g.original_node.inputs()).type()  # as traced: what symbolics emit has no device
+    on_cpu = str(kind.device()) == "cpu" and kind.scalarType() == "Float"
+    return on_cpu and acts("aten_recurrent") and is_training_export()
 
 
 def _unpacked(value: Any) -> list[Any] | None:

@@ -118,6 +118,29 @@ def test_what_has_no_kernel_of_ours_trains_all_the_same(layer):
     lab.unwrap()
 
 
+class Packed(nn.Module):
+    """A layer that reads sequences of different lengths without their padding."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        lengths = torch.tensor([7, 5, 2])
+        packed = nn.utils.rnn.pack_padded_sequence(x * self.scale, lengths)
+        return (nn.utils.rnn.pad_packed_sequence(self.layer(packed)[0])[0],)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("kind", ["lstm", "gru", "rnn"])
+def test_a_packed_sequence_is_refused_before_its_first_step(kind):
+    lab = ortlab.wrap(Packed(LAYERS[kind]()), log_level="ERROR")
+    with pytest.raises(ortlab.OrtlabError, match=f"packed sequences through {kind.upper()} layers"):
+        lab.module(torch.randn(7, 3, 6))
+    lab.unwrap()
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("kind", ["lstm", "gru", "rnn"])
 def test_what_is_not_a_number_stays_so(kind, value):
