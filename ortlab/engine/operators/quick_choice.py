@@ -82,7 +82,6 @@ class _Choice:
             "ReluGrad": self._call("relu_backward"),
             "LeakyReluGrad": self._leaky("leaky_relu_backward"),
             "GeluGrad": self._call("gelu_backward"),
-            "LayerNormalizationGrad": self._call("layer_norm_backward"),
             "FastGeluGrad": self._call("gelu_tanh_backward"),
             "LogSoftmaxGrad_13": self._along("log_softmax_backward", -1),
             "GatherGrad": self._along("gather_backward", 0),
