@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections import Counter
 from typing import Any
 
 from report import THREADS, Report, arguments
 from rounds import ratio
-from turns import Answer, Candidate, in_turns, is_child, serve, turn
+from turns import Answer, Candidate, in_turns, is_child, serve, slowest_nodes, turn
 
 TURN_SECONDS = 0.15
 SLOW = 1.3
@@ -89,7 +88,11 @@ class Layer:
 
     def commands(self) -> dict[str, Any]:
         """Return what this process can do."""
-        return {"build": self.build, "turn": lambda: turn(self.step, TURN_SECONDS), "nodes": self.nodes}
+        return {
+            "build": self.build,
+            "turn": lambda: turn(self.step, TURN_SECONDS),
+            "nodes": lambda: slowest_nodes(self._lab, self.step, 3),
+        }
 
     def build(self, name: str) -> Answer:
         """Make a layer and run it once."""
@@ -114,14 +117,6 @@ class Layer:
         """Run forward and backward."""
         self._module.zero_grad(set_to_none=True)
         self._module(self._x).backward(self._gradient)
-
-    def nodes(self) -> Answer:
-        """Name the three kinds of nodes that take most of a step."""
-        self._lab.step(self.step, n=1, progress=False, memory=False)
-        times: Counter[str] = Counter()
-        for node in self._lab.profile(progress=False).nodes:
-            times[node.operator.removeprefix("com.microsoft.")] += node.ms
-        return {"nodes": ", ".join(f"{kind} {ms:.2f}" for kind, ms in times.most_common(3))}
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 
 from report import THREADS, Report, arguments
 from rounds import ratio
-from turns import Answer, Candidate, in_turns, is_child, serve, turn
+from turns import Answer, Candidate, in_turns, is_child, serve, slowest_nodes, turn
 
 TURN_SECONDS = 1.0
 
@@ -92,7 +92,11 @@ class Model:
 
     def commands(self) -> dict[str, Any]:
         """Return what this process can do."""
-        return {"build": self.build, "turn": lambda: turn(self.step, TURN_SECONDS), "nodes": self.nodes}
+        return {
+            "build": self.build,
+            "turn": lambda: turn(self.step, TURN_SECONDS),
+            "nodes": lambda: slowest_nodes(self._lab, self.step, 4),
+        }
 
     def build(self, name: str) -> Answer:
         """Make the model and run two steps."""
@@ -118,16 +122,6 @@ class Model:
         self._optimizer.step()
         self._optimizer.zero_grad()
         return loss
-
-    def nodes(self) -> Answer:
-        """Name the four kinds of nodes that take most of a step."""
-        from collections import Counter
-
-        self._lab.step(self.step, n=1, progress=False, memory=False)
-        times: Counter[str] = Counter()
-        for node in self._lab.profile(progress=False).nodes:
-            times[node.operator.removeprefix("com.microsoft.")] += node.ms
-        return {"nodes": ", ".join(f"{kind} {ms:.1f}" for kind, ms in times.most_common(4))}
 
 
 if __name__ == "__main__":

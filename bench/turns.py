@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -94,6 +95,15 @@ def turn(step: Callable[[], object], seconds: float) -> Answer:
         step()
         times.append(time.perf_counter() - start)
     return {"seconds": statistics.median(times), "settled": settled}
+
+
+def slowest_nodes(lab: Any, step: Callable[[], object], count: int) -> Answer:
+    """Name the kinds of nodes that take most of a step on ONNX Runtime, in ms."""
+    lab.step(step, n=1, progress=False, memory=False)
+    times: Counter[str] = Counter()
+    for node in lab.profile(progress=False).nodes:
+        times[node.operator.removeprefix("com.microsoft.")] += node.ms
+    return {"nodes": ", ".join(f"{kind} {ms:.2f}" for kind, ms in times.most_common(count))}
 
 
 def in_turns(candidates: Sequence[Candidate], rounds: int) -> tuple[dict[str, list[float]], int, str]:

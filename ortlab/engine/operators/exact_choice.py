@@ -24,9 +24,8 @@ from ortlab.engine.passes.graph_edits import (
     GraphFacts,
     aten_operator,
     attributes_of,
-    copied,
-    declare_aten,
     kernel_call,
+    put_calls,
 )
 
 
@@ -63,16 +62,8 @@ def choose_exact(model: onnx.ModelProto) -> None:
     """Let PyTorch compute the float32 nodes of a gradient graph, changed in place, in which ORT loses digits."""
     choice = _ExactChoice(model)
     nodes = [one for node in model.graph.node for one in choice.instead_of(node)]
-    if not choice.changed:
-        return
-    nodes = [copied(node) for node in nodes]
-    # ORT infers no type for what torch returns, and ReduceSum needed none to be written down.
-    model.graph.value_info.extend(
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in choice.untyped
-    )
-    del model.graph.node[:]
-    model.graph.node.extend(nodes)
-    declare_aten(model)
+    if choice.changed:
+        put_calls(model, nodes, dict.fromkeys(choice.untyped, TensorProto.FLOAT))
 
 
 class _ExactChoice:

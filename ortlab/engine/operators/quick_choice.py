@@ -2,9 +2,10 @@
 
 Of 1.19.2, the gradients of Relu, LeakyRelu, LogSoftmax and FastGelu run on one thread or in several passes, those of
 Gather and GatherElements add one entry at a time, Where broadcasts one entry at a time, and the gradient of ``x ** 2``
-raises x to the power of one. Only nodes of float32 that have at least `FEWEST` entries are taken, since a call costs
-some 30 microseconds. In the forward only LeakyRelu, ReduceLogSumExp and TopK are, which ORT cannot recompute to save
-memory (``memory_optimizer/recompute_analysis.cc``, GetAllowedRecomputeOps); so no plan is lost.
+raises x to the power of one. Only nodes of float32 are taken, and but for Gather's gradient only those of at least
+`FEWEST` entries, since a call costs some 30 microseconds. In the forward only LeakyRelu, ReduceLogSumExp and TopK are,
+which ORT cannot recompute to save memory (``memory_optimizer/recompute_analysis.cc``, GetAllowedRecomputeOps); so no
+plan is lost.
 """
 
 from __future__ import annotations
@@ -21,9 +22,8 @@ from ortlab.engine.passes.graph_edits import (
     FLOAT_TYPES,
     GraphFacts,
     attributes_of,
-    copied,
-    declare_aten,
     kernel_call,
+    put_calls,
 )
 
 FEWEST: Final = 2**13
@@ -49,15 +49,7 @@ def choose_quick(model: onnx.ModelProto) -> None:
         backward.update(node.output if is_backward else ())
         nodes += choice.instead_of(node, backward=is_backward)
     if choice.changed:
-        nodes = [copied(node) for node in nodes]
-        # ORT has to be told the types of what torch returns; the gradient builder leaves many out.
-        model.graph.value_info.extend(
-            helper.make_tensor_value_info(name, element_type, None)
-            for name, element_type in choice.untyped.items()
-        )
-        del model.graph.node[:]
-        model.graph.node.extend(nodes)
-        declare_aten(model)
+        put_calls(model, nodes, choice.untyped)
 
 
 class _Choice:

@@ -121,7 +121,7 @@ def gru_layer(
         torch.addcmul(from_x[t, :, 2 * hidden :], reset, recalled, out=new)
         new.tanh_()
         h = torch.add((h - new).mul_(update), new, out=y[t])
-    return y, h.clone(), gates
+    return y, h, gates
 
 
 @kernel(
@@ -181,7 +181,7 @@ def rnn_layer(
     for t in _entries(x, reverse):
         h = y[t].addmm_(h, turned)
         h = h.relu_() if relu else h.tanh_()
-    return y, h.clone()
+    return y, h
 
 
 @kernel(
@@ -211,7 +211,7 @@ def rnn_layer_backward(  # noqa: PLR0917 - as the node has them
         _outer(changes, x),
         _outer(changes, before),
         bias,
-        bias.clone(),
+        bias,
         grad,
     )
 

@@ -24,9 +24,8 @@ from ortlab.engine.passes.graph_edits import (
     GraphFacts,
     aten_operator,
     attributes_of,
-    copied,
-    declare_aten,
     kernel_call,
+    put_calls,
 )
 from ortlab.engine.passes.training_graph import hand_over, leave_short_sums, mend_layer_gradients
 
@@ -156,10 +155,7 @@ class _FasterChoice:
         if not self._instead:
             return
         nodes = [self._instead.get(node.output[0], node) for node in graph.node]
-        nodes = [copied(node) for node in self._needed(nodes)]
-        del graph.node[:]
-        graph.node.extend(nodes)
-        declare_aten(self._model)
+        put_calls(self._model, self._needed(nodes))
 
     def _needed(self, nodes: list[onnx.NodeProto]) -> list[onnx.NodeProto]:
         """Drop the nodes that nothing reads any more; `nodes` are in topological order."""

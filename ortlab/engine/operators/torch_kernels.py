@@ -293,23 +293,16 @@ def slice_backward(
     """Put the gradient of a Slice where it was taken from, and zeros elsewhere."""
     whole = empty(shape, grad).zero_()
     part = whole
-    forwards = True
-    for axis, start, end, step in zip(
-        axes or range(len(starts)), starts, ends, steps or [1] * len(starts), strict=True
-    ):
+    axes, steps = axes or list(range(len(starts))), steps or [1] * len(starts)
+    for axis, start, end, step in zip(axes, starts, ends, steps, strict=True):
+        places = range(shape[axis])[start:end:step]
+        if not places:
+            return whole
         if step < 0:  # torch has no view that goes backwards
-            forwards = False
-            break
-        part = part[(slice(None),) * (axis % len(shape)) + (slice(start, end, step),)]
-    if forwards:
-        part.copy_(grad)
-        return whole
-    index = [torch.arange(size) for size in shape]
-    for axis, start, end, step in zip(
-        axes or range(len(starts)), starts, ends, steps or [1] * len(starts), strict=True
-    ):
-        index[axis] = torch.tensor(range(shape[axis])[start:end:step])
-    return whole.index_put_(torch.meshgrid(*index, indexing="ij"), grad)
+            grad, places = grad.flip(axis), places[::-1]
+        part = part[(slice(None),) * (axis % len(shape)) + (slice(places[0], places[-1] + 1, abs(step)),)]
+    part.copy_(grad)
+    return whole
 
 
 @kernel("(Tensor condition, Tensor a, Tensor b) -> Tensor")

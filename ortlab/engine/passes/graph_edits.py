@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Final, TypeAlias
 
@@ -156,6 +156,23 @@ def copied(node: onnx.NodeProto) -> onnx.NodeProto:
     copy = onnx.NodeProto()
     copy.CopyFrom(node)
     return copy
+
+
+def put_calls(
+    model: onnx.ModelProto, nodes: Sequence[onnx.NodeProto], untyped: Mapping[str, int] | None = None
+) -> None:
+    """Give a model, which is changed in place, these nodes, among them calls of torch.
+
+    ORT infers no type for what torch returns: `untyped` holds the element types that the model does not tell.
+    """
+    kept = [copied(node) for node in nodes]
+    model.graph.value_info.extend(
+        helper.make_tensor_value_info(name, element_type, None)
+        for name, element_type in (untyped or {}).items()
+    )
+    del model.graph.node[:]
+    model.graph.node.extend(kept)
+    declare_aten(model)
 
 
 def kernel_call(
