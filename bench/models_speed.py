@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 from typing import Any
 
 from report import THREADS, Report, arguments
@@ -24,16 +23,14 @@ def main() -> None:
     if is_child():
         serve(Model(is_child()).commands())
         return
-    compiles = "--compile" in sys.argv
-    sys.argv = [one for one in sys.argv if one != "--compile"]
-    read = arguments(__doc__, rounds=7, only="models")
+    read = arguments(__doc__, rounds=7, only="models", also={"compile": "torch.compile as well"})
     from model_list import MODELS
 
     report = Report("models_speed", read)
     chosen = read.only or (["MLP"] if read.quick else list(MODELS))
     if unknown := set(chosen) - set(MODELS):
         raise SystemExit(f"There is no model {', '.join(sorted(unknown))}; there are {', '.join(MODELS)}.")
-    names = ["PyTorch", "ORT", *(["torch.compile"] if compiles else [])]
+    names = ["PyTorch", "ORT", *(["torch.compile"] if read.compile else [])]
     rows = []
     for model in chosen:
         rows.append(compared(names, model, read.rounds))

@@ -23,7 +23,14 @@ THREADS = int(os.environ.get("ORTLAB_BENCH_THREADS", "2"))
 PACKAGES = ("torch", "onnxruntime-training-cpu", "onnxruntime-training", "onnx", "numpy", "transformers")
 
 
-def arguments(description: str, *, rounds: int, resumes: bool = False, only: str = "") -> argparse.Namespace:
+def arguments(
+    description: str,
+    *,
+    rounds: int,
+    resumes: bool = False,
+    only: str = "",
+    also: Mapping[str, str] | None = None,
+) -> argparse.Namespace:
     """Read the arguments that all benchmarks share, and limit this process and its children to `THREADS` threads.
 
     Call it before torch is imported: OpenMP reads the number of threads once.
@@ -38,6 +45,8 @@ def arguments(description: str, *, rounds: int, resumes: bool = False, only: str
         Whether the benchmark can go on with what an interrupted run has found: `--resume`.
     only
         What can be chosen by name, such as "layers": `--only`.
+    also
+        Flags of this benchmark alone, each with its help.
     """
     parser = argparse.ArgumentParser(description=description.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=0, help=f"interleaved rounds (default {rounds})")
@@ -47,6 +56,8 @@ def arguments(description: str, *, rounds: int, resumes: bool = False, only: str
         parser.add_argument("--resume", action="store_true", help="go on with a run that was interrupted")
     if only:
         parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help=f"only these {only}")
+    for flag, meaning in (also or {}).items():
+        parser.add_argument(f"--{flag}", action="store_true", help=meaning)
     read = parser.parse_args()
     read.rounds = read.rounds or (2 if read.quick else rounds)
     os.environ["OMP_NUM_THREADS"] = str(THREADS)

@@ -6,7 +6,7 @@ import errno
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -15,6 +15,10 @@ from ortlab.engine.calls import argument_names, named_inputs, shape_words
 from ortlab.engine.random_state import RandomState
 from ortlab.engine.tracing.buffers import Buffers
 from ortlab.errors import BuildError, ExecutionError, OrtlabError
+from ortlab.graphs.nodes import exported_name, path_in, scopes_in
+
+if TYPE_CHECKING:
+    from ortlab.options.options import Options
 
 
 class ForwardError(BuildError):
@@ -37,11 +41,14 @@ def explain_build_failure(
     original_forward: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
+    options: Options | None = None,
+    lines: Mapping[str, str] | None = None,
 ) -> OrtlabError:
     """Find out why a build failed and return the error to raise from what ORTModule raised.
 
     The module's own forward is run once more in PyTorch, without gradients and with its buffers put back, because
-    1.19.2 reports the user's exception, an output it cannot flatten and an operator it cannot export alike.
+    1.19.2 reports the user's exception, an output it cannot flatten and an operator it cannot export alike. `lines`
+    holds "file:line" by node; `options` are those of the build.
     """
     chain = list(causes(error))
     # What ortlab's own code in a forward has raised explains it best.
@@ -67,16 +74,22 @@ def explain_build_failure(
     elif gradient:
         what = f"ONNX Runtime has no gradient for the operator {gradient.group(1)}."
     else:
-        what = f"ONNX Runtime could not build {type(module).__name__}: {_first_line(message)}"
+        what = f"ONNX Runtime could not build {type(module).__name__}: {_in_words(message, lines)}"
     return BuildError(
         what,
         why=f"ORTModule raised {type(chain[-1]).__name__}; plain PyTorch runs the same call.",
-        fix="Wrap a part of the model that does not use it, or allow PyTorch to step in: lab.set(fallback=True).",
+        fix=_without_optimizer(message, options)
+        or "Wrap a part of the model that does not use it, or allow PyTorch to step in: lab.set(fallback=True).",
     )
 
 
-def explain_execution_failure(error: Exception) -> BaseException:
-    """Return what to raise for a failed run: what a callback left, that memory ran out, or ORT's message in short."""
+def explain_execution_failure(
+    error: Exception, options: Options | None = None, lines: Mapping[str, str] | None = None
+) -> BaseException:
+    """Return what to raise for a failed run: what a callback left, that memory ran out, or ORT's message in short.
+
+    `lines` holds "file:line" by node; `options` are those of the session.
+    """
     kept = take_error()
     if kept is not None:
         return kept
@@ -89,9 +102,10 @@ def explain_execution_failure(error: Exception) -> BaseException:
             fix=_LESS,
         )
     return ExecutionError(
-        f"ONNX Runtime failed while it ran the model: {_first_line(str(error)) or type(error).__name__}",
-        why="This is the first line of ONNX Runtime's message; the exception's __cause__ has all of it.",
-        fix="Run the same batch with engine='eager': if PyTorch can, the switches or ONNX Runtime are at fault.",
+        f"ONNX Runtime failed while it ran the model: {_in_words(str(error), lines) or type(error).__name__}",
+        why="The exception's __cause__ has ONNX Runtime's own message.",
+        fix=_without_optimizer(str(error), options)
+        or "Run the same batch with engine='eager': if PyTorch can, the switches or ONNX Runtime are at fault.",
     )
 
 
@@ -109,6 +123,73 @@ def _first_line(message: str) -> str:
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     telling = [line for line in lines if re.match(r"[\w.]*(?:Error|Exception): \S", line)]
     return (telling or lines or [""])[-1 if telling else 0]
+
+
+# ---- what ONNX Runtime says ------------------------------------------------------------------------------------------
+
+_STATUS: Final = re.compile(r"\[ONNXRuntimeError\] : \d+ : \w+ : ")
+_CODE: Final = re.compile(r"\S*onnxruntime\S*\.(?:cc|cpp|h|hpp|cuh?):\d+:? ")
+"""A file of ONNX Runtime and a line; the signature of a function stands behind it."""
+
+_CHECKED: Final = re.compile(r"(?P<condition>\S[^()]{0,80}) was false\.? ?(?P<rest>.*)")
+_NO_KERNEL: Final = re.compile(
+    r"Could not find an implementation for (?P<operator>[\w.]+)\(\d+\) node with name '(?P<name>[^']*)'"
+)
+_FAILED_AT: Final = re.compile(
+    r"Non-zero status code returned while running (?P<operator>\w+) node\. Name: ?'(?P<name>[^']*)' "
+    r"Status Message: (?P<rest>.*)",
+    re.DOTALL,
+)
+_NODE_NAME: Final = re.compile(r"['( ](?P<name>/_original_module[^'\s)]*)")
+
+_OPTIMIZERS: Final[Mapping[str, str]] = {
+    "label_sparse_optimizer": r"label_filter|InsertGatherBeforeSceLoss|insert_gather_before_sceloss",
+    "embedding_sparse_optimizer": r"embedding_filter|padding_elimination|PaddingElimination|PadAndUnflatten",
+    "compute_optimizer": r"compute_optimizer|upstream_(?:gather|reshape)|UpStream(?:Gather|Reshape)",
+    "triton": r"[Tt]riton",
+    "memory_level": r"_recompute\b|memory_optimizer/",
+    "cast_level": r"propagate_cast|PropagateCast",
+    "aten_backward": r"org\.pytorch\.aten|ATen(?:_\d+)? node",
+}
+"""By the switch of an optimization: what names it in a message of ONNX Runtime's."""
+
+_OFF: Final[Mapping[str, object]] = {"memory_level": 0, "cast_level": -1}
+
+
+def _in_words(message: str, lines: Mapping[str, str] | None) -> str:
+    """Say what ONNX Runtime's message says: what failed, in which module and line, without its own files and lines."""
+    text = _STATUS.sub("", _first_line(message))
+    if missing := _NO_KERNEL.search(message):
+        where = _where(missing["name"], lines)
+        return f"it has no kernel for {missing['operator']} with the dtypes of this model{where}."
+    failed = _FAILED_AT.search(message)
+    rest = failed["rest"].strip().splitlines()[0] if failed and failed["rest"].strip() else text
+    if code := _CODE.search(rest):
+        behind = rest[code.end() :]
+        check = _CHECKED.search(behind)
+        rest = (
+            (check["rest"] or f"the check `{check['condition'].split(') ')[-1]}` failed") if check else behind
+        )
+    if failed:
+        return f"{failed['operator']} failed{_where(failed['name'], lines)}: {rest}"
+    named = _NODE_NAME.search(message)
+    return f"{rest}{_where(named['name'], lines)}" if named else rest
+
+
+def _where(node: str, lines: Mapping[str, str] | None) -> str:
+    """Say which module and which line of source a node comes from, as far as its name tells."""
+    name = exported_name(node)
+    path = path_in(scopes_in(name), None)
+    line = (lines or {}).get(name, "")
+    return "".join(filter(None, (path and f", in {path}", line and f", at {line}")))
+
+
+def _without_optimizer(message: str, options: Options | None) -> str:
+    """Say which switch leaves out the optimization that a message names; empty if it names none that is on."""
+    for switch, words in _OPTIMIZERS.items():
+        if re.search(words, message) and options is not None and options.acts(switch):
+            return f"Leave out the optimization that failed: lab.set({switch}={_OFF.get(switch, False)})."
+    return ""
 
 
 # ---- a forward that fails in PyTorch, too ----------------------------------------------------------------------------

@@ -141,6 +141,7 @@ class Execution(ExecutionView):
         for name, value in export.flattened.items():
             setattr(manager._flattened_module, name, value)
         self._export = export
+        manager.lines = export.lines
         readers = export.inputs.onnx_graph_input_data_accessor_user_defined
         self._labels = label_ranges(self._info._post_export_processed_model, readers)
         self.log.repeat(export.messages)
@@ -155,7 +156,7 @@ class Execution(ExecutionView):
             try:
                 manager._build_graph(config)
             except RuntimeError as error:
-                if not config.enable_compute_optimizer or _OPEN_DIMENSION not in str(error):
+                if not config.enable_compute_optimizer or _COMPUTE_OPTIMIZER not in str(error):
                     raise
                 self.log.add("WARNING", ORTLAB, _WITHOUT_COMPUTE_OPTIMIZER)
                 config.enable_compute_optimizer = False
@@ -171,6 +172,11 @@ class Execution(ExecutionView):
             symbols=self._symbols(args, kwargs),
             messages=tuple(said),
         )
+
+    @property
+    def lines(self) -> Mapping[str, str]:
+        """Return "file:line" of the model's source by name of a node."""
+        return self._export.lines
 
     def take_graph(self, graph: BuiltGraph) -> None:
         """Go on from a graph of this export, built by this execution or another one."""
@@ -346,12 +352,13 @@ class Execution(ExecutionView):
         return frozenset(inert)
 
 
-_OPEN_DIMENSION: Final = "CreateNewShapeWithUpdatedDim"
-"""Where the compute optimizer stops at a size that nothing names (``compute_optimizer/upstream_gather_actors.cc``)."""
+_COMPUTE_OPTIMIZER: Final = "optimizer/compute_optimizer/"
+"""Folder of ONNX Runtime's source whose checks stop a build: at a size that nothing names, at a slice along an axis
+that counts from the end, at operands of unlike rank (``upstream_gather_actors.cc``)."""
 
 _WITHOUT_COMPUTE_OPTIMIZER: Final = (
-    "This graph is built without the compute optimizer, "
-    "which stops at a size that is not known before the graph runs."
+    "This graph is built without the compute optimizer, which stops at a shape of it: nothing is sliced ahead of "
+    "costly operators. With compute_optimizer=False it is not tried."
 )
 
 _NOTED_BY_EXPORT: Final = ("_device", "_args_schema", "_kwargs_schema", "_num_positionals", "_output_schema")

@@ -96,6 +96,7 @@ class OrtEngine:
         self._module_schema: Schema = ()
         self._device_type = "cpu"
         self._starts_over = False
+        self._lines: Mapping[str, str] = {}  # of what is built, by node
 
     # ---- running ----------------------------------------------------------------------------------------------
 
@@ -133,7 +134,7 @@ class OrtEngine:
             except _NO_FAILURES:
                 raise
             except Exception as error:
-                failure = explain_execution_failure(error)
+                failure = explain_execution_failure(error, self.options, execution.lines)
                 if type(failure) is ExecutionError and failure.__cause__ is None:  # no callback has said more
                     self._raise_own_fault(args, kwargs)
                 raise failure from error
@@ -316,7 +317,7 @@ class OrtEngine:
                 raise
             except Exception as error:
                 raise explain_build_failure(
-                    error, self._module, self._original_forward, args, kwargs
+                    error, self._module, self._original_forward, args, kwargs, self.options, self._lines
                 ) from error
         if current is not None and starts_over:
             self._sessions.release_last(training=training)
@@ -356,12 +357,13 @@ class OrtEngine:
 
         check_module(self._module, available_providers())
         check_call(self._module, args, kwargs)
-        started = time.perf_counter()
+        started, self._lines = time.perf_counter(), {}
         training = self._trains(args, kwargs)
         execution = Execution(self._module, self.options, self._log, training=training, part=self._part)
         try:
             kept, exported = self._export(execution, schema, args, kwargs)
             execution.take_export(kept.export)
+            self._lines = execution.lines
             graph = kept.export.graph(self.options)
             built = graph is None
             if graph is None:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from itertools import takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import onnx
@@ -331,7 +332,10 @@ def create_session(manager: Any, choice: RecomputeChoice) -> Recomputed:
         return Recomputed()
     with manager.graph_written() as file:
         manager.create_session(choice.plans, choice.kept)
-        return recomputed_in(file.read_bytes())
+        graph = file.read_bytes()
+        if manager.users_file:  # of `save_onnx`; a session writes its graph to one file only
+            Path(manager.users_file).write_bytes(graph)
+        return recomputed_in(graph)
 
 
 def absent_words(execution: Execution) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
@@ -101,6 +102,7 @@ class _SessionOptions:
         session_options.add_session_config_entry(
             "optimization.disable_specified_optimizers", ";".join(left_out)
         )
+        self.users_file = session_options.optimized_model_filepath
         if self.execution_graph_file:
             session_options.optimized_model_filepath = self.execution_graph_file
         if self.profile is not None:
@@ -111,6 +113,8 @@ class _SessionOptions:
         return session_options, providers, provider_options
 
     execution_graph_file = ""
+    users_file = ""  # where `save_onnx` puts the graph that the session executes
+    lines: Mapping[str, str] = MappingProxyType({})  # "file:line" by node of the export
     recomputes = False
     explains_places = False
     memory_efficient_order = False
@@ -162,7 +166,9 @@ class _SessionOptions:
             with building_with(self.options), self._leaving_alone(kept):
                 self._create_execution_agent()  # type: ignore[attr-defined]
         if hasattr(self._execution_agent, "run_backward"):
-            self._execution_agent = _ExplainingAgent(self._execution_agent, self.collecting)
+            self._execution_agent = _ExplainingAgent(
+                self._execution_agent, self.collecting, self.options, self.lines
+            )
 
     @contextmanager
     def _leaving_alone(self, kept: Kept) -> Iterator[None]:
@@ -198,9 +204,11 @@ class _WrappedAgent:
 class _ExplainingAgent(_WrappedAgent):
     """Its backward failures name the operator or Function that raised, not ORT's wrapper of it."""
 
-    def __init__(self, agent: Any, collecting: Collecting | None) -> None:
+    def __init__(
+        self, agent: Any, collecting: Collecting | None, options: Options, lines: Mapping[str, str]
+    ) -> None:
         super().__init__(agent)
-        self._collecting = collecting or nullcontext
+        self._collecting, self._options, self._lines = collecting or nullcontext, options, lines
 
     def run_backward(self, feeds: Any, fetches: Any, state: Any) -> None:
         take_error()
@@ -209,7 +217,7 @@ class _ExplainingAgent(_WrappedAgent):
                 with self._collecting():
                     self._agent.run_backward(feeds, fetches, state)
             except Exception as error:
-                raise explain_execution_failure(error) from error
+                raise explain_execution_failure(error, self._options, self._lines) from error
 
 
 class _ProfiledAgent(_WrappedAgent):

@@ -45,11 +45,6 @@ def flops(
     return 0 if formula is None else formula(_Ran(inputs, outputs, attributes))
 
 
-def has_formula(operator: str) -> bool:
-    """Tell whether an operator multiplies matrices."""
-    return _name(operator) in _FORMULAS
-
-
 def _name(operator: str) -> str:
     return operator.rpartition("::" if "::" in operator else ".")[2]
 

@@ -7,6 +7,7 @@ import logging
 import re
 from pathlib import Path
 
+import onnx
 import pytest
 import torch
 from torch import nn
@@ -98,6 +99,25 @@ def test_graphs_are_saved_under_their_prefix_in_the_folder_of_the_variable(tmp_p
     assert {file.name for file in tmp_path.glob("*inference*")} == {
         f"net_{stage}_inference.onnx" for stage in stages
     }
+
+
+def test_the_graph_that_is_executed_is_saved_with_plans_too(tmp_path):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)), torch.randn(3, 4)
+    lab = ortlab.wrap(
+        model,
+        save_onnx=True,
+        save_onnx_prefix="net",
+        save_onnx_path=str(tmp_path),
+        memory_plan=["Gelu+:1:-1"],
+    )
+    model(x).sum().backward()
+    saved = onnx.load(tmp_path / "net_execution_model_training.onnx")
+    assert any(node.name.endswith("_recompute") for node in saved.graph.node)
+    before = (tmp_path / "net_execution_model_training.onnx").read_bytes()
+    lab.graph("execution")  # an analysis makes a session of its own, and leaves the file alone
+    assert (tmp_path / "net_execution_model_training.onnx").read_bytes() == before
+    lab.unwrap()
 
 
 @pytest.mark.row("B9")

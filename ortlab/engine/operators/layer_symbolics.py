@@ -35,7 +35,8 @@ _GELU: Final = 20
 _TRANSPOSED: Final = 3  # positions in the arguments of aten::_convolution after input, weight and bias
 _GROUPS: Final = 5
 _SHAPE_ARGUMENTS: Final = 6
-_SCALE: Final = 5  # position in the arguments of aten::scaled_dot_product_attention after the query
+_SCALE: Final = 5  # positions in the arguments of aten::scaled_dot_product_attention after the query
+_SHARED: Final = 6
 
 
 def convolution(onnx_convolution: Symbolic) -> Symbolic:
@@ -174,19 +175,33 @@ def gelu(g: Any, x: Any, approximate: Any) -> Any:
 
 
 def attention(plain: Symbolic) -> Symbolic:
-    """Return the symbolic function of ``F.scaled_dot_product_attention``: torch's own, with a scale that it can use.
+    """Return the symbolic function of ``F.scaled_dot_product_attention``: torch's own, with what that cannot use.
 
-    That of torch 2.4 (``symbolic_opset14``) reads a constant scale as a Python number and fails to use it. Here the
-    scale is a value of the graph.
+    That of torch 2.4 (``symbolic_opset14``) reads a constant scale as a Python number and fails to use it; here the
+    scale is a value of the graph. None knows heads that share keys and values (``enable_gqa``); here they are repeated.
     """
 
-    def symbolic(g: Any, query: Any, *args: Any) -> Any:
-        arguments = list(args)
-        if len(arguments) > _SCALE and not is_none(arguments[_SCALE]):
-            arguments[_SCALE] = g.op("Cast", arguments[_SCALE], to_i=onnx_type(query))
-        return plain(g, query, *arguments)
+    def symbolic(g: Any, query: Any, key: Any, value: Any, *args: Any) -> Any:
+        arguments = [query, key, value, *args]
+        if len(arguments) > _SCALE + 1 and not is_none(scale := arguments[_SCALE + 1]):
+            arguments[_SCALE + 1] = g.op("Cast", scale, to_i=onnx_type(query))
+        shared = arguments[_SHARED + 1 :]
+        if shared and not is_none(shared[0]) and constant(shared[0], "i"):
+            arguments[1:3] = [_for_each_head(g, one, query) for one in (key, value)]
+        return plain(g, *arguments[: _SHARED + 1])
 
     return symbolic
+
+
+def _for_each_head(g: Any, shared: Any, query: Any) -> Any:
+    """Emit keys or values, shape (batch, heads, length, width), repeated for the heads of the query that share each."""
+    heads = sizes_between(g, query, 1, 2)
+    times = g.op("Div", heads, sizes_between(g, shared, 1, 2))
+    one = int64(g, [1])
+    times = g.op("Concat", one, one, times, one, one, axis_i=0)
+    repeated = g.op("Expand", g.op("Unsqueeze", shared, int64(g, [2])), times)
+    shape = g.op("Concat", int64(g, [0]), heads, int64(g, [-1]), sizes_between(g, shared, 3, 4), axis_i=0)
+    return g.op("Reshape", repeated, shape).setType(shared.type().with_sizes([None] * 4))
 
 
 def _neutral(g: Any, x: Any) -> tuple[Any, Any]:

@@ -118,6 +118,7 @@ def install() -> None:
     functions |= {f"__i{name}_": plain_symbolic(f"__{name}_") for name in ("and", "or", "xor")}
     functions |= {name: while_training(symbolic, plain_symbolic(name)) for name, symbolic in trained.items()}
     table |= {f"::{name}": symbolic for name, symbolic in functions.items()}
+    table["prim::ConstantChunk"] = chunk
 
 
 def diff(g: Any, x: Any, n: Any, dim: Any, prepend: Any = None, append: Any = None) -> Any:
@@ -134,6 +135,24 @@ def diff(g: Any, x: Any, n: Any, dim: Any, prepend: Any = None, append: Any = No
         earlier = g.op("Slice", values, int64(g, [0]), int64(g, [-1]), int64(g, [axis]))
         values = g.op(minus, later, earlier)
     return values
+
+
+def chunk(g: Any, x: Any, chunks: int, dim: int) -> Any:
+    """Emit ``torch.chunk`` as slices whose sizes stay symbols.
+
+    Torch's own symbolic (``symbolic_opset11.prim_constant_chunk``) emits the same, but its results keep the shapes that
+    they had in the trace, and their sizes become numbers: the heads of an attention, ``rearrange(q, "b n (h d) -> b h n
+    d")`` of einops, were those of the first batch.
+    """
+    number, axis = int64(g, [chunks]), int64(g, [dim])
+    size = g.op("Gather", g.op("Shape", x), axis, axis_i=0)
+    step = g.op("Div", g.op("Add", size, int64(g, [chunks - 1])), number)
+    results, start = [], int64(g, [0])
+    for end in (g.op("Mul", step, int64(g, [index + 1])) for index in range(chunks)):
+        part = g.op("Slice", x, start, end, axis)
+        results.append(part.setType(x.type().with_sizes([None] * (rank(x) or 0))) if rank(x) else part)
+        start = end
+    return results
 
 
 def unflatten(g: Any, x: Any, dim: Any, sizes: Any) -> Any:

@@ -48,6 +48,8 @@ _GRADIENT_INPUTS: Final = {
     "scatter_add": (0, 3),
 }
 
+_LOSSES: Final = frozenset({"SoftmaxCrossEntropyLossInternal", "SoftmaxCrossEntropyLoss"})
+
 _MEETING: Final = ("Add", "Sub", "Mul", "Div", "MatMul", "Expand")
 """Operators whose gradients sum over the dimensions that were broadcast."""
 
@@ -97,6 +99,7 @@ def _run_passes(original: Callable[[onnx.ModelProto], onnx.ModelProto]) -> Calla
             lift_vector_products,
             slice_partly_used_splits,
             isolate_choices,
+            isolate_losses_of_bfloat16,
             broadcast_where,
             tie_gradient_inputs,
         )
@@ -426,6 +429,27 @@ def isolate_choices(model: onnx.ModelProto) -> bool:
         axis = additions.vector(node, f"{stem}_axis", [0 if leads_out else -1])
         wider = additions.node(node, "Unsqueeze", [node.input[0], axis], f"{stem}_wider")
         node.input[0] = additions.node(node, "Squeeze", [wider, axis], stem)
+    return additions.apply()
+
+
+def isolate_losses_of_bfloat16(model: onnx.ModelProto) -> bool:
+    """Keep the filter of ignored labels behind the Cast from bfloat16; say whether the model changed.
+
+    ``InsertGatherBeforeSceLoss`` of 1.19.2 lets the loss see only the rows whose label counts, and ``UpStreamGather``
+    moves that choice ahead of the Cast that autocast puts in front of a loss. No kernel computes its gradient in
+    bfloat16 on the CPU ("Could not find an implementation for GatherGrad(1)"). A pair of nodes that only change the
+    shape stops it, as in `isolate_choices`.
+    """
+    facts, additions = GraphFacts(model), GraphAdditions(model)
+    for node in model.graph.node:
+        cast = facts.producers.get(node.input[0]) if node.op_type in _LOSSES else None
+        if cast is None or cast.op_type != "Cast":
+            continue
+        if facts.element_types.get(cast.input[0]) in {TensorProto.BFLOAT16, None}:
+            stem = f"{node.output[0]}_isolated"
+            axis = additions.vector(node, f"{stem}_axis", [0])
+            wider = additions.node(node, "Unsqueeze", [node.input[0], axis], f"{stem}_wider")
+            node.input[0] = additions.node(node, "Squeeze", [wider, axis], stem)
     return additions.apply()
 
 

@@ -15,12 +15,13 @@ import re
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
 import onnx
+import torch
 from onnx import helper
 
 from ortlab.engine.operators.gradients import call_text
-from ortlab.engine.operators.torch_calls import crossing_type, is_elementwise, parsed
+from ortlab.engine.operators.torch_calls import TorchCall, crossing_type, is_elementwise, parsed
+from ortlab.engine.passes.call_shapes import Results, onnx_element_type, symbolic_results
 from ortlab.engine.passes.graph_edits import aten_operator
 from ortlab.engine.patching import replace
 
@@ -34,6 +35,7 @@ _CUT: Final = re.compile(r"Min\((?P<limit>\d+), (?P<size>\w+)\)")
 """A dimension that a slice has cut to that of an input, as sympy writes it."""
 
 _BROADCASTING: Final = frozenset({"Add", "Sub", "Mul", "Div"})
+
 
 # ATen operators of `ortlab.engine.operators.symbolics` whose first output has the shape of their first input.
 _SAME_SHAPE: Final = ("softplus", "native_batch_norm")
@@ -115,7 +117,7 @@ def _tolerant(base: Any) -> Any:  # noqa: C901 - one class, of small methods
 def _infer_shapes(inference: Any, model: onnx.ModelProto) -> onnx.ModelProto:
     inference._preprocess(model)
     table = inference.aten_op_dispatcher_
-    for operator in {aten_operator(node) for node in model.graph.node if call_text(node)}:
+    for operator in set(map(aten_operator, model.graph.node)) - {""}:
         table[operator] = partial(_infer_call, inference, table.get(operator))
     for inference.complete_open in (False, True):
         inference.run_, finished, merged = True, False, None
@@ -199,27 +201,56 @@ def _uncut(shape: Sequence[Any], beside: Sequence[Any]) -> list[Any]:
 
 
 def _infer_call(inference: Any, infer: Callable[[Any], None] | None, node: onnx.NodeProto) -> None:
-    """Give the outputs of a call of torch their types; an operator that works on each element keeps the shape."""
+    """Give the results of a call of torch the types and shapes that torch tells for its operands.
+
+    Where torch cannot tell without values it is left to `infer`; the dimensions of a `TorchCall` get names then.
+    """
+    places = range(len(node.input))
+    named = [bool(name) for name in node.input]
+    results = symbolic_results(
+        node,
+        [_element_type(inference, name) if name in inference.known_vi_ else 0 for name in node.input],
+        [inference._try_get_shape(node, place) if named[place] else None for place in places],
+        [inference._try_get_value(node, place) if named[place] else None for place in places],
+    )
     text = call_text(node)
-    if not text:
-        if infer is not None:
-            infer(node)
+    is_boolean = results is not None and any(one is not None and one[0] is torch.bool for one in results)
+    if not text and (results is None or is_boolean):
+        (infer or partial(_guess_rank, inference))(node)
         return
-    call = parsed(text)
-    same = inference._get_shape(node, 0) if is_elementwise(aten_operator(node), call) else None
+    if results is None:
+        results = _untold(inference, node, parsed(text))
+    for index, (name, result) in enumerate(zip(node.output, results, strict=False)):
+        if result is None or not name:
+            continue
+        dtype, sizes = result
+        shape = [
+            str(inference._new_symbolic_dim_from_output(node, index, axis)) if size is None else size
+            for axis, size in enumerate(sizes)
+        ]
+        value = helper.make_tensor_value_info(name, onnx_element_type(dtype), shape)
+        inference.known_vi_[name].CopyFrom(value)
+
+
+def _guess_rank(inference: Any, node: onnx.NodeProto) -> None:
+    """Give each result the type and the rank of the first operand, as ORT does for what it does not know."""
+    rank, element_type = inference._get_shape_rank(node, 0), _element_type(inference, node.input[0])
     for index, name in enumerate(node.output):
-        dtype, rank = crossing_type(*call.results[index]) if index < len(call.results) else ("uint8", 1)
-        shape = (
-            same
-            if same is not None and len(same) == rank
-            else [str(inference._new_symbolic_dim_from_output(node, index, axis)) for axis in range(rank)]
-        )
-        element_type = (
-            helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
-            if dtype != "bfloat16"
-            else onnx.TensorProto.BFLOAT16
-        )
-        inference.known_vi_[name].CopyFrom(helper.make_tensor_value_info(name, element_type, shape))
+        if name:
+            shape = inference._new_symbolic_shape(rank, node, index)
+            value = helper.make_tensor_value_info(name, element_type, [str(size) for size in shape])
+            inference.known_vi_[name].CopyFrom(value)
+
+
+def _untold(inference: Any, node: onnx.NodeProto, call: TorchCall) -> Results:
+    """Return the dtypes of a call's results, and the shape of its operand if it works on each element."""
+    same = inference._get_shape(node, 0) if is_elementwise(aten_operator(node), call) else []
+    types = [crossing_type(*result) for result in call.results]
+    types += [("uint8", 1)] * (len(node.output) - len(types))  # the state of the generator
+    return [
+        (getattr(torch, dtype), same if same and len(same) == rank else [None] * rank)
+        for dtype, rank in types
+    ]
 
 
 def _infer_recurrent(inference: Any, node: onnx.NodeProto) -> None:

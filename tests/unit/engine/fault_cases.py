@@ -1,7 +1,7 @@
 """Modules on which onnxruntime 1.19.2 goes wrong, and how far a training run is from PyTorch's.
 
-Run as a script it measures 1.19.2 as it is, each case in a process of its own, since some end the process; the tests
-import the same cases and measure it repaired.
+Run as a script it measures 1.19.2 as it is, each case in a process of its own, since some end the process: all, or
+those named behind it. The tests import the same cases and measure it repaired.
 """
 
 from __future__ import annotations
@@ -228,7 +228,8 @@ def unrepaired():
 def main():
     warnings.simplefilter("ignore")
     ortmodule = unrepaired()
-    for name, build in {**SILENT, **LOUD}.items():
+    cases = {**SILENT, **LOUD}
+    for name, build in ((name, cases[name]) for name in sys.argv[1:] or cases):
         reader, writer = os.pipe()
         child = os.fork()
         if not child:

@@ -199,3 +199,37 @@ def test_on_a_gpu_it_is_the_efficient_operator_with_the_arguments_that_this_torc
         assert len(list(call.inputs())) == len(taken)
         expanded = list(call.inputs())[3]
         assert expanded.node().kind() == "onnx::Expand"  # to one number for each score, as torch does it
+
+
+class SharedHeads(nn.Module):
+    """Attention in which four heads share a key and a value."""
+
+    def __init__(self, **how: object) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(32, heads * FEATURES) for heads in (8, 2, 2))
+        self.how = how
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        query, key, value = (part(x).unflatten(-1, (-1, FEATURES)).transpose(1, 2) for part in self.parts)
+        attended = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, enable_gqa=True, **self.how
+        )
+        return attended.square().mean()
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_heads_that_share_keys_and_values_are_repeated_in_the_graph(x, mask):
+    model = SharedHeads(scale=0.3)
+    expected = model(x, mask())
+    expected.backward()
+    reference = gradients(model)
+    lab = ortlab.wrap(model)
+    for times in (1, 2):  # the second batch has other sizes than the export
+        seen = mask()
+        if seen is not None and len(seen) == BATCH:
+            seen = torch.cat([seen] * times)
+        loss = model(torch.cat([x] * times), seen)
+        loss.backward()
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+        torch.testing.assert_close(gradients(model), reference, rtol=1e-4, atol=1e-6)
+    assert "scaled_dot_product_attention" not in torch_operators(lab)
