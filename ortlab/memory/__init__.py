@@ -4,7 +4,7 @@
 - `plan`: the plans of a model, and a choice of them; `plan_reading`: made from what ORT reports
 - `recompute`: where plans act, and what they cost; `trace`: a profiled step, and when each of its buffers lives
 - `saved_plans`, `dialects`: files and logs since 2022, with the tables `alleviation`, `feature_matrix` and `insight`
-- `formulas`: ORT's arithmetic over dimensions; `symbolic_sizes`: another batch; `sizes`: "6 GiB", as users write it
+- `formulas`: ORT's arithmetic over dimensions; `symbolic_sizes`: another batch
 """
 
 from ortlab.memory.plan import MemoryPlan, PlanRow

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -89,11 +88,6 @@ class Coverage:
     def share(self) -> float | None:
         """Covered parameters as a fraction of the model's, 0 to 1; None for a model without any."""
         return self.covered / self.parameters if self.parameters else None
-
-    @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Coverage:
-        """Rebuild it from what `dataclasses.asdict` made; an empty record is an empty coverage."""
-        return cls(**{**record, "parts": tuple(Part(**part) for part in record.get("parts", ()))})
 
 
 def names(paths: Iterable[str], shown: int = 2) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from ortlab.records import record_files
 from ortlab.records.record_files import JsonRecord
 from ortlab.shown import Shown
 
@@ -107,18 +108,8 @@ class Density:
         return pd.DataFrame(rows, columns=list(columns))
 
     def to_list(self) -> list[dict[str, Any]]:
-        """Return plain JSON types, readable by `from_list`."""
+        """Return its rows as plain JSON types."""
         return [asdict(row) for row in self.rows]
-
-    @classmethod
-    def from_list(cls, records: Iterable[dict[str, Any]]) -> Density:
-        """Read what `to_list` wrote."""
-        return cls(
-            tuple(
-                DensityRow(**{**record, "valid_per_sample": tuple(record["valid_per_sample"])})
-                for record in records
-            )
-        )
 
 
 THRESHOLD: Final = 0.9
@@ -236,18 +227,9 @@ class DensityReport(Shown, JsonRecord, noun="record of densities", layout=1):
         return self.density.table()
 
     def _fields(self) -> dict[str, Any]:
-        return {
-            "density": self.density.to_list(),
-            "source": self.source,
-            "labels": self.labels,
-            "tokens": self.tokens,
-            "effects": [asdict(effect) for effect in self.effects],
-        }
+        return {**asdict(self), "density": self.density.to_list()}
 
     @classmethod
     def _of_fields(cls, fields: dict[str, Any]) -> DensityReport:
-        return cls(
-            Density.from_list(fields.pop("density")),
-            effects=tuple(SwitchEffect(**one) for one in fields.pop("effects")),
-            **fields,
-        )
+        fields["density"] = {"rows": fields["density"]}
+        return record_files.rebuilt(cls, fields)

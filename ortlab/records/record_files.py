@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from ortlab.errors import LedgerError
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _Content = TypeVar("_Content", bound="list[Any] | dict[str, Any]")
+_Record = TypeVar("_Record")
 
 
 class JsonRecord(ABC):
@@ -87,6 +90,27 @@ class JsonRecord(ABC):
             fix=f"Give a file that {cls.__name__}.save wrote.",
         )
         return cls.from_dict(content)
+
+
+def rebuilt(kind: type[_Record], fields: Mapping[str, Any]) -> _Record:
+    """Make a data class of its fields as plain JSON types; data classes and tuples in them are rebuilt as well.
+
+    Raises KeyError for a field that it does not have, and TypeError where one is missing.
+    """
+    types = get_type_hints(kind)
+    return kind(**{name: _value(types[name], value) for name, value in fields.items()})
+
+
+def _value(kind: Any, value: Any) -> Any:
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is UnionType and len(inner) == 2 and NoneType in inner:  # noqa: PLR2004 - X | None
+        return None if value is None else _value(next(one for one in inner if one is not NoneType), value)
+    if origin is tuple:
+        return tuple(_value(inner[0], one) for one in value)
+    if is_dataclass(kind):
+        reads = getattr(kind, "from_dict", None)
+        return reads(value) if reads else rebuilt(cast("type[Any]", kind), value)
+    return value
 
 
 def write(path: str | Path, content: object) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -14,6 +14,7 @@ from ortlab.records import record_files
 from ortlab.records.coverage import Coverage, names
 from ortlab.records.density import Density
 from ortlab.records.memory_phases import MemoryPhase, MemoryPhases
+from ortlab.records.record_files import JsonRecord
 from ortlab.shown import Shown
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ class PeakMemory:
 
 
 @dataclass(frozen=True, repr=False)
-class Run(Shown):
+class Run(Shown, JsonRecord, noun="run", layout=SCHEMA):
     """N training steps under one engine and one set of options; JSON in and out.
 
     Attributes
@@ -285,39 +286,20 @@ class Run(Shown):
         """The readings of `phases` as a record of their own, with a table, a figure and ORTModule's log lines."""
         return MemoryPhases(self.phases, f"run {self.number}")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types, readable by `from_dict`."""
-        inner = {"options": self.options.to_dict(), "density": self.density.to_list()}
-        return {"schema": SCHEMA, **asdict(self), **inner}
+    def _fields(self) -> dict[str, Any]:
+        return {**asdict(self), "options": self.options.to_dict(), "density": self.density.to_list()}
 
     @classmethod
-    def from_dict(cls, record: dict[str, Any]) -> Run:
-        """Rebuild a run from `to_dict`.
+    def _of_fields(cls, fields: dict[str, Any]) -> Run:
+        fields["density"] = {"rows": fields.get("density", ())}
+        return record_files.rebuilt(cls, fields)
 
-        Raises
-        ------
-        LedgerError
-            If the record was written by a newer layout or lacks a field.
-        """
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Run:
+        """Rebuild a run from `to_dict`; a LedgerError says what is wrong with one that cannot be read."""
         if record.get("schema") == _FORMER:
             record = {**record, "schema": SCHEMA, "no_step_memory": NO_FORMER}
-        data = record_files.without_layout(
-            record, SCHEMA, "This run record", "Read it with the ortlab that wrote it, or upgrade ortlab."
-        )
-        try:
-            data["options"] = Options.from_dict(data["options"])
-            data["steps"] = tuple(Step(**step) for step in data["steps"])
-            for name, kind in (("initialization", Initialization), ("memory", PeakMemory)):
-                data[name] = None if data[name] is None else kind(**data[name])
-            data["density"] = Density.from_list(data.get("density", ()))
-            data["phases"] = tuple(MemoryPhase(**phase) for phase in data.get("phases", ()))
-            data["coverage"] = Coverage.from_dict(data.get("coverage", {}))
-            data["optimizers"] = tuple(data.get("optimizers", ()))
-            return cls(**data)
-        except (KeyError, TypeError) as error:
-            raise LedgerError(
-                "This run record cannot be read.", why=f"A field is missing or unknown: {error}."
-            ) from error
+        return super().from_dict(record)
 
 
 class Ledger(Shown, Sequence[Run]):

@@ -18,7 +18,7 @@ from ortlab.errors import OptionError, StepError, WrapError
 from ortlab.memory.recompute import KnownCosts
 from ortlab.options.configuration import Configuration, check_engine, engine_kind
 from ortlab.options.option_files import with_files, with_usable_export_folder
-from ortlab.options.options import Options, check_needs
+from ortlab.options.options import Options, check_needs, declaration, unmet
 from ortlab.options.variables import sources
 from ortlab.records.coverage import Coverage
 from ortlab.records.messages import MessageLog
@@ -84,14 +84,14 @@ class Bench:
         parts = None if only is None else find_parts(module, only)
         self.from_environment: Mapping[str, str] = {}
         notes: tuple[str, ...] = ()
+        self.have: frozenset[Need] = installed_needs()
         if options is None:
-            options, notes = _options_of_environment(changes)
+            options, notes, idle = _options_of_environment(changes, self.have)
             found = sources(os.environ)
-            self.from_environment = {name: found[name] for name in found if name not in changes}
+            self.from_environment = {name: found[name] for name in found if name not in {*changes, *idle}}
         self.notes = notes + crashed_processes()
         options = with_files(options.replace(**changes), Options().changed(options) + tuple(changes))
         engine = check_engine(engine)
-        self.have: frozenset[Need] = installed_needs()
         check_needs(options, self.have)
         # The model keeps its bench, and so its lab, as long as it lives: magics find a lab that has no name.
         self.lab: Lab | None = None
@@ -377,13 +377,23 @@ class Bench:
             self.notify("status")
 
 
-def _options_of_environment(changes: Mapping[str, object]) -> tuple[Options, tuple[str, ...]]:
-    """Read the switches that environment variables set, and what the user is told of them."""
+def _options_of_environment(
+    changes: Mapping[str, object], have: frozenset[Need]
+) -> tuple[Options, tuple[str, ...], tuple[str, ...]]:
+    """Read the switches that environment variables set, what the user is told of them, and which can do nothing here.
+
+    A variable of a GPU's job stays set where the same script runs on a CPU: it is passed over, and that is said.
+    """
     options, notes = Options.from_environment(os.environ)
     if options.export_cache_dir and "export_cache_dir" not in changes:
         options, note = with_usable_export_folder(options)
         notes += (note,)
-    return options, notes
+    plain = Options()
+    idle = {name: unmet(name, have) for name in options.changed(plain) if getattr(options, name)}
+    idle = {name: why for name, why in idle.items() if why and not declaration(name).broken}
+    variables = sources(os.environ)
+    notes += tuple(f"{variables.get(name, name)} does nothing here: {why}" for name, why in idle.items())
+    return options.replace(**{name: getattr(plain, name) for name in idle}), notes, tuple(idle)
 
 
 def _stopped(run: Run) -> str:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.utils._pytree import tree_leaves
 
+from ortlab import units
 from ortlab.engine.diagnosis import ran_out, reason
 from ortlab.engine.installation import versions
 from ortlab.errors import LedgerError, OptionError, StepError
-from ortlab.memory.sizes import read_size
 from ortlab.runs.experiment import Snapshot, check_count, check_weights, is_stateful, mentioned
 from ortlab.runs.interrupts import interrupts_kept
 from ortlab.studies.batch_size import BatchSizeSearch, following, plans_name, remaining
@@ -244,7 +244,7 @@ def read_limit(limit: object, device: object) -> int:
             why="A percentage is of what one step needs; a search changes the batch, and with it what a step needs.",
             fix=fix,
         )
-    return read_size(asked)
+    return units.read_size(asked)
 
 
 def check_above_floor(limit_bytes: int, used_bytes: int, device: str) -> None:

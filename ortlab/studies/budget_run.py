@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
+from ortlab import units
 from ortlab.analyses.memory import memory
 from ortlab.analyses.profiling import profile, repeat
 from ortlab.errors import OptionError
-from ortlab.memory.sizes import read_size
 from ortlab.records.verdicts import interval
 from ortlab.runs.experiment import Experiment, Snapshot
 from ortlab.runs.interrupts import interrupts_kept, say
@@ -113,7 +113,7 @@ def _of_share(text: str, sign: str, percent: float) -> Request:
 
 
 def _size(value: object, name: str) -> int:
-    """Read a size as `read_size` does; a bare number in a text is no size, since it may mean MiB or per cent."""
+    """Read a size as `units.read_size` does; a bare number in a text is no size, since it may mean MiB or per cent."""
     if isinstance(value, str) and _NUMBER.fullmatch(value):
         number = value.strip()
         raise OptionError(
@@ -127,7 +127,7 @@ def _size(value: object, name: str) -> int:
             why="It may mean a share, or bytes.",
             fix=f'Write a share as text: "{value * _ALL:g}%".' if 0 < value < 1 else _FIX,
         )
-    return read_size(value, name=name)
+    return units.read_size(value, name=name)
 
 
 def _shown(value: object) -> str:

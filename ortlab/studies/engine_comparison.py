@@ -140,26 +140,12 @@ class EngineComparison(Shown, JsonRecord, noun="record of candidates", layout=1)
         return pd.DataFrame([self._row(candidate) for candidate in self]).set_index("candidate")
 
     def _row(self, candidate: Candidate) -> dict[str, object]:
-        outcome = candidate.outcome
-        is_base = candidate.point is self.sweep.baseline
         return {
             "candidate": candidate.name,
             "engine": candidate.engine,
-            "state": candidate.point.state,
-            "step [ms]": candidate.point.step_ms,
-            "time ratio": outcome.time_ratio if outcome else math.nan,
-            "low": outcome.time_low if outcome else math.nan,
-            "high": outcome.time_high if outcome else math.nan,
-            "verdict": "baseline" if is_base and outcome else outcome.verdict if outcome else "",
-            "step memory [bytes]": candidate.rise_bytes,
-            "memory ratio": candidate.rise_ratio,
-            "last loss": candidate.point.runs[-1].losses[-1] if outcome else None,
-            "loss difference": outcome.loss_difference if outcome else None,
-            "detail": candidate.detail,
-            "runs": tuple(run.number for run in candidate.point.runs),
+            **self.sweep.measured(candidate.point, candidate.outcome),
             "reason": candidate.reason or candidate.no_memory,
-            "why not comparable": outcome.time.reason if outcome else "",
-            "remarks": "; ".join(outcome.remarks) if outcome else "",
+            "detail": candidate.detail,
         }
 
     # ---- JSON -------------------------------------------------------------------------------------------------

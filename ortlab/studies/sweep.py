@@ -413,32 +413,38 @@ class Sweep(Shown, JsonRecord, noun="sweep", layout=1):
 
     # ---- parts ------------------------------------------------------------------------------------------------
 
-    def _verdict(self, outcome: Outcome) -> str:
-        return "baseline" if outcome.point is self.baseline and not outcome.fell_back else outcome.verdict
+    def measured(self, point: Point, outcome: Outcome | None) -> dict[str, object]:
+        """Return what was measured of a point, and why not: the columns of every table of points."""
+        verdict = outcome.verdict if outcome else ""
+        if outcome and point is self.baseline and not outcome.fell_back:
+            verdict = "baseline"
+        return {
+            "state": point.state,
+            "step [ms]": point.step_ms,
+            "time ratio": outcome.time_ratio if outcome else math.nan,
+            "low": outcome.time_low if outcome else math.nan,
+            "high": outcome.time_high if outcome else math.nan,
+            "verdict": verdict,
+            "step memory [bytes]": point.step_memory_bytes,
+            "memory ratio": outcome.memory_ratio if outcome else math.nan,
+            "last loss": point.runs[-1].losses[-1] if outcome else None,
+            "loss difference": outcome.loss_difference if outcome else None,
+            "runs": tuple(run.number for run in point.runs),
+            "reason": point.skipped or point.failure,
+            "why not comparable": outcome.time.reason if outcome else "",
+            "remarks": "; ".join(outcome.remarks) if outcome else "",
+        }
 
     def _row(self, point: Point, outcome: Outcome | None) -> dict[str, object]:
         build = point.rebuilt
         return {
             "point": point.number,
             **{axis: point.value(axis) for axis in self.axes},
-            "state": point.state,
-            "step [ms]": point.step_ms,
-            "time ratio": outcome.time_ratio if outcome else math.nan,
-            "low": outcome.time_low if outcome else math.nan,
-            "high": outcome.time_high if outcome else math.nan,
-            "verdict": self._verdict(outcome) if outcome else "",
-            "step memory [bytes]": point.step_memory_bytes,
-            "memory ratio": outcome.memory_ratio if outcome else math.nan,
+            **self.measured(point, outcome),
             "on the front": bool(outcome and outcome.on_front),
-            "last loss": point.runs[-1].losses[-1] if outcome else None,
-            "loss difference": outcome.loss_difference if outcome else None,
             "rebuilt from": build.stage if build else "",
             "rebuild [ms]": build.total_ms if build else 0.0,
             "rebuilds": len(point.builds),
-            "runs": tuple(run.number for run in point.runs),
-            "reason": point.skipped or point.failure,
-            "why not comparable": outcome.time.reason if outcome else "",
-            "remarks": "; ".join(outcome.remarks) if outcome else "",
         }
 
 

@@ -61,8 +61,8 @@ def interpreter_hooks() -> dict[str, object]:
     }
 
 
-@pytest.fixture
-def bare_shell():
+@contextmanager
+def bare():
     """Start a shell without ortlab, and prove at the end that it and the interpreter are as they were."""
     before = interpreter_hooks()
     config = Config()
@@ -83,14 +83,40 @@ def bare_shell():
     assert interpreter_hooks() == before
 
 
+@contextmanager
+def loaded():
+    """Load ortlab into a shell, and unload it again."""
+    with bare() as shell:
+        before = registrations(shell)
+        shell.run("%load_ext ortlab")
+        yield shell
+        shell.run("%unload_ext ortlab")
+        assert registrations(shell) == before
+
+
+@contextmanager
+def wrapped_net():
+    """A shell in which a small network is wrapped as `lab`, and has not run yet."""
+    with loaded() as shell:
+        shell.run(NET)
+        shell.run("lab = %ort_wrap net --no-panel")
+        lab = shell.user_ns["lab"]
+        yield shell
+        lab.unwrap()
+
+
 @pytest.fixture
-def shell(bare_shell):
-    """Load ortlab into a shell, and unload it again after the test."""
-    before = registrations(bare_shell)
-    bare_shell.run("%load_ext ortlab")
-    yield bare_shell
-    bare_shell.run("%unload_ext ortlab")
-    assert registrations(bare_shell) == before
+def bare_shell():
+    """Return a shell without ortlab."""
+    with bare() as shell:
+        yield shell
+
+
+@pytest.fixture
+def shell():
+    """Return a shell that has loaded ortlab."""
+    with loaded() as shell:
+        yield shell
 
 
 @pytest.fixture
@@ -111,22 +137,16 @@ inputs = torch.randn(5, 8)
 labels = torch.randint(0, 4, (5,))
 """
 
-STEP = """%%ort_step -n 4
-loss = nn.functional.cross_entropy(net(inputs), labels)
-loss.backward()
-optimizer.step()
-optimizer.zero_grad()
-"""
+LOSS = "loss = nn.functional.cross_entropy(net(inputs), labels)\n"
+REST = "loss.backward()\noptimizer.step()\noptimizer.zero_grad()\n"
+STEP = "%%ort_step -n 4\n" + LOSS + REST
 
 
 @pytest.fixture
-def net_shell(shell):
+def net_shell():
     """A shell in which a small network is wrapped as `lab`, and has not run yet."""
-    shell.run(NET)
-    shell.run("lab = %ort_wrap net --no-panel")
-    yield shell
-    lab = shell.user_ns["lab"]
-    lab.unwrap()
+    with wrapped_net() as shell:
+        yield shell
 
 
 @pytest.fixture

@@ -5,12 +5,7 @@ from __future__ import annotations
 import pytest
 from IPython.core.error import UsageError
 
-STEP = """%%ort_step -n 4
-loss = nn.functional.cross_entropy(net(inputs), labels)
-loss.backward()
-optimizer.step()
-optimizer.zero_grad()
-"""
+from .conftest import STEP
 
 BAD = {
     "empty": ("inputs, labels = inputs[:0], labels[:0]", "is empty: its shape is 0 x 8", "drop_last"),

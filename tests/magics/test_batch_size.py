@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from IPython.core.error import UsageError
 
 SETUP = """
 import torch, ortlab
@@ -41,35 +40,3 @@ def test_a_line_is_a_hunt(batch_size_shell):
         "%ort_find_batch_size make_batch --limit $limit --train train --sizes $some -n 1"
     )
     assert (search.asked_bytes, search.sizes) == (64 << 30, (1, 2))
-
-
-REFUSED = {
-    "make_batch": "needs a limit",
-    "make_batch --limit 6 GX": "'gx'",
-    "make_batch --limit 0B": "above zero",
-    "make_batch --limit 70%": "a search changes the batch",
-    "make_batch --limit 1GiB --device 1GiB": "one limit",
-    "make_batch --device 1MiB": "below what is in use",
-    "nothing --limit 6GiB": "There is no variable 'nothing'",
-    "some --limit 6GiB": "not a list",
-    "make_batch --limit 6GiB --train nothing": "nothing",
-    "make_batch --limit 6GiB --sizes 1,x": "--sizes takes a whole number",
-    "make_batch --limit 6GiB --sizes 0": "not 0",
-    "make_batch --limit 64GiB --sizes 2": "without a loss",
-    "make_batch --limit 64GiB --plans Gelu+:1:-1": "act in ONNX Runtime",
-    "make_batch --limit 64GiB --plans $plans": "act in ONNX Runtime",
-    "make_batch --limit 64GiB --plans $some": "1 is no set of plans",
-    "make_batch --resume": "no search to resume",
-}
-
-
-def test_what_makes_no_sense_is_a_usage_error(batch_size_shell):
-    lab = batch_size_shell.user_ns["lab"]
-    before = lab._bench.configuration
-    for line, said in REFUSED.items():
-        with pytest.raises(UsageError) as caught:
-            batch_size_shell.run(f"%ort_find_batch_size {line}")
-        assert type(caught.value) is UsageError
-        assert said in str(caught.value), line
-        assert lab._bench.configuration == before
-        assert lab.batch_size_searches == []

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-from IPython.core.error import UsageError
-
 from ortlab.render import html, text
 from ortlab.studies.bisection import Bisection
 
@@ -52,21 +49,3 @@ def test_without_changes_the_lab_is_held_against_the_defaults(stepped_shell):
     assert bisection.changes == {"memory_level": 1}
     said = text.render(bisection)
     assert "No change responsible: with the change, losses differ from the baseline's by" in said
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("", "Nothing differs from the baseline"),
-        ("speed memory_level=1", "There is no metric 'speed'"),
-        ("loss memory_levle=1", "Did you mean 'memory_level'"),
-        ("loss memory_level=1 --tolerance much", "--tolerance takes a number"),
-        ("loss memory_level=1 --rounds 1", "whole number from 2 on"),
-        ("$missing memory_level=1", "There is no variable 'missing'"),
-        ("--resume", "There is no bisection to resume"),
-    ],
-)
-def test_what_is_wrong_with_a_line_is_said(stepped_shell, line, said):
-    with pytest.raises(UsageError, match=said) as raised:
-        stepped_shell.run(f"%ort_bisect {line}")
-    assert type(raised.value) is UsageError

@@ -139,20 +139,3 @@ def test_ranks_train_and_are_brought_together(shell, cluster, captured, capsys, 
     assert not started & children()
     with pytest.raises(UsageError, match="the other ranks were ended"):
         shell.run(STEP)
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("%ort_cluster start", "How many ranks is missing"),
-        ("%ort_cluster stop -n 2", "stop takes nothing else"),
-        ("%ort_cluster -n many", "-n takes a whole number"),
-        ("%ort_cluster -n 0", "A cluster of 0 ranks"),
-        ("%ort_cluster -n 1 --backend mpi", "no backend 'mpi'"),
-        ("%ort_cluster now", "invalid choice"),
-        ("%ort_ranks --from nowhere", "cannot be read"),
-    ],
-)
-def test_what_cannot_be_is_refused(shell, line, words):
-    with pytest.raises(UsageError, match=words):
-        shell.run(line)

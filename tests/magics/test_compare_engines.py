@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-from IPython.core.error import UsageError
-
 
 def test_peers_are_shown_with_their_memory(stepped_shell):
     stepped_shell.user_ns["more"] = [{"memory_level": 1}]
@@ -27,24 +24,3 @@ def test_peers_are_shown_with_their_memory(stepped_shell):
         assert "Linear 0, Linear 2" in forms[form]
     assert forms["text/html"].count("data:image/svg+xml") == 1
     assert "<script" not in forms["text/html"]
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("%ort_compare_engines --budgets 1,2", "no activation memory budget"),
-        ("%ort_compare_engines --engines eagr", "Did you mean 'eager'"),
-        ("%ort_compare_engines --also memory_levle=1", "Did you mean 'memory_level'"),
-        ("%ort_compare_engines --also memory_level", "is not option=value"),
-        ("%ort_compare_engines --also $missing", "There is no variable 'missing'"),
-        ("%ort_compare_engines -n two", "-n takes a whole number"),
-        ("%ort_compare_engines --rounds 0", "whole number from 1 on"),
-        ("%ort_compare_engines extra", "unrecognized arguments: extra"),
-    ],
-)
-def test_a_bad_line_is_a_usage_error_and_changes_nothing(eager_shell, unchanged, line, said):
-    with unchanged(eager_shell), pytest.raises(UsageError) as caught:
-        eager_shell.run(line)
-    assert type(caught.value) is UsageError
-    assert said in str(caught.value)
-    assert eager_shell.user_ns["lab"].sweeps == []

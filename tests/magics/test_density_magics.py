@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
-from IPython.core.error import UsageError
 from IPython.utils.capture import capture_output
 
 from ortlab.graphs.flops import Flops, FlopSavings
@@ -54,24 +51,3 @@ def test_balance(shell):
     assert (record.ranks, record.batch_size, len(record.having), record.drop_last) == (2, 2, 3, True)
     assert record.imbalance(record.having) < record.imbalance(record.without)
     assert "max / mean" in shell.formats(record)["text/html"]
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("%ort_density on --measure 2", "exclude each other"),
-        ("%ort_density nothing", "nothing"),
-        ("%ort_flops --against compute_optimizer=True", "set so already"),
-        ("%ort_flops --against colour=True", "colour"),
-        ("%ort_balance lengths", "--batch"),
-        ("%ort_balance lengths --batch 0", "batch size is 0"),
-        ("%ort_balance lengths --batch many", "--batch"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(stepped_shell, line, words):
-    stepped_shell.user_ns["lengths"] = [1, 2]
-    before = stepped_shell.user_ns["lab"]._bench.configuration
-    with pytest.raises(UsageError, match=re.escape(words)) as raised:
-        stepped_shell.run(line)
-    assert type(raised.value) is UsageError
-    assert stepped_shell.user_ns["lab"]._bench.configuration == before

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from IPython.core.error import UsageError
 
 
 @pytest.mark.row("B10")
@@ -25,30 +24,6 @@ def test_stages_and_switches_are_compared(stepped_shell):
     assert len(lab.runs) == 1
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("%ort_graph_diff", "compares two stages"),
-        ("%ort_graph_diff gradient", "compares two stages"),
-        ("%ort_graph_diff gradient execution --stage exported", "compares two stages"),
-        ("%ort_graph_diff gradient opset=20", "compares two stages"),
-        ("%ort_graph_diff gradiant execution", "Did you mean 'gradient'"),
-        ("%ort_graph_diff opset=20 --stage executed", "no graph stage"),
-        ("%ort_graph_diff opset=20 --part encoder", "no wrapped part"),
-        ("%ort_graph_diff engine=eager", "has no graph to compare"),
-    ],
-)
-def test_what_makes_no_sense_is_a_usage_error(stepped_shell, line, words):
-    with pytest.raises(UsageError, match=words) as error:
-        stepped_shell.run(line)
-    assert type(error.value) is UsageError
-
-
-def test_before_a_step_it_says_what_to_do(net_shell):
-    with pytest.raises(UsageError, match="Run a step first"):
-        net_shell.run("%ort_graph_diff memory_level=1")
-
-
 def test_the_changes_of_the_present_switches_are_drawn_in_the_cell(stepped_shell, captured):
     shell = stepped_shell
     same = shell.formats(shell.run("%ort_graph --changes"))
@@ -61,8 +36,6 @@ def test_the_changes_of_the_present_switches_are_drawn_in_the_cell(stepped_shell
     assert "recompute" in shown["text/plain"]
     assert "<svg" in shown["text/html"] or "image/svg" in shown["text/html"]
     assert shell.run("lab.status.state") == "rebuild pending"
-    with pytest.raises(UsageError, match="compares two graphs"):
-        shell.run("%ort_graph --changes --profile")
 
 
 def test_magics_follow_each_other_whatever_was_set_between(stepped_shell):

@@ -10,14 +10,7 @@ import pytest
 
 from ortlab.lab.following import observe
 
-from .conftest import lab_state
-
-STEP = """%%ort_step -n 4
-loss = nn.functional.cross_entropy(net(inputs), labels)
-loss.backward()
-optimizer.step()
-optimizer.zero_grad()
-"""
+from .conftest import STEP, lab_state
 
 # Where the third step of a call waits for the signal, after the weights have changed twice.
 WAITING = STEP.replace("optimizer.zero_grad()", "optimizer.zero_grad()\nwait()")

@@ -8,14 +8,9 @@ import re
 import pytest
 from IPython.core.error import UsageError
 
-COMMENT = """   # the model's "first (try), and what does it [cost?"""
+from .conftest import NET, STEP
 
-STEP = """%%ort_step -n 4
-loss = nn.functional.cross_entropy(net(inputs), labels)
-loss.backward()
-optimizer.step()
-optimizer.zero_grad()
-"""
+COMMENT = """   # the model's "first (try), and what does it [cost?"""
 
 # Each starts processes where it runs; they are tested in files of their own.
 STARTS_PROCESSES = {"%ort_doctor", "%ort_cluster"}
@@ -74,12 +69,7 @@ def test_the_example_of_every_magic_may_have_a_comment(shell):
 
 
 def test_the_first_minute_with_a_comment_behind_each_line(shell):
-    shell.run(
-        "import torch\nfrom torch import nn\ntorch.manual_seed(0)\n"
-        "net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))\n"
-        "optimizer = torch.optim.AdamW(net.parameters())\n"
-        "inputs, labels = torch.randn(5, 8), torch.randint(0, 4, (5,))"
-    )
+    shell.run(NET)
     shell.run("lab = %ort_wrap net --no-panel   # the net's lab; does it run?")
     run = shell.run(STEP.replace("-n 4", "-n 3   # a warm-up, and two more"))
     assert len(run.steps) == 3
@@ -113,19 +103,3 @@ def test_a_backslash_joins_lines(net_shell):
     assert (options.memory_level, options.opset) == (1, 16)
     net_shell.run("lab = %ort_set memory_level=0 \\\n   opset=17")
     assert net_shell.user_ns["lab"].options.memory_level == 0
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("%ort_set memory_level=1 \\", "The line ends with a backslash."),
-        ("%ort_set save_onnx_path='my graphs", "A quotation does not end: save_onnx_path='my graphs"),
-        ("%ort_set memory_plan=['Gelu+:1:-1'", "A bracket is not closed: memory_plan=['Gelu+:1:-1'"),
-        (STEP.replace("-n 4", "-n 4 \\"), "The line ends with a backslash."),
-    ],
-)
-def test_what_does_not_end_is_refused_in_one_clear_line(net_shell, unchanged, line, said):
-    with unchanged(net_shell), pytest.raises(UsageError) as caught:
-        net_shell.run(line)
-    assert str(caught.value).splitlines()[0] == said
-    assert "\nNext: " in str(caught.value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from IPython.core.error import UsageError
 
 
 @pytest.fixture
@@ -32,18 +31,3 @@ def test_its_arguments_choose(talking_shell):
     assert len(shell.run("%ort_messages --run 0")) == 0
     assert len(shell.run("%ort_messages --level ERROR")) == 0
     assert len(shell.run("%ort_messages --source 'ONNX Runtime' --lab lab")) == 0
-
-
-@pytest.mark.parametrize(
-    ("line", "named"),
-    [
-        ("--level LOUD", "LOUD"),
-        ("--source torch", "torch"),
-        ("--stage backward", "backward"),
-        ("--run two", "--run"),
-        ("--lab nothing", "nothing"),
-    ],
-)
-def test_what_it_cannot_read_is_a_usage_error(talking_shell, line, named):
-    with pytest.raises(UsageError, match=named):
-        talking_shell.run(f"%ort_messages {line}")

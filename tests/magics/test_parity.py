@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from IPython.core.error import UsageError
 
 from ortlab.render import html, text
 
@@ -28,24 +27,3 @@ def test_it_compares_and_leaves_the_lab_as_it_was(stepped_shell):
     assert "<script" not in page
     assert (lab._bench.configuration, len(lab.runs)) == (before, 1)
     assert all(weights[name].equal(p) for name, p in lab.module.named_parameters())
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("-n 0", "whole number"),
-        ("-n many", "-n takes"),
-        ("-n $missing", "There is no variable 'missing'"),
-        ("--lab missing", "missing"),
-        ("--steps 2", "--steps"),
-    ],
-)
-def test_what_is_wrong_with_a_line_is_said(stepped_shell, line, said):
-    with pytest.raises(UsageError, match=said) as raised:
-        stepped_shell.run(f"%ort_parity {line}")
-    assert type(raised.value) is UsageError
-
-
-def test_without_a_step_there_is_nothing_to_compare(net_shell):
-    with pytest.raises(UsageError, match="no step to go back to"):
-        net_shell.run("%ort_parity")

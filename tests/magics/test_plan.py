@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-from IPython.core.error import UsageError
-
 LOGS = Path(__file__).parents[1] / "unit" / "logs"
 
 
@@ -42,27 +39,3 @@ def test_plans_of_a_model_are_read_written_and_evaluated(stepped_shell, capsys, 
     shell.run(f"%ort_plan --write {tmp_path / 'old'} --dialect 2022")
     assert (tmp_path / "old").read_text() == "Gelu:1\n"
     assert f"Saved to {tmp_path / 'old'}" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("%ort_plan --at batch", "is no size"),
-        ("%ort_plan --at batch=1 batch=2", "given twice"),
-        ("%ort_plan --at batches=16", "no symbolic dimension 'batches'"),
-        ("%ort_plan --at batch=many", "whole number"),
-        ("%ort_plan --from absent.json", "absent.json cannot be read"),
-        ("%ort_plan --from $text", "neither plans nor a table"),
-        ("%ort_plan --from $text --at batch=1", "do not go together"),
-        ("%ort_plan --dialect 2022", "Add --write PATH"),
-        ("%ort_plan --write plans.json --dialect 2021", "invalid choice"),
-        ("%ort_plan --write plans.json", "no plan to write"),
-    ],
-)
-def test_what_cannot_be_done_is_explained(stepped_shell, line, says, unchanged, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    stepped_shell.user_ns["text"] = "<script>alert(1)</script>"
-    with unchanged(stepped_shell), pytest.raises(UsageError, match=says) as caught:
-        stepped_shell.run(line)
-    assert type(caught.value) is UsageError
-    assert not list(tmp_path.iterdir())

@@ -6,7 +6,6 @@ import ast
 
 import pytest
 import torch
-from IPython.core.error import UsageError
 from torch import nn
 
 import ortlab
@@ -147,24 +146,6 @@ def test_what_fused_adam_cannot_stand_for_is_refused():
     with pytest.raises(OptionError, match="no amsgrad"):
         ortlab.recipe("fused_adam", like=torch.optim.AdamW(held, amsgrad=True))
     assert "SGD" not in ortlab.recipe("deepspeed", like=torch.optim.SGD(held, lr=1.0)).code
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("%ort_wrap net --recipe fused_adan", "Did you mean 'fused_adam'"),
-        ("%ort_wrap net --recipe", "expected one argument"),
-        ("%ort_wrap net --recipe all memory_level=1", "--recipe goes with no option"),
-        ("%ort_wrap inputs --recipe all", "not a torch.nn.Module"),
-        ("%ort_wrap nett --recipe all", "Did you mean 'net'"),
-    ],
-)
-def test_a_refused_recipe_writes_nothing(recipe_shell, line, said):
-    recipe_shell.rl_next_input = None
-    with pytest.raises(UsageError) as caught:
-        recipe_shell.run(line)
-    assert said in str(caught.value)
-    assert recipe_shell.rl_next_input is None
 
 
 def test_a_wrapped_model_is_not_wrapped_again(net_shell):

@@ -10,8 +10,8 @@ from IPython.core.error import UsageError
 
 from ortlab.records.runs import Run
 
-LOSS = "loss = nn.functional.cross_entropy(net(inputs), labels)\n"
-REST = "loss.backward()\noptimizer.step()\noptimizer.zero_grad()\n"
+from .conftest import LOSS, REST
+
 FAILING = (
     "calls += 1\n" + LOSS + "loss.backward()\noptimizer.step()\nif calls == 3:\n    raise KeyError('mine')\n"
 )
@@ -104,49 +104,6 @@ def test_an_optimizer_can_be_named(net_shell):
     cell = LOSS + "loss.backward()\nsteps[0]()\nsteps[0].__self__.zero_grad()\n"
     run = net_shell.run("%%ort_step -n 3 --optimizer trainer.optimizer\n" + cell)
     assert net_shell.run("%ort_rerun").losses == run.losses
-
-
-@pytest.mark.parametrize(
-    ("cell", "said"),
-    [
-        ("%%ort_step -n 0\n" + LOSS + REST, "whole number from 1 on"),
-        ("%%ort_step -n many\n" + LOSS + REST, "-n takes a whole number, not 'many'"),
-        ("%%ort_step -n $missing\n" + LOSS + REST, "no variable 'missing'"),
-        ("%%ort_step --optimizer optimiser\n" + LOSS + REST, "Did you mean 'optimizer'"),
-        ("%%ort_step --steps 3\n" + LOSS + REST, "unrecognized arguments: --steps 3"),
-        ("%%ort_step -n 2\nawait train()", "A training step cannot await"),
-        ("%%ort_step -n 2\n%%time\n" + LOSS + REST, "%%time cannot stand inside %%ort_step"),
-        ("%%ort_step -n 2\n" + LOSS, "no backward()"),
-        ("%%ort_step -n 2\npass", "did not call the wrapped model"),
-        ("%%ort_step -n 2\n", "the cell body is empty"),
-        ("%ort_step -n 2", "did you mean that instead"),
-        ("%%ort_step -n 2\n" + LOSS + REST + "%ort_set memory_level=1", "while a step is running"),
-        ("%%ort_step -n 2\n" + LOSS + REST + "%ort_rerun", "while a step is running"),
-        ("%%ort_step -n 2\n" + LOSS + REST + "%ort_unwrap", "while a step is running"),
-    ],
-)
-def test_a_step_that_cannot_be_run_is_a_usage_error_and_changes_nothing(eager_shell, unchanged, cell, said):
-    with unchanged(eager_shell), pytest.raises(UsageError) as caught:
-        eager_shell.run(cell)
-    assert type(caught.value) is UsageError
-    assert said in str(caught.value)
-    assert len(eager_shell.run("%%ort_step -n 2\n" + LOSS + REST).steps) == 2
-
-
-@pytest.mark.parametrize("number", ["0", "-1", "1.5", "x", "''", "1e9", "True", "$missing", "$none", "$half"])
-def test_a_number_of_steps_that_is_none_is_one_line(eager_shell, unchanged, number):
-    eager_shell.run("none, half = None, 0.5")
-    with unchanged(eager_shell), pytest.raises(UsageError) as caught:
-        eager_shell.run(f"%%ort_step -n {number}\n" + LOSS + REST)
-    assert len(str(caught.value).splitlines()) == 1
-    with unchanged(eager_shell), pytest.raises(UsageError):
-        eager_shell.run(f"%ort_rerun -n {number}")
-
-
-def test_no_lab_is_said_clearly(shell, monkeypatch):
-    monkeypatch.setattr("ortlab.runs.bench._wrapped", [])
-    with pytest.raises(UsageError, match=r"No model is wrapped yet\.\nNext: %ort_wrap model"):
-        shell.run("%%ort_step\nloss = 1")
 
 
 def test_a_cell_that_raises_points_at_its_line_and_changes_nothing(stepped_shell, unchanged):

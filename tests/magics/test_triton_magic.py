@@ -34,19 +34,5 @@ def test_the_list_and_one_of_it(stepped_shell, folder):
     view.close()
     with pytest.raises(UsageError, match="no sub-graph 2"):
         stepped_shell.run("%ort_triton_kernels 2 --from $folder")
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("%ort_triton_kernels", "There are no Triton kernels"),
-        ("%ort_triton_kernels", "triton needs an NVIDIA GPU"),
-        ("%ort_triton_kernels one", "N takes a whole number"),
-        ("%ort_triton_kernels --from nowhere", "cannot be opened"),
-    ],
-)
-def test_without_files_it_says_why(stepped_shell, folder, line, words):
-    if "one" in line:
-        line = f"{line} --from {folder}"
-    with pytest.raises(UsageError, match=words):
-        stepped_shell.run(line)
+    with pytest.raises(UsageError, match="N takes a whole number"):
+        stepped_shell.run("%ort_triton_kernels one --from $folder")

@@ -65,41 +65,6 @@ def test_unwrap_returns_the_model_and_keeps_the_runs(stepped_shell):
     assert len(lab.runs) == 1
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("%ort_wrap nett", "There is no variable 'nett'.\nNext: Did you mean 'net'"),
-        ("%ort_wrap", "the following arguments are required: MODEL"),
-        ("%ort_wrap number", "A int cannot be wrapped"),
-        ("%ort_wrap nn.Linear(3, 2)", "'nn.Linear(3, 2)' is not the name of a variable"),
-        ("%ort_wrap nn.Linear 3", "'3' is not option=value"),
-        ("%ort_wrap net.wait", "net has no attribute 'wait'"),
-        ("%ort_wrap net --engine tensorrt", "no engine 'tensorrt'"),
-        ("%ort_wrap net --engine eager engine=ort", "engine is given twice"),
-        ("%ort_wrap net --panel", "unrecognized arguments: --panel"),
-        ("%ort_wrap net memory_levle=1", "Did you mean 'memory_level'"),
-        ("%ort_wrap net memory_level=high", "memory_level cannot be 'high'"),
-        ("%ort_wrap net conv_algo_search=EXHAUSTIVE", "needs an NVIDIA GPU"),
-        ("%ort_wrap net memory_level='1", "quotation does not end"),
-        ("%ort_wrap torch.nn.DataParallel", "A type cannot be wrapped"),
-        ("%ort_wrap parallel", "DataParallel and ORT do not go together"),
-    ],
-)
-def test_what_cannot_be_wrapped_is_a_usage_error_and_leaves_the_model_alone(torch_shell, line, said):
-    torch_shell.run("parallel = nn.DataParallel(nest)")
-    with pytest.raises(UsageError) as caught:
-        torch_shell.run(line)
-    assert type(caught.value) is UsageError
-    assert said in str(caught.value)
-    torch_shell.run("again = %ort_wrap net --no-panel")
-    assert torch_shell.user_ns["again"].module is torch_shell.user_ns["net"]
-
-
-def test_a_wrapped_model_is_not_wrapped_again(net_shell, unchanged):
-    with unchanged(net_shell), pytest.raises(UsageError, match="%ort_unwrap"):
-        net_shell.run("%ort_wrap net")
-
-
 def test_a_panel_that_fails_leaves_the_model_unwrapped(torch_shell, monkeypatch):
     def fail(lab):
         message = "no front end"
@@ -121,20 +86,6 @@ def test_the_lab_wrapped_last_is_meant_unless_one_is_named(torch_shell):
     assert levels == [1, 2]
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("frist", "There is no variable 'frist'.\nNext: Did you mean 'first'?"),
-        ("net", "'net' is a Sequential, not a lab.\nNext: --lab first"),
-    ],
-)
-def test_a_lab_that_is_none_is_refused(torch_shell, name, said):
-    torch_shell.run("first = %ort_wrap net --no-panel")
-    with pytest.raises(UsageError) as caught:
-        torch_shell.run(f"%ort_plan --lab {name}")
-    assert said in str(caught.value)
-
-
 def test_parts_are_named_with_spaces_commas_or_a_variable(torch_shell):
     torch_shell.run(
         "net = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Tanh()), nn.Linear(3, 2))"
@@ -151,22 +102,6 @@ def test_parts_are_named_with_spaces_commas_or_a_variable(torch_shell):
         assert repr(lab).startswith(f"Lab(net: Sequential, only {paths}, engine='ort', not built, ")
         assert lab.options.memory_level == line.count("memory_level")
         torch_shell.run("%ort_unwrap")
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("--only nothing", "The model has no part 'nothing'."),
-        ("--only", "expected at least one argument"),
-        ("--only $nothing", "There is no variable 'nothing'."),
-        ("--only memory_level=1", "There is no part in the list."),
-    ],
-)
-def test_wrong_parts_are_usage_errors(torch_shell, line, words):
-    with pytest.raises(UsageError) as caught:
-        torch_shell.run(f"%ort_wrap net --no-panel {line}")
-    assert type(caught.value) is UsageError
-    assert words in str(caught.value)
 
 
 def test_plan_and_graph_of_a_part(torch_shell):

@@ -295,6 +295,18 @@ def test_environment_variables_give_the_first_values(experiment, monkeypatch):
     lab.unwrap()
 
 
+def test_a_variable_of_a_gpu_does_not_stop_a_run_on_a_cpu(experiment, monkeypatch):
+    monkeypatch.setenv("ORTMODULE_CONV_ALGO_SEARCH", "EXHAUSTIVE")
+    lab = ortlab.wrap(experiment.model)
+    assert lab.options.conv_algo_search == "HEURISTIC"
+    assert "conv_algo_search" not in lab.from_environment
+    assert any("ORTMODULE_CONV_ALGO_SEARCH does nothing here" in note for note in lab.notes)
+    lab.step(experiment.step, n=1)
+    lab.unwrap()
+    with pytest.raises(OptionError, match="conv_algo_search cannot act here"):  # what is asked for by name
+        ortlab.wrap(experiment.model, conv_algo_search="EXHAUSTIVE")
+
+
 def test_the_cache_folder_of_the_environment_is_used_for_files_of_our_own(experiment, monkeypatch, tmp_path):
     monkeypatch.setenv("ORTMODULE_CACHE_DIR", str(tmp_path))
     lab = ortlab.wrap(experiment.model)

@@ -12,6 +12,7 @@ from ortlab.graphs.flops import Flops, FlopSavings
 from ortlab.parity.parity import Parity
 from ortlab.ranks.balancing import Balance
 from ortlab.records.density import DensityReport
+from ortlab.records.runs import Run
 from ortlab.records.selftest import SelfTest
 from ortlab.studies.batch_size import BatchSizeSearch
 from ortlab.studies.bisection import Bisection
@@ -30,6 +31,7 @@ RECORDS = {
     GraphDiff: "difference of graphs",
     Parity: "comparison of tensors",
     EngineComparison: "record of candidates",
+    Run: "run",
     SelfTest: "self-test",
     Sweep: "sweep",
 }
@@ -38,7 +40,7 @@ RECORDS = {
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)
 def test_what_is_no_such_record_is_refused_with_its_name(record, tmp_path):
     file, noun = tmp_path / "record.json", RECORDS[record]
-    layout = 2 if record in {FlopSavings, Budget, BatchSizeSearch} else 1
+    layout = 2 if record in {FlopSavings, Budget, BatchSizeSearch, Run} else 1
     for content, said in {
         "[]": f"{file} is not a {noun}",
         "{": f"{file} of a {noun} cannot be read",

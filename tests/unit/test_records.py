@@ -8,6 +8,7 @@ import math
 
 import pytest
 
+import ortlab
 from ortlab.errors import LedgerError
 from ortlab.memory.formulas import read
 from ortlab.memory.plan_reading import read_plan
@@ -71,9 +72,10 @@ def test_one_fallback_step_makes_the_run_a_fallback():
     assert run(steps=steps).executed_by == "fallback"
 
 
-def test_a_run_survives_json():
+def test_a_run_survives_json(tmp_path):
     record = json.loads(json.dumps(run().to_dict()))
     assert Run.from_dict(record) == run()
+    assert ortlab.load(run().save(tmp_path / "run.json")) == run()
 
 
 @pytest.mark.parametrize(

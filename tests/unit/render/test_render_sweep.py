@@ -10,8 +10,10 @@ import pytest
 
 from ortlab.options.configuration import Configuration
 from ortlab.options.options import Options
+from ortlab.records.verdicts import FELL_BACK
 from ortlab.render import html, plots, text
 from ortlab.render.sweep_page import sweep_plot
+from ortlab.studies.engine_comparison import EngineComparison
 from ortlab.studies.sweep import Point, Sweep
 
 MIB = 1 << 20
@@ -153,3 +155,14 @@ def test_a_sweep_is_one_line_of_the_ledger(new_run):
     assert "20.1 ms to 80.1 ms" in lines[4]
     assert "1 earlier runs: lab.runs.table() has them." in page
     assert "Sweep 2: lab.sweeps[1] shows its points." in page
+
+
+def test_a_baseline_that_fell_back_is_no_baseline_in_any_table(fallback_run, new_run):
+    options = Options()
+    points = [
+        Point(1, {}, Configuration("ort", options), runs=(fallback_run,)),
+        Point(2, {"engine": "eager"}, Configuration("eager", options), runs=(new_run(2, "eager"),)),
+    ]
+    sweep = Sweep(1, "net", points, baseline=0, count=5, rounds=1, start_digest="")
+    for table in (sweep.table(), EngineComparison(sweep).table()):
+        assert table["verdict"].iloc[0] == FELL_BACK
