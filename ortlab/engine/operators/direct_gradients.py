@@ -53,7 +53,15 @@ def _rms_norm(
     return of_x, normal.mul_(grad).sum(tuple(range(x.dim() - len(shape))))
 
 
+def _grouped_mm(
+    grad: Tensor, a: Tensor, b: Tensor, offsets: Tensor | None = None, *_: Any
+) -> tuple[Tensor, Tensor]:
+    product = _aten._grouped_mm
+    return product(grad, b.transpose(-2, -1), offsets), product(a.transpose(-2, -1), grad, offsets)
+
+
 FORMULAS: Final[dict[tuple[str, str], Callable[..., tuple[Tensor, ...]]]] = {
+    ("_grouped_mm", "default"): _grouped_mm,
     ("cumsum", "default"): _cumsum,
     ("elu", "default"): _elu,
     ("flip", "default"): lambda grad, _, dims: (grad.flip(dims),),

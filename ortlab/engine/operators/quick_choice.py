@@ -2,7 +2,8 @@
 
 Of 1.19.2, the gradients of Relu, LeakyRelu, LogSoftmax and FastGelu run on one thread or in several passes, those of
 Gather and GatherElements add one entry at a time, Where broadcasts one entry at a time, and the gradient of ``x ** 2``
-raises x to the power of one. Only nodes of float32 are taken, and but for Gather's gradient only those of at least
+raises x to the power of one. Gradients of grouped convolutions are torch's anyway: they get the layout that is quicker.
+Only nodes of float32 are taken, and but for Gather's gradient only those of at least
 `FEWEST` entries, since a call costs some 30 microseconds. In the forward only LeakyRelu, ReduceLogSumExp and TopK are,
 which ORT cannot recompute to save memory (``memory_optimizer/recompute_analysis.cc``, GetAllowedRecomputeOps); so no
 plan is lost.
@@ -21,6 +22,7 @@ from onnx import TensorProto, helper, numpy_helper
 from ortlab.engine.passes.graph_edits import (
     FLOAT_TYPES,
     GraphFacts,
+    aten_operator,
     attributes_of,
     kernel_call,
     put_calls,
@@ -80,6 +82,7 @@ class _Choice:
             "GatherElementsGrad": self._along("gather_elements_backward", 0),
             "SliceGrad": self._call("slice_backward"),
             "Where": self._call("where"),
+            "ATen": self._grouped,
         }
 
     def instead_of(self, node: onnx.NodeProto, *, backward: bool) -> list[onnx.NodeProto]:
@@ -175,6 +178,11 @@ class _Choice:
             return [number, kernel_call(kernel, [*node.input, number.output[0]], list(node.output), node)]
 
         return choose
+
+    def _grouped(self, node: onnx.NodeProto, attributes: dict[str, Any]) -> list[onnx.NodeProto]:
+        if aten_operator(node).removeprefix("aten::") != "convolution_backward":
+            return [node]
+        return self._call("grouped_convolution_backward")(node, attributes)
 
     def _log_sum(self, node: onnx.NodeProto, attributes: dict[str, Any]) -> list[onnx.NodeProto]:
         axes = attributes.get("axes")

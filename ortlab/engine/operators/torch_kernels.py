@@ -20,6 +20,9 @@ from ortlab.engine.passes.graph_edits import NAMESPACE
 
 _REDUCTIONS: Final = ("none", "mean", "sum")  # in the order of torch's numbers (at::Reduction)
 _MEAN: Final = 1
+_PLANE: Final = 2  # dimensions
+_WIDE_WINDOW: Final = 5
+"""Entries of each side of a depthwise convolution's window from which on channels last are quicker."""
 
 # --- memory for their outputs, kept from step to step -------------------------------------------------------------
 
@@ -303,6 +306,44 @@ def slice_backward(
         part = part[(slice(None),) * (axis % len(shape)) + (slice(places[0], places[-1] + 1, abs(step)),)]
     part.copy_(grad)
     return whole
+
+
+@kernel(
+    "(Tensor grad, Tensor x, Tensor weight, int[]? bias_sizes, int[] stride, int[] padding, int[] dilation, "
+    "bool transposed, int[] output_padding, int groups, bool[] wanted) -> (Tensor, Tensor, Tensor)"
+)
+def grouped_convolution_backward(  # noqa: PLR0913, PLR0917 - the arguments of torch's operator
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias_sizes: list[int] | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,  # noqa: FBT001 - in the order of torch's operator
+    output_padding: list[int],
+    groups: int,
+    wanted: list[bool],
+) -> Any:
+    """Return the gradients of input, weight and bias of a convolution, as ``aten::convolution_backward`` does.
+
+    For the weight of a depthwise convolution with a wide window, oneDNN has a kernel in the layout with channels last
+    only, and without it takes two to four times as long; for windows of three it is the other way round.
+    """
+    backward = torch.ops.aten.convolution_backward
+    shape = stride, padding, dilation, transposed, output_padding, groups
+    window = weight.shape[2:]
+    is_depthwise = weight.shape[0] == groups == x.shape[1] and not transposed
+    if not is_depthwise or len(window) > _PLANE or min(window) < _WIDE_WINDOW:
+        return backward(grad, x, weight, bias_sizes, *shape, wanted)
+    of_input, _, _ = backward(grad, x, weight, None, *shape, [True, False, False])
+    of_bias = grad.sum([axis for axis in range(grad.dim()) if axis != 1])
+    if len(window) < _PLANE:
+        grad, x, weight = (one.unsqueeze(2) for one in (grad, x, weight))
+        shape = [1, *stride], [0, *padding], [1, *dilation], transposed, [0, *output_padding], groups
+    grad, x = (one.contiguous(memory_format=torch.channels_last) for one in (grad, x))
+    _, of_weight, _ = backward(grad, x, weight, None, *shape, [False, True, False])
+    return of_input, of_weight.reshape(weight.shape[0], 1, *window).contiguous(), of_bias
 
 
 @kernel("(Tensor condition, Tensor a, Tensor b) -> Tensor")

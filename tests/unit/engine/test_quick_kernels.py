@@ -43,6 +43,9 @@ CASES = {
     "gather_backward, a single entry": lambda x: x.softmax(0)[3].expand(8, -1, -1) + x,
     "gather_elements_backward": lambda x: x.gather(1, torch.tensor([[[0, 1, 1] + [0] * 61] * 2] * 8)),
     "slice_backward": lambda x: x.softmax(0)[1:7:2],
+    "grouped_convolution_backward": lambda x: F.conv1d(
+        x, x[0, :, None, :9].softmax(-1), padding=4, groups=16
+    ),
     "where": lambda x: torch.where(x > 0, x, x * 0.1 + 1),
 }
 
@@ -123,6 +126,53 @@ def test_the_gradient_of_a_slice_goes_where_it_was_taken_from(start, end, step):
     expected = torch.zeros(4, 10)
     expected[:, list(range(10))[start:end:step]] = grad
     assert torch.equal(whole, expected)
+
+
+WINDOWS = {
+    "wide": nn.Conv2d(8, 8, 7, padding=3, groups=8),
+    "wide, stride and dilation": nn.Conv2d(8, 8, 5, stride=2, padding=(2, 4), dilation=(1, 2), groups=8),
+    "wide, one dimension": nn.Conv1d(8, 8, 9, padding=2, stride=3, groups=8),
+    "narrow": nn.Conv2d(8, 8, 3, groups=8),
+    "wide one way": nn.Conv2d(8, 8, (1, 7), groups=8),
+    "two groups": nn.Conv2d(8, 6, 5, groups=2),
+    "transposed": nn.ConvTranspose2d(8, 8, 5, groups=8),
+    "three dimensions": nn.Conv3d(8, 8, 5, padding=2, groups=8),
+}
+
+
+@pytest.mark.parametrize("case", WINDOWS)
+def test_gradients_of_grouped_convolutions_are_pytorchs_whatever_the_layout(case):
+    torch.manual_seed(1)
+    model = WINDOWS[case]
+    x = torch.randn(2, 8, *([12] * (model.weight.dim() - 2)), requires_grad=True)
+    output = model(x)
+    grad = torch.randn_like(output)
+    expected = torch.autograd.grad(output, [x, model.weight, model.bias], grad)
+    is_transposed = isinstance(model, nn.modules.conv._ConvTransposeNd)
+    how = [model.stride, model.padding, model.dilation, is_transposed, model.output_padding]
+    arguments = [grad, x.detach(), model.weight.detach(), [8], *map(list, how[:3]), how[3], list(how[4])]
+    found = kernels.grouped_convolution_backward(*arguments, model.groups, [True] * 3)
+    for one, other in zip(found, expected, strict=True):
+        assert one.is_contiguous()
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not hasattr(torch.ops.aten, "_grouped_mm"), reason="torch 2.4 has no such product")
+def test_the_gradient_of_a_product_of_groups_is_two_products_of_groups():
+    """As in a mixture of experts; the rows of an expert stand together, and one expert has none."""
+    from ortlab.engine.operators import direct_gradients
+
+    torch.manual_seed(1)
+    rows, experts = torch.randn(12, 16, requires_grad=True), torch.randn(4, 16, 24, requires_grad=True)
+    offsets = torch.tensor([3, 3, 8, 12], dtype=torch.int32)
+    output = torch.ops.aten._grouped_mm(rows, experts, offsets)
+    grad = torch.randn_like(output)
+    expected = torch.autograd.grad(output, [rows, experts], grad)
+    found = direct_gradients.FORMULAS["_grouped_mm", "default"](
+        grad, rows.detach(), experts.detach(), offsets
+    )
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 FORMULAS = {
