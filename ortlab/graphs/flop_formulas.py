@@ -83,6 +83,18 @@ def _convolution_gradient(node: _Ran) -> int:
     return wanted * 2 * prod(gradient) * prod(weight[1:])
 
 
+def _grouped_product(node: _Ran) -> int:
+    """Multiply by groups (``aten::_grouped_mm``): each row of a matrix with one of the matrices, as experts do."""
+    left, right = node.inputs[:2]
+    groups = left[0] if len(left) > len(right) else 1  # then the columns of the right belong to one each
+    return 2 * prod(left) * right[-1] // max(groups, 1)
+
+
+def _grouped_product_gradient(node: _Ran) -> int:
+    """Go back through a product of groups: as much as forward for each operand; the gradient comes before them."""
+    return 2 * _grouped_product(_Ran(node.inputs[1:], node.outputs, node.attributes))
+
+
 def _einsum(node: _Ran) -> int | None:
     """Sum products of two operands over all letters (ONNX, Einsum); of one operand nothing is multiplied."""
     equation = node.attributes.get("equation", b"")
@@ -173,7 +185,9 @@ _OPERATORS: Final[dict[Formula, tuple[str, ...]]] = {
     _sum_of_outer_products: ("matmul_of_rows",),
     _convolution: ("Conv", "FusedConv", "convolution"),
     _transposed_convolution: ("ConvTranspose",),
-    _convolution_gradient: ("ConvGrad", "convolution_backward"),
+    _convolution_gradient: ("ConvGrad", "convolution_backward", "grouped_convolution_backward"),
+    _grouped_product: ("_grouped_mm",),
+    _grouped_product_gradient: ("_grouped_mm_vjp",),
     _einsum: ("Einsum",),
     _attention: ("Attention",),
     _projected_attention: ("MultiHeadAttention",),

@@ -209,6 +209,13 @@ def test_convolutions_count_as_torch_counts_them(kernels):
 @pytest.mark.parametrize(
     ("operator", "inputs", "outputs", "attributes", "expected"),
     [
+        ("_grouped_mm", [(12, 16), (4, 16, 24), (4,)], [(12, 24)], {}, 2 * 12 * 16 * 24),
+        ("_grouped_mm", [(16, 12), (12, 24), (4,)], [(4, 16, 24)], {}, 2 * 12 * 16 * 24),
+        ("_grouped_mm", [(4, 12, 16), (16, 24), (4,)], [(12, 24)], {}, 2 * 12 * 16 * 24),
+        (
+            *("_grouped_mm_vjp", [(12, 24), (12, 16), (4, 16, 24), (4,)]),
+            *([(12, 16), (4, 16, 24)], {}, 4 * 12 * 16 * 24),
+        ),
         ("MatMul", [(2, 3, 4), (4, 5)], [(2, 3, 5)], {}, 2 * 2 * 3 * 4 * 5),
         ("MatMul", [(4,), (4,)], [()], {}, 2 * 4),
         ("com.microsoft.FusedMatMul", [(2, 4, 3), (2, 4, 5)], [(2, 3, 5)], {"transA": 1}, 2 * 2 * 3 * 4 * 5),

@@ -2,11 +2,11 @@
 
 Of 1.19.2, the gradients of Relu, LeakyRelu, LogSoftmax and FastGelu run on one thread or in several passes, those of
 Gather and GatherElements add one entry at a time, Where broadcasts one entry at a time, and the gradient of ``x ** 2``
-raises x to the power of one. Gradients of grouped convolutions are torch's anyway: they get the layout that is quicker.
-Only nodes of float32 are taken, and but for Gather's gradient only those of at least
-`FEWEST` entries, since a call costs some 30 microseconds. In the forward only LeakyRelu, ReduceLogSumExp and TopK are,
-which ORT cannot recompute to save memory (``memory_optimizer/recompute_analysis.cc``, GetAllowedRecomputeOps); so no
-plan is lost.
+raises x to the power of one. Gradients of grouped convolutions and maxima of windows are torch's anyway: they get the
+layout that is quicker. Only nodes of float32 are taken, and but for Gather's gradient only those of at least `FEWEST`
+entries, since a call costs some 30 microseconds. In the forward only LeakyRelu, ReduceLogSumExp, TopK and calls of
+torch are, which ORT cannot recompute to save memory (``memory_optimizer/recompute_analysis.cc``,
+GetAllowedRecomputeOps); so no plan is lost.
 """
 
 from __future__ import annotations
@@ -33,7 +33,12 @@ FEWEST: Final = 2**13
 _UNKNOWN: Final = 64
 """What a dimension counts that is not known before the step, such as that of the batch."""
 
-_FORWARD: Final = frozenset({"LeakyRelu", "ReduceLogSumExp", "TopK"})
+_FORWARD: Final = frozenset({"LeakyRelu", "ReduceLogSumExp", "TopK", "ATen"})
+_OTHER_LAYOUT: Final = {
+    "convolution_backward": "grouped_convolution_backward",
+    "max_pool2d_with_indices": "max_pool2d",
+}
+"""Kernels by the operator of torch in whose place they are called, with the same arguments."""
 _AXES_ARE_INPUT: Final = 18
 """From which opset on the axes of ReduceLogSumExp are an input."""
 
@@ -82,7 +87,7 @@ class _Choice:
             "GatherElementsGrad": self._along("gather_elements_backward", 0),
             "SliceGrad": self._call("slice_backward"),
             "Where": self._call("where"),
-            "ATen": self._grouped,
+            "ATen": self._laid_out,
         }
 
     def instead_of(self, node: onnx.NodeProto, *, backward: bool) -> list[onnx.NodeProto]:
@@ -102,7 +107,7 @@ class _Choice:
             self.changed = True
             for index, name in enumerate(made[-1].output):
                 if not self._types.get(name):
-                    places = node.op_type == "TopK" and index == 1
+                    places = index == 1 and (node.op_type == "TopK" or "max_pool2d" in aten_operator(node))
                     self.untyped[name] = TensorProto.INT64 if places else TensorProto.FLOAT
         return made
 
@@ -179,10 +184,9 @@ class _Choice:
 
         return choose
 
-    def _grouped(self, node: onnx.NodeProto, attributes: dict[str, Any]) -> list[onnx.NodeProto]:
-        if aten_operator(node).removeprefix("aten::") != "convolution_backward":
-            return [node]
-        return self._call("grouped_convolution_backward")(node, attributes)
+    def _laid_out(self, node: onnx.NodeProto, attributes: dict[str, Any]) -> list[onnx.NodeProto]:
+        kernel = _OTHER_LAYOUT.get(aten_operator(node).removeprefix("aten::"))
+        return [node] if kernel is None else self._call(kernel)(node, attributes)
 
     def _log_sum(self, node: onnx.NodeProto, attributes: dict[str, Any]) -> list[onnx.NodeProto]:
         axes = attributes.get("axes")

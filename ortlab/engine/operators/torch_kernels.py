@@ -21,6 +21,8 @@ from ortlab.engine.passes.graph_edits import NAMESPACE
 _REDUCTIONS: Final = ("none", "mean", "sum")  # in the order of torch's numbers (at::Reduction)
 _MEAN: Final = 1
 _PLANE: Final = 2  # dimensions
+_IMAGES: Final = 4
+_MANY_CHANNELS: Final = 16  # as many as fit into a register
 _WIDE_WINDOW: Final = 5
 """Entries of each side of a depthwise convolution's window from which on channels last are quicker."""
 
@@ -344,6 +346,27 @@ def grouped_convolution_backward(  # noqa: PLR0913, PLR0917 - the arguments of t
     grad, x = (one.contiguous(memory_format=torch.channels_last) for one in (grad, x))
     _, of_weight, _ = backward(grad, x, weight, None, *shape, [False, True, False])
     return of_input, of_weight.reshape(weight.shape[0], 1, *window).contiguous(), of_bias
+
+
+@kernel(
+    "(Tensor x, int[] window, int[] stride, int[] padding, int[] dilation, bool ceil_mode) -> (Tensor, Tensor)"
+)
+def max_pool2d(
+    x: Tensor,
+    window: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    ceil_mode: bool,  # noqa: FBT001 - in the order of torch's operator
+) -> tuple[Tensor, ...]:
+    """Return the maxima of windows and their places, as ``aten::max_pool2d_with_indices`` does, bit for bit.
+
+    With channels last, torch compares many channels at once, which takes a half to a fifth of the time.
+    """
+    if x.dim() == _IMAGES and x.shape[1] >= _MANY_CHANNELS:
+        x = x.contiguous(memory_format=torch.channels_last)
+    found = torch.ops.aten.max_pool2d_with_indices(x, window, stride, padding, dilation, ceil_mode)
+    return tuple(one.contiguous() for one in found)
 
 
 @kernel("(Tensor condition, Tensor a, Tensor b) -> Tensor")

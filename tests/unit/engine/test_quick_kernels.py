@@ -46,6 +46,7 @@ CASES = {
     "grouped_convolution_backward": lambda x: F.conv1d(
         x, x[0, :, None, :9].softmax(-1), padding=4, groups=16
     ),
+    "max_pool2d": lambda x: F.max_pool2d(x[None].transpose(1, 2), 3, 1, 1)[0].transpose(0, 1),
     "where": lambda x: torch.where(x > 0, x, x * 0.1 + 1),
 }
 
@@ -155,6 +156,27 @@ def test_gradients_of_grouped_convolutions_are_pytorchs_whatever_the_layout(case
     for one, other in zip(found, expected, strict=True):
         assert one.is_contiguous()
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        ([2, 2], [], [0, 0], [1, 1], False),
+        ([3, 2], [1, 2], [1, 0], [2, 1], False),
+        ([3, 3], [2, 2], [1, 1], [1, 1], True),
+    ],
+)
+def test_maxima_and_their_places_are_pytorchs_bit_for_bit(how):
+    """Also where entries of a window are equal, infinite or not a number."""
+    torch.manual_seed(1)
+    x = torch.randn(3, 20, 17, 15).relu()
+    x[torch.rand_like(x) < 0.05] = torch.nan
+    x[torch.rand_like(x) < 0.3] = -torch.inf
+    maxima, places = torch.ops.aten.max_pool2d_with_indices(x, *how)
+    found = kernels.max_pool2d(x, *how)
+    assert all(one.is_contiguous() for one in found)
+    torch.testing.assert_close(found[0], maxima, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(found[1], places)
 
 
 @pytest.mark.skipif(not hasattr(torch.ops.aten, "_grouped_mm"), reason="torch 2.4 has no such product")
