@@ -33,6 +33,7 @@ from ortlab.engine.operators.symbolics import ATEN_CROSS_ENTROPY
 from ortlab.engine.passes.label_density import valid_label_counts
 from ortlab.engine.passes.shapes import with_sizes
 from ortlab.engine.patching import set_to
+from ortlab.engine.recompute_words import recomputed_graph
 from ortlab.engine.sessions import make_manager, register_operators, released_agent
 from ortlab.engine.tracing.arguments import FIXED_ONES, NumbersMade
 from ortlab.engine.tracing.autograd import TensorHooks, check_hooks
@@ -179,9 +180,18 @@ class Execution(ExecutionView):
         return self._export.lines
 
     def take_graph(self, graph: BuiltGraph) -> None:
-        """Go on from a graph of this export, built by this execution or another one."""
+        """Go on from a graph of this export, built by this execution or another one.
+
+        What the switch `recompute` says is done to it here; raises OptionError where that names what is not there.
+        """
         manager = self._manager
         manager._graph_builder = None  # it holds the model four times over, and has done its work
+        manager.copies = frozenset()
+        if self.training and self.options.recompute:
+            graph, made = recomputed_graph(
+                graph, self.options.recompute, self.module, self.user_inputs, self._part
+            )
+            manager.copies = made.copies
         manager._graph_info, manager._onnx_models = graph.info, graph.models
         manager._gradient_map = graph.gradient_map
         self._graph = graph

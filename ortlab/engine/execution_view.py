@@ -145,7 +145,7 @@ class ExecutionView:
             lines, graph, answer = self._manager.probe_places()
             places = find_places(lines, onnx.load_model_from_string(graph).graph)
             check_places(places, answer[0])
-            known[digest] = places
+            known[digest] = places.beside(self._manager.copies)
             self._export.savings.setdefault((digest, PROBE_ANYWHERE), answer)
         return known[digest]
 
@@ -166,7 +166,7 @@ class ExecutionView:
         return self._manager._graph_transition_manager._post_export_processed_model_info
 
     def _chosen(self, plans: Sequence[str]) -> RecomputeChoice:
-        if are_partial(plans):
+        if are_partial(plans) or self._manager.copies:
             return self.recompute_places().chosen(plans)
         return RecomputeChoice(tuple(plans), (), {})
 

@@ -1,8 +1,8 @@
 """Where the values of an execution graph come from, which buffers outlive the forward, and when they are allocated.
 
 A session saves its graph in the order in which it executes it, so what stands before the YieldOp, which hands the
-outputs to PyTorch, is the forward, and what stands behind it the backward. Only the copies of nodes that a plan
-recomputes may stand anywhere; they run in the backward.
+outputs to PyTorch, is the forward, and what stands behind it the backward. Only the copies of nodes that are
+recomputed, and what hands kept values to them, may stand anywhere; they run in the backward.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import onnx
 
-from ortlab.graphs.nodes import YIELD, is_copy
+from ortlab.graphs.nodes import YIELD, is_copy, is_holder
 from ortlab.memory.trace import ONNX_VIEWS
 
 if TYPE_CHECKING:
@@ -38,11 +38,11 @@ class ForwardOfGraph:
     def __init__(self, model: onnx.ModelProto) -> None:
         graph = model.graph
         border = next(place for place, node in enumerate(graph.node) if node.op_type == YIELD)
-        self.nodes = [node for node in graph.node[:border] if not is_copy(node)]
+        early = graph.node[:border]
+        late = [node for node in early if is_copy(node) or is_holder(node)]
+        self.nodes = [node for node in early if not is_copy(node) and not is_holder(node)]
         self._yield = graph.node[border]
-        self._backward = [node for node in graph.node[:border] if is_copy(node)] + list(
-            graph.node[border + 1 :]
-        )
+        self._backward = [*late, *graph.node[border + 1 :]]
         self._inputs = {value.name for value in graph.input}
 
     @cached_property

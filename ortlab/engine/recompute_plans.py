@@ -335,7 +335,7 @@ def create_session(manager: Any, choice: RecomputeChoice) -> Recomputed:
         graph = file.read_bytes()
         if manager.users_file:  # of `save_onnx`; a session writes its graph to one file only
             Path(manager.users_file).write_bytes(graph)
-        return recomputed_in(graph)
+        return recomputed_in(graph, manager.copies)
 
 
 def absent_words(execution: Execution) -> str:
@@ -361,9 +361,10 @@ def absent_words(execution: Execution) -> str:
     return f"Recompute plans that are not applied: {'; '.join(words)}. lab.plan() lists those of this model."
 
 
-def recomputed_in(serialized: bytes) -> Recomputed:
-    """Read what runs again from a serialised execution graph."""
-    nodes = [node for node in onnx.load_model_from_string(serialized).graph.node if node.name.endswith(COPY)]
+def recomputed_in(serialized: bytes, others: Collection[str] = ()) -> Recomputed:
+    """Read what plans recompute from a serialised execution graph; `others` are copies that no plan has made."""
+    graph = onnx.load_model_from_string(serialized).graph
+    nodes = [node for node in graph.node if node.name.endswith(COPY) and node.name not in others]
     return Recomputed(
         frozenset(node.name.removesuffix(COPY) for node in nodes),
         frozenset(node.op_type for node in nodes),

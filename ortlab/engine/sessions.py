@@ -77,6 +77,21 @@ _DROPS_DEVIATION: Final = "SkipLayerNormFusion"
 `memory_efficient_gradient` reads: it then ends in "Missing Input"."""
 
 
+_FUSES_WHAT_IS_READ: Final = (
+    *("BiasGeluFusion", "FastGeluFusion", "GeluFusionL1", "GeluFusionL2", "QuickGeluFusion"),
+    *("EmbedLayerNormFusion", "LayerNormFusionL1", "LayerNormFusionL2", "SimplifiedLayerNormFusion"),
+    *("AttentionFusion", "GemmActivationFusion", "MatMulActivationFusion", "ConvActivationFusion"),
+    *("ConvAddActivationFusion", _DROPS_DEVIATION),
+)
+"""Optimisers that put nodes together where nobody else reads what is between them.
+
+In a training graph the backward does, so they find nothing there. Where it reads copies instead they would find the
+forward, which rounds otherwise then, and `SkipLayerNormFusion` would end in "Missing Input". The graphs of sessions
+without recomputation are the same node for node with these optimisers and without (GPT-2, BERT, Llama, T5), so that
+leaving them out costs no time.
+"""
+
+
 class _SessionOptions:
     """What ortlab sets in a session that ORTModule 1.19.2 does not; mixed into both of its managers."""
 
@@ -98,7 +113,10 @@ class _SessionOptions:
             session_options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         left_out = [] if "ROCMExecutionProvider" in providers else [_ROCM_ONLY]
         left_out += [] if self.options.acts("triton") else [triton.FUSION]
-        left_out += [_DROPS_DEVIATION] if self.options.memory_efficient_gradient else []
+        if self.copies:
+            left_out += _FUSES_WHAT_IS_READ
+        elif self.options.memory_efficient_gradient:
+            left_out += [_DROPS_DEVIATION]
         session_options.add_session_config_entry(
             "optimization.disable_specified_optimizers", ";".join(left_out)
         )
@@ -108,7 +126,7 @@ class _SessionOptions:
         if self.profile is not None:
             session_options.enable_profiling = True
             session_options.profile_file_prefix = str(self.profile.prefix)
-        if self.memory_efficient_order:
+        if self.memory_efficient_order or self.copies:
             session_options.execution_order = onnxruntime.ExecutionOrder.MEMORY_EFFICIENT
         return session_options, providers, provider_options
 
@@ -118,6 +136,8 @@ class _SessionOptions:
     recomputes = False
     explains_places = False
     memory_efficient_order = False
+    # Names of the nodes that `ortlab.engine.passes.recompute` has put into the graph, which act in that order only.
+    copies: frozenset[str] = frozenset()
     profile: Profile | None = None
 
     def another_session(self, **settings: object) -> AbstractContextManager[None]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Final, Literal
 
-from ortlab.memory.recompute import COPY
+from ortlab.memory.recompute import COPY, HELD
 
 if TYPE_CHECKING:
     from onnx import GraphProto, NodeProto
@@ -116,7 +116,8 @@ def phases(graph: GraphProto) -> list[Phase | None]:
     """Return the pass of each node, in order; None for the border itself.
 
     ORT lists what the outputs need before the border, and what needs a gradient from PyTorch behind it; a session saves
-    its graph in the order in which it executes it. Copies of nodes that a plan recomputes may stand anywhere.
+    its graph in the order in which it executes it. Copies of nodes that are recomputed may stand anywhere, and so may
+    what hands kept values to them.
     """
     side: Phase = "forward"
     found: list[Phase | None] = []
@@ -125,10 +126,15 @@ def phases(graph: GraphProto) -> list[Phase | None]:
             found.append(None)
             side = "backward"
         else:
-            found.append("recomputed" if is_copy(node) else side)
+            found.append("recomputed" if is_copy(node) else "backward" if is_holder(node) else side)
     return found
 
 
 def is_copy(node: NodeProto) -> bool:
     """Say whether ORT's memory optimizer has put a node in, to compute in the backward what the forward had."""
     return any(name.endswith(COPY) for name in node.output)
+
+
+def is_holder(node: NodeProto) -> bool:
+    """Say whether a node hands a value of the forward to copies in the backward, as it is."""
+    return len(node.output) == 1 and node.output[0].endswith(HELD)

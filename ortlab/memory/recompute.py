@@ -8,7 +8,7 @@ orders the graph so that a copy runs right before the first node that needs it (
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from operator import add
 from typing import TYPE_CHECKING, Final
@@ -102,6 +102,22 @@ class RecomputePlaces:
     places: tuple[RecomputePlace, ...] = ()  # in the order of the forward
     # Values that one transformer layer hands to the next, in the order of the forward; empty where none were found.
     boundaries: tuple[str, ...] = ()
+    # Those in which no plan may act, because the switch `recompute` has copied one of their nodes already.
+    ruled_out: tuple[RecomputePlace, ...] = ()
+
+    def beside(self, copies: Collection[str]) -> RecomputePlaces:
+        """Return the places that are left where nodes have been copied; `copies` are the names of the copies.
+
+        ORT would give a second copy of a node the name of the first.
+        """
+        out = {
+            place
+            for place in self.places
+            for name in (place.node, *place.nodes)
+            if name in copies or name + COPY in copies
+        }
+        left = tuple(place for place in self.places if place not in out)
+        return replace(self, places=left, ruled_out=tuple(place for place in self.places if place in out))
 
     def of(self, plan: str) -> tuple[RecomputePlace, ...]:
         """Return the places of `<cluster>:<strategy>`, whatever count follows."""
@@ -157,7 +173,8 @@ class RecomputePlaces:
     def _choice(self, recomputed: Mapping[str, Sequence[RecomputePlace]]) -> RecomputeChoice:
         acting = {name: places for name, places in recomputed.items() if places}
         nodes = {place.node for places in acting.values() for place in places}
-        rest = (place for name in acting for place in self.of(name) if place.node not in nodes)
+        there = (*self.places, *self.ruled_out)
+        rest = (place for place in there if place.plan in acting and place.node not in nodes)
         return RecomputeChoice(
             plans=tuple(f"{name}:{EVERYWHERE}" for name in acting),
             kept=tuple({place.node: place.outputs for place in rest}.values()),
@@ -184,7 +201,10 @@ def _of(some: int, every: int, noun: str) -> str:
 
 
 COPY: Final = "_recompute"
-"""What ORT puts behind the names of a copied node and of its results (``memory_optimizer.cc``)."""
+"""What ORT puts behind the names of a copied node and of its results (``memory_optimizer.cc``); ortlab does, too."""
+
+HELD: Final = "_held"
+"""What ortlab puts behind the name of a kept value that copies read through a node of their own."""
 
 
 def with_places(trace: Trace, places: Iterable[RecomputePlace], plans: tuple[str, ...] = ()) -> Trace:

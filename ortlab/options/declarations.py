@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ortlab.options.log_levels import LOG_LEVELS
-from ortlab.options.switches import OPERATOR, PLAN, Effect, Need, switch
+from ortlab.options.switches import OPERATOR, PLAN, RECOMPUTE, Effect, Need, switch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +151,17 @@ class Memory:
             "Which activations are recomputed instead of kept, as <cluster>:<strategy>:<count>: strategy 1 "
             "recompute, 2 recompute with compromise, 0 off; count k for the first k places, -1 for all. "
             "`lab.plan()` lists the plans of a model."
+        ),
+    )
+    recompute: tuple[str, ...] = switch(
+        default=(),
+        effect=Effect.SESSION,
+        syntax=RECOMPUTE,
+        help=(
+            "What ortlab recomputes in the backward pass: `layers` keeps what each layer hands on and recomputes the "
+            "rest, `layers:2` keeps what every second layer does, `all but matmuls` keeps what products of matrices "
+            "return; or modules, as `encoder.layer.*.attention`. Less memory, more time, the same numbers bit for bit; "
+            "acts beside levels and plans."
         ),
     )
     cpu_memory_arena: bool = switch(

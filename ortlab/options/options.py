@@ -14,7 +14,7 @@ from ortlab.errors import OptionError, did_you_mean
 from ortlab.options import variables
 from ortlab.options.catalogue import declaration, markdown, switches, table, unmet, variable_names
 from ortlab.options.declarations import Compute, Experimental, Export, Logging, Memory
-from ortlab.options.switches import Effect, Group, Need, Switch, Value
+from ortlab.options.switches import ALL_BUT_MATMULS, LAYERS, Effect, Group, Need, Switch, Value, shown
 from ortlab.shown import Shown
 
 __all__ = [
@@ -72,6 +72,13 @@ class Options(Shown, Compute, Memory, Export, Logging, Experimental):
                 f"memory_plan has two plans for {twice[0]}.",
                 why="A cluster is recomputed in one way only.",
                 fix="Keep one of the two.",
+            )
+        words = [word for word in self.recompute if word.partition(":")[0] in {LAYERS, ALL_BUT_MATMULS}]
+        if words and len(self.recompute) > 1:
+            raise OptionError(
+                f"recompute cannot be {shown(list(self.recompute))}.",
+                why=f"{words[0]!r} stands for the whole model, and so by itself.",
+                fix=f'Write recompute="{words[0]}", or name modules only.',
             )
         if self.cast_allow:
             _check_operators(self.cast_allow)

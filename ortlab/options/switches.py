@@ -11,7 +11,7 @@ import re
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar, cast
+from typing import Final, TypeAlias, TypeVar, cast
 
 from ortlab.errors import OptionError
 
@@ -82,6 +82,16 @@ PLAN = Syntax(
     pattern=r"[A-Za-z0-9_+.]+:[012]:(-1|[0-9]{1,9})",
     words="plans of the form <cluster>:<strategy 0, 1 or 2>:<count, -1 for all>",
     example="Gelu+:1:-1",
+)
+
+LAYERS: Final = "layers"
+ALL_BUT_MATMULS: Final = "all but matmuls"
+
+# What the backward recomputes: words of ortlab's own, or paths of modules, with the signs of a pattern.
+RECOMPUTE = Syntax(
+    pattern=rf"{LAYERS}|{LAYERS}:[1-9][0-9]{{0,2}}|{ALL_BUT_MATMULS}|[\w*?\[\]!-]+(\.[\w*?\[\]!-]+)*",
+    words=f'"{LAYERS}", "{LAYERS}:2" (two together), "{ALL_BUT_MATMULS}", or paths of modules and patterns of such',
+    example="encoder.layer.*.attention",
 )
 
 # A type of ONNX operator; ONNX Runtime takes any text, and one that names none does nothing.

@@ -32,6 +32,7 @@ ORTLAB_OWN = {
     "aten_backward",
     "aten_recurrent",
     "cpu_memory_arena",
+    "recompute",
 }
 
 
@@ -366,6 +367,7 @@ TAKEN = {
     **{one.name: [True] for one in switches() if one.type is bool},
     **{one.name: [""] for one in switches() if one.type is tuple},  # none of them
     "cast_level": [-1],
+    "recompute": ["", "x"],  # any word may be a module of the model
     "tuning_max_duration_ms": [99, 10**9],  # 1.19.2 waits as long as it is told
     **{
         one.name: ["", "x"] for one in switches() if one.type is str and not one.choices

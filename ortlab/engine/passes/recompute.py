@@ -1,0 +1,306 @@
+"""A training graph whose backward computes part of the forward again, instead of reading what was kept of it.
+
+The memory optimizer of 1.19.2 repeats what stands in its list of operators, in chains that it finds by itself. Here any
+set of values can be kept: what the backward reads beyond them is made again by copies of the forward's nodes, just
+before it is read. Gradients are the same bit for bit, since each copy is the same operator on the same numbers.
+
+What is never made again: what the model returns; integers and shapes, which are small and steer others; what weights
+alone determine, which is the same in each step and whose inputs are there anyway; and what a second run could make
+otherwise: results of random and stateful operators, of calls of torch and of Functions. A dropout is made again from
+its mask: its gradient multiplies by the same numbers as its forward.
+
+**How copies stay apart.** A session's CommonSubexpressionElimination finds nodes with the same operator and inputs, and
+would make one of each node and its copy: the backward then reads what the forward kept, and nothing is saved. So a copy
+whose inputs are all kept reads one of them through a `PassThrough`, ORT's operator that hands its inputs on in the same
+memory. No optimiser has to be switched off for it, and it takes no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+import onnx
+from onnx import AttributeProto, TensorProto, helper
+
+from ortlab.engine.passes.graph_edits import FLOAT_TYPES, call_kernel, copied, declare_aten
+from ortlab.engine.passes.training_graph import HIDING
+from ortlab.graphs.nodes import YIELD
+from ortlab.memory.recompute import COPY, HELD
+from ortlab.memory.trace import ONNX_VIEWS
+
+_MICROSOFT: Final = "com.microsoft"
+
+_OF_DROPOUT: Final = {"Dropout": "DropoutGrad", "BitmaskDropout": "BitmaskDropoutGrad"}
+"""By operator that draws a mask: the one that puts the mask on its input again."""
+
+_NEVER: Final = frozenset(
+    """ATen BatchNormalization BatchNormInternal Bernoulli BiasDropout BiasSoftmaxDropout BitmaskBiasDropout Multinomial
+    NegativeLogLikelihoodLossInternal NonZero PythonOp RandomNormal RandomNormalLike RandomUniform RandomUniformLike
+    ShrunkenGather SoftmaxCrossEntropyLoss SoftmaxCrossEntropyLossInternal TritonOp""".split()  # noqa: SIM905
+)
+"""Operators that a second run may let come out otherwise, or whose work comes to nothing at the start of the backward:
+the loss, and the rows that it leaves out."""
+
+WITHOUT_VALUES: Final = frozenset({"Shape", "Size"})
+"""Operators that need no values of what they read; ORT runs them right behind the node that makes it."""
+
+_REPEATED_TYPES: Final = FLOAT_TYPES | {TensorProto.BOOL}
+
+
+class ForwardPass:
+    """The forward of a training graph, before its session is made, and what the backward reads of it.
+
+    `inputs` are the graph's inputs that a call gives; all others are weights and buffers. Nodes are known by their
+    number in the graph.
+    """
+
+    def __init__(self, model: onnx.ModelProto, inputs: Collection[str]) -> None:
+        self.model = model
+        self.nodes: list[onnx.NodeProto] = list(model.graph.node)
+        self.made = {name: place for place, node in enumerate(self.nodes) for name in node.output if name}
+        self._given = frozenset(inputs)
+        self._border = next(place for place, node in enumerate(self.nodes) if node.op_type == YIELD)
+
+    @cached_property
+    def types(self) -> dict[str, int]:
+        """Element types by value, where the graph tells them."""
+        graph = self.model.graph
+        return {
+            value.name: value.type.tensor_type.elem_type
+            for value in (*graph.input, *graph.value_info, *graph.output)
+        }
+
+    @cached_property
+    def places(self) -> list[int]:
+        """The nodes that the model's outputs need, in their order."""
+        found = set[int]()
+        waiting = self.outputs
+        while waiting:
+            place = self.made.get(waiting.pop())
+            if place is not None and place not in found:
+                found.add(place)
+                waiting.extend(self.nodes[place].input)
+        return sorted(found)
+
+    @cached_property
+    def values(self) -> frozenset[str]:
+        """What the forward makes."""
+        return frozenset(name for place in self.places for name in self.nodes[place].output if name)
+
+    @cached_property
+    def backward(self) -> list[int]:
+        """The nodes that run for the gradients only, but for those that ask for shapes."""
+        forward = {*self.places, self._border}
+        return [
+            place
+            for place, node in enumerate(self.nodes)
+            if place not in forward and node.op_type not in WITHOUT_VALUES
+        ]
+
+    @property
+    def outputs(self) -> list[str]:
+        """What the caller gets, in order."""
+        return list(self.nodes[self._border].input)
+
+    @cached_property
+    def returned(self) -> frozenset[str]:
+        """What the caller gets, and the values in whose memory that is."""
+        return frozenset(self.root(name) for name in self.outputs)
+
+    @cached_property
+    def determined(self) -> frozenset[str]:
+        """What weights, buffers and constants alone determine, among them these themselves."""
+        graph = self.model.graph
+        found = {"", *(one.name for one in graph.initializer)}
+        found.update(value.name for value in graph.input if value.name not in self._given)
+        for place in self.places:
+            if found.issuperset(self.nodes[place].input):
+                found.update(self.nodes[place].output)
+        return frozenset(found)
+
+    def root(self, name: str) -> str:
+        """Return the value in whose memory a value is: itself, unless it is a view."""
+        while name in self.made:
+            node = self.nodes[self.made[name]]
+            if node.domain or node.op_type not in ONNX_VIEWS or node.output[0] != name:
+                break
+            name = node.input[0]
+        return name
+
+    def can_repeat(self, name: str) -> bool:
+        """Tell whether a value of the forward, which is no view, comes out the same if its node runs again."""
+        node = self.nodes[self.made[name]]
+        if name in self.determined or self.types.get(name, 0) not in _REPEATED_TYPES:
+            return False
+        if node.op_type in _OF_DROPOUT:
+            return name == node.output[0] and any(node.output[1:])
+        subgraphs = any(one.type in {AttributeProto.GRAPH, AttributeProto.GRAPHS} for one in node.attribute)
+        return node.op_type not in _NEVER and not subgraphs
+
+
+@dataclass(frozen=True)
+class Recomputing:
+    """A training graph in which values are made again, and what was put into it."""
+
+    model: onnx.ModelProto
+    copies: frozenset[str]  # names of the nodes that were put in to make values again
+    returned: tuple[int, ...]  # numbers of the outputs of the forward that the copies read
+
+
+def recomputing(forward: ForwardPass, kept: Collection[str]) -> Recomputing:
+    """Return a graph that makes again what its backward reads of the forward, but for the values that are to be kept.
+
+    Values that cannot be made again are kept as well. The graph of `forward` stays as it is.
+    """
+    return _Rewrite(forward, kept).made()
+
+
+class _Rewrite:
+    def __init__(self, forward: ForwardPass, kept: Collection[str]) -> None:
+        self._forward = forward
+        self._kept = {forward.root(name) for name in kept} | forward.returned
+        for place in forward.places:
+            # A node that has to run again for one of its results makes the others as well.
+            outputs = forward.nodes[place].output
+            if forward.nodes[place].op_type not in _OF_DROPOUT and not self._kept.isdisjoint(outputs):
+                self._kept.update(outputs)
+        self._repeated = self._chosen()
+        self._again = {
+            name: name + COPY
+            for place in self._repeated
+            for name in self._results(forward.nodes[place])
+            if name
+        }
+        self._held: dict[str, str] = {}
+        self._holders: list[onnx.NodeProto] = []
+
+    def made(self) -> Recomputing:
+        forward = self._forward
+        model = onnx.ModelProto()
+        model.CopyFrom(forward.model)
+        copies = {place: self._copy(place) for place in self._repeated}
+        nodes = [copied(node) for node in self._ordered(copies)]
+        del model.graph.node[:]
+        model.graph.node.extend(nodes)
+        if any(node.op_type == "ATen" for node in self._holders):
+            declare_aten(model)
+        types = {value.name: value.type for value in (*model.graph.input, *model.graph.value_info)}
+        for name, new in (*self._again.items(), *self._held.items()):
+            if name in types:
+                model.graph.value_info.add(name=new, type=types[name])
+        held = {forward.root(name) for name in self._held}
+        return Recomputing(
+            model,
+            frozenset(node.name for node in copies.values()),
+            tuple(number for number, name in enumerate(forward.outputs) if forward.root(name) in held),
+        )
+
+    # ---- what is repeated -------------------------------------------------------------------------------------
+
+    def _chosen(self) -> list[int]:
+        """Return the nodes to repeat, in the order of the graph: those of what is read, back to what is kept."""
+        forward = self._forward
+        wanted = {
+            name for place in forward.backward for name in forward.nodes[place].input if not self._keeps(name)
+        }
+        found = []
+        for place in reversed(forward.places):
+            node = forward.nodes[place]
+            if not wanted.isdisjoint(self._results(node)):
+                found.append(place)
+                read = node.input[:1] if node.op_type in _OF_DROPOUT else node.input
+                wanted.update(name for name in read if not self._keeps(name))
+        return found[::-1]
+
+    def _keeps(self, name: str) -> bool:
+        """Tell whether a value is there in the backward without being made again."""
+        if name not in self._forward.values:
+            return True
+        root = self._forward.root(name)
+        return root in self._kept or root not in self._forward.values or not self._forward.can_repeat(root)
+
+    @staticmethod
+    def _results(node: onnx.NodeProto) -> list[str]:
+        """Return the results of a node that its copy makes."""
+        return list(node.output[:1] if node.op_type in _OF_DROPOUT else node.output)
+
+    # ---- the copies -------------------------------------------------------------------------------------------
+
+    def _copy(self, place: int) -> onnx.NodeProto:
+        node = self._forward.nodes[place]
+        if node.op_type in _OF_DROPOUT:
+            source, *settings = node.input
+            again = helper.make_node(
+                _OF_DROPOUT[node.op_type],
+                [source, node.output[1], *settings],
+                node.output[:1],
+                domain=_MICROSOFT,
+            )
+        else:
+            again = copied(node)
+        again.name = (node.name or node.output[0]) + COPY
+        apart = any(name in self._again for name in again.input)
+        for number, name in enumerate(again.input):
+            if name in self._again:
+                again.input[number] = self._again[name]
+            elif self._forward.root(name) in self._forward.returned:
+                again.input[number] = self._hold(name)
+            elif not apart and name not in self._forward.determined:
+                again.input[number] = self._hold(name)
+                apart = True
+        for number, name in enumerate(again.output):
+            if name:
+                again.output[number] = self._again[name]
+        return again
+
+    def _hold(self, name: str) -> str:
+        """Return what copies read in the place of a kept value.
+
+        What the caller was given is copied: a copy may otherwise write its result over it, as its last reader.
+        """
+        if name not in self._held:
+            held = self._held[name] = name + HELD
+            holder = helper.make_node(HIDING, [name], [held], name=held, domain=_MICROSOFT)
+            if self._forward.root(name) in self._forward.returned:
+                if self._forward.types.get(name) == TensorProto.BOOL:  # which cannot cross to PyTorch
+                    holder = helper.make_node("And", [name, name], [held], name=held)
+                else:
+                    call_kernel(holder, "copy_of")
+            self._holders.append(holder)
+        return self._held[name]
+
+    # ---- their order ------------------------------------------------------------------------------------------
+
+    def _ordered(self, copies: dict[int, onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+        """Yield all nodes; each copy, and what it needs, stands in front of the first node that needs it."""
+        forward = self._forward
+        made = {name: (place, node) for place, node in copies.items() for name in node.output if name}
+        # What holds a value stands in front of the first copy: it sorts like the node that makes the value.
+        made |= {node.output[0]: (forward.made.get(node.input[0], -1), node) for node in self._holders}
+        there = set[str]()
+        backward = set(forward.backward)
+        for place, node in enumerate(forward.nodes):
+            if place in backward:
+                node = copied(node)  # noqa: PLW2901 - the same node
+                for number, name in enumerate(node.input):
+                    node.input[number] = self._again.get(name, name)
+                yield from self._needed(node, made, there)
+            yield node
+
+    @staticmethod
+    def _needed(
+        node: onnx.NodeProto, made: dict[str, tuple[int, onnx.NodeProto]], there: set[str]
+    ) -> list[onnx.NodeProto]:
+        found: dict[str, tuple[int, onnx.NodeProto]] = {}
+        waiting = list(node.input)
+        while waiting:
+            name = waiting.pop()
+            if name in made and name not in there:
+                place, needed = made[name]
+                there.update(needed.output)
+                found[needed.name] = (place, needed)
+                waiting.extend(needed.input)
+        return [needed for _, needed in sorted(found.values(), key=lambda one: one[0])]
