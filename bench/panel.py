@@ -125,20 +125,21 @@ def main() -> None:
         page.goto(server.address(file.name))
         page.get_by_text("| Idle").first.wait_for()
         _run(page, 0)
-        page.locator(
-            ".ortlab-panel[role=region] .ortlab-switch"
-        ).first.wait_for()  # what answers a press is there
+        _open(page, "Switches")
+        page.locator(".ortlab-panel[role=region] .ortlab-switch").first.wait_for()
         _run(page, 1)
-        page.locator(".ortlab-runs tbody tr").first.wait_for()
+        page.locator(".ortlab-runs tbody tr").first.wait_for(state="attached")
 
         signs = _signs(page, read.rounds)
         clicks = _clicks(page, read.rounds)
         before = _weight(_saved(page, file))
+        _open(page, "Memory")
         page.get_by_role("button", name="Memory plan").click()
         page.locator(".ortlab-plans tbody tr").first.wait_for()
         _run(page, 2)
         page.get_by_text(f"of {PLANS:,} plans").wait_for()
         large = {name: _acts(page, *acts, read.rounds) for name, acts in _LARGE.items()}
+        _open(page, "Switches")
         after = _weight(_saved(page, file))
         crowded = _clicks(page, read.rounds)
         browser.close()
@@ -199,6 +200,12 @@ def _signs(page: Page, rounds: int) -> list[float]:
         times.append(page.evaluate(SIGNED, [_BOX, WAIT_MS]))
         _rest(page)
     return times
+
+
+def _open(page: Page, tab: str) -> None:
+    """Open a tab, once what answers a press is there."""
+    page.locator(".ortlab-panel[role=region]").get_by_role("tab", name=tab).click()
+    _rest(page)
 
 
 def _rest(page: Page) -> None:

@@ -31,6 +31,8 @@ _COLUMNS: Final = (
     Column("message"),
 )
 
+_WARNINGS: Final = ("WARNING", "ERROR", "FATAL")
+
 _MARKS: Final = {
     "FATAL": Mark.BAD,
     "ERROR": Mark.BAD,
@@ -71,6 +73,12 @@ def summary(messages: Messages) -> str:
 def counts_text(messages: Messages) -> str:
     """Write how many messages there are of each level, the worst first: "2 WARNING, 14 INFO"."""
     return ", ".join(f"{units.count(number)} {level}" for level, number in messages.counts.items()) or "none"
+
+
+def warnings_text(messages: Messages) -> str:
+    """Write how many messages are warnings or worse: "2 warnings"; empty if none is."""
+    number = sum(messages.counts.get(level, 0) for level in _WARNINGS)
+    return f"{units.count(number)} {'warning' if number == 1 else 'warnings'}" if number else ""
 
 
 def where_after_a_crash(messages: Messages) -> str:

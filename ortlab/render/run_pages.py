@@ -69,6 +69,16 @@ def run_page(run: Run) -> Page:
     return Page(f"Run {title(run)}", tuple(blocks))
 
 
+def last_run_note(run: Run) -> Note:
+    """Say in a line what a run has measured."""
+    parts = [
+        f"Last run {title(run)}: {units.duration(run.step_ms)} a step",
+        f"{units.size(run.step_memory_bytes)} step memory" if run.step_memory_bytes is not None else "",
+        f"loss {units.loss(run.losses[-1])}" if run.losses[-1] is not None else "",
+    ]
+    return Note(", ".join(filter(None, parts)) + ".", Mark.BAD if run.fell_back else Mark.PLAIN)
+
+
 def ledger_page(ledger: Ledger, rows_shown: int = ROWS_SHOWN) -> Page:
     """List the latest runs."""
     if not len(ledger):

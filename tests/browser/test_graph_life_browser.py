@@ -9,7 +9,7 @@ import pytest
 
 from .conftest import CELLS_SECONDS
 from .test_graph_browser import SCRATCH, execute, ready, run_all
-from .test_panel_browser import STEP, WRAP, notebook, press, screenshots
+from .test_panel_browser import STEP, WRAP, notebook, press, screenshots, tab
 from .test_panel_life_browser import NOT_FOUND, save
 
 __all__ = ["notebook", "screenshots"]
@@ -80,6 +80,7 @@ def test_a_ticked_plan_marks_its_nodes_in_the_dark_view_too(open_notebook, noteb
     view, frame = ready(page)
     assert content(view).evaluate(DARK)
     panel = page.locator(".ortlab-panel").first
+    tab(panel, "Memory")
     press(panel, "Memory plan")
     panel.get_by_label("Gelu+:1:-1").check()
     marked = frame.locator("path.node-border[style*=stroke]")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from .conftest import CELLS_SECONDS
-from .test_panel_browser import STEP, notebook, press, run_all, screenshots
+from .test_panel_browser import STEP, notebook, press, run_all, screenshots, tab
 
 __all__ = ["notebook", "screenshots"]
 
@@ -50,6 +50,8 @@ def test_plans_are_sorted_filtered_ticked_and_evaluated(open_notebook, notebook,
     page = open_notebook(notebook(WRAP, STEP, SHOW, SHOW), theme=theme, width=width, height=4000)
     panel = run_all(page)
     second = page.locator(".ortlab-panel").nth(1)
+    tab(panel, "Memory")
+    tab(second, "Memory")
     table = panel.locator(".ortlab-plans .ortlab-records")
     rows = table.locator("tbody tr")
     saves = table.get_by_role("columnheader", name="saves")
@@ -87,9 +89,11 @@ def test_plans_are_sorted_filtered_ticked_and_evaluated(open_notebook, notebook,
     assert page.evaluate("document.activeElement.type") == "range"
     panel.screenshot(path=screenshots / f"plans-{theme}-{width}.png")
 
+    tab(panel, "Switches")
     press(panel, "Memory")
     panel.get_by_label("memory_level", exact=True).select_option("1")
     panel.locator(".ortlab-said").first.wait_for()  # the level has taken the ticked plan out, and says so
+    tab(panel, "Memory")
     table.locator("tfoot").wait_for(state="detached")
     panel.get_by_text("memory_level=1 chooses the plans").first.wait_for()
     table.locator("input[aria-label='Gelu+:1:-1']:disabled").wait_for()

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from .test_panel_browser import STEP, WRAP, notebook, press, run_all, screenshots, shown
+from .test_panel_browser import STEP, WRAP, notebook, press, run_all, screenshots, shown, tab
 
 __all__ = ["notebook", "screenshots"]
 
@@ -20,8 +20,8 @@ SHOW = "import ortlab\npanel = ortlab.panel(lab)\npanel"
 
 
 def unfold(panel):
-    """Open the messages; their heading counts them."""
-    panel.get_by_role("button", name=re.compile("^Messages")).click()
+    """Open the messages."""
+    tab(panel, "Messages")
 
 
 def test_messages_are_folded_by_run_and_filtered(open_notebook, notebook, screenshots):
@@ -81,6 +81,7 @@ for number in range(10_000):
 def test_each_switch_says_what_a_click_redoes_and_what_that_took(open_notebook, notebook, screenshots):
     page = open_notebook(notebook(WRAP, STEP, SHOW), height=2200)
     panel = run_all(page)
+    tab(panel, "Switches")
     press(panel, "Memory")
     row = panel.locator(".ortlab-switch").filter(has=page.get_by_label("memory_level", exact=True))
     chip = row.locator(".ortlab-chip")

@@ -48,6 +48,9 @@ loss = torch.nn.functional.cross_entropy(model(x), y)
 loss.backward()
 optimizer.step()"""
 
+HEIGHT = 700
+"""Pixels that a panel is high at most, whatever is in it."""
+
 SHOW = "import ortlab\npanel = ortlab.panel(lab)\npanel"
 
 
@@ -80,13 +83,26 @@ def run_all(page):
     page.get_by_text("Run All Cells", exact=True).click()
     panel = page.locator(".ortlab-panel").first
     panel.wait_for(timeout=1000 * CELLS_SECONDS)
-    panel.locator(".ortlab-switch").first.wait_for()
+    panel.locator(".ortlab-switch").first.wait_for(state="attached")
     return panel
+
+
+def tab(panel, name):
+    """Open a tab and return its page."""
+    panel.get_by_role("tab", name=re.compile(rf"^{name}( \(.*\))?$")).click()
+    page = panel.get_by_role("tabpanel", name=re.compile(rf"^{name}"))
+    page.wait_for()
+    return page
 
 
 def press(panel, name):
     """Click a button; a group's button may end in the number of its changed switches."""
     panel.get_by_role("button", name=re.compile(rf"^{re.escape(name)}( \(\d+ changed\))?$")).click()
+
+
+def height(panel):
+    """Pixels from the top of the panel to its end."""
+    return panel.bounding_box()["height"]
 
 
 def shown(panel, words):
@@ -103,16 +119,22 @@ def test_a_clicked_switch_changes_the_next_run(open_notebook, notebook, screensh
     assert rows.first.inner_text().strip().startswith("#1 ort")
     shown(panel, "ONNX Runtime: ready.")
 
+    tab(panel, "Switches")
     panel.get_by_label("compute_optimizer", exact=True).uncheck()
     shown(panel, "rebuild pending")
     shown(panel, "Compute (1 changed)")
+    shown(panel, "Switches (1 changed)")
     press(panel, "Rerun")
+    shown(panel, "Last run #2 ort (compute_optimizer=False)")  # where the click was, whatever tab is open
+    tab(panel, "Overview")
     rows.nth(1).wait_for()
     assert rows.first.inner_text().strip().startswith("#2 ort (compute_optimizer=False)")  # the newest first
 
+    tab(panel, "Memory")
     press(panel, "Memory plan")
     panel.get_by_label("Gelu+:1:-1").check()
     press(panel, "Rerun")
+    tab(panel, "Overview")
     rows.nth(2).wait_for()
     assert "Gelu+:1:-1" in rows.first.inner_text()
 
@@ -124,6 +146,12 @@ def test_a_clicked_switch_changes_the_next_run(open_notebook, notebook, screensh
     panel.locator("svg[role=img]").wait_for()
     assert "baseline" in panel.inner_text()
     panel.screenshot(path=screenshots / f"panel-{theme}-{width}.png")
+    for name in ("Memory", "Graph", "Switches", "Messages"):
+        tab(panel, name)
+        assert height(panel) <= HEIGHT
+        panel.screenshot(path=screenshots / f"panel-{name.lower()}-{theme}-{width}.png")
+    tab(panel, "Overview")
+    assert height(panel) <= HEIGHT
 
     # Nothing is wider than the panel, except what scrolls inside it.
     assert panel.evaluate("panel => panel.scrollWidth <= panel.clientWidth + 1")
@@ -138,6 +166,7 @@ def test_a_clicked_switch_changes_the_next_run(open_notebook, notebook, screensh
 
 def test_each_group_shows_its_switches(open_notebook, notebook, screenshots):
     panel = run_all(open_notebook(notebook(WRAP, STEP, SHOW), height=2200))
+    tab(panel, "Switches")
     for group, switch in [
         ("Memory", "memory_level"),
         ("Export", "skip_check"),
@@ -167,24 +196,25 @@ def test_a_transformer_is_wrapped_measured_and_given_a_plan(open_notebook, noteb
     press(panel, "Rerun")
     rows.nth(1).wait_for(timeout=1000 * CELLS_SECONDS)
     press(panel, "ONNX Runtime")
+    tab(panel, "Memory")
     press(panel, "Memory plan")
     plan = panel.get_by_label("Gelu+:1:-1", exact=True)
     plan.check()
     press(panel, "Rerun")
+    shown(panel, "Last run #3 ort (memory_plan=Gelu+:1:-1)")
+    page.mouse.move(0, 0)
+    panel.screenshot(path=screenshots / "panel-plans.png")
+    tab(panel, "Overview")
     rows.nth(2).wait_for(timeout=1000 * CELLS_SECONDS)
     assert rows.first.inner_text().strip().startswith("#3 ort (memory_plan=Gelu+:1:-1)")
     press(panel, "Compare")
     panel.locator("svg[role=img]").wait_for()
-    press(panel, "Chart")  # folded, so that the plans and switches are in the picture
-    panel.locator("svg[role=img]").wait_for(state="hidden")
     page.mouse.move(0, 0)  # nothing is under the mouse
     panel.scroll_into_view_if_needed()
-    # Down to the first switch.
-    clip, switch = panel.bounding_box(), panel.locator(".ortlab-switch").first.bounding_box()
-    clip["height"] = switch["y"] + switch["height"] - clip["y"]
     # Last, since what is drawn anew gets its focus back.
     panel.evaluate("() => document.activeElement.blur()")
-    page.screenshot(path=screenshots / "panel.png", clip=clip)
+    panel.screenshot(path=screenshots / "panel.png")
+    assert height(panel) <= HEIGHT
     # Every run started from the same weights and data, so the losses agree up to rounding and dropout.
     headings = panel.locator("table").first.locator("thead tr > *").all_inner_texts()
     place = [one.strip(" \n▲▼") for one in headings].index("last loss") + 1
@@ -202,6 +232,7 @@ def test_errors_are_read_under_the_buttons_and_dismissed_by_keyboard(open_notebo
     alert.wait_for()
     assert "NoneType" in alert.inner_text()
     assert "Next:" in alert.inner_text()
+    assert height(panel) <= HEIGHT
     panel.screenshot(path=screenshots / "panel-error.png")
     panel.get_by_role("button", name="Dismiss").focus()
     page.keyboard.press("Enter")
@@ -221,7 +252,9 @@ def test_two_panels_of_a_lab_stay_in_step_a_closed_one_goes_and_a_name_runs_no_s
     page = open_notebook(notebook(*cells), height=3000)
     run_all(page)
     panels = page.locator(".ortlab-panel")
-    panels.nth(1).locator(".ortlab-switch").first.wait_for()
+    panels.nth(1).locator(".ortlab-switch").first.wait_for(state="attached")
+    tab(panels.nth(0), "Switches")
+    tab(panels.nth(1), "Switches")
     panels.nth(0).get_by_label("compute_optimizer", exact=True).uncheck()
     shown(panels.nth(1), "Compute (1 changed)")
     assert not panels.nth(1).get_by_label("compute_optimizer", exact=True).is_checked()

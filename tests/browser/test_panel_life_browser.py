@@ -16,7 +16,7 @@ from nbconvert import HTMLExporter
 
 from . import proxy
 from .conftest import CELLS_SECONDS, pages
-from .test_panel_browser import STEP, WRAP, press, run_all, screenshots, shown
+from .test_panel_browser import STEP, WRAP, press, run_all, screenshots, shown, tab
 
 __all__ = ["screenshots"]
 
@@ -103,6 +103,7 @@ def test_all_is_done_by_keyboard_and_the_focus_stays(day, panel):
     assert badge(panel) == "ORT"
     assert page.locator(".ortlab-saved").count() == 1
     assert not page.locator(".ortlab-saved").is_visible()  # beside the living panel
+    tab(panel, "Switches")
     switch = panel.get_by_label("compute_optimizer", exact=True)
     switch.focus()
     page.keyboard.press("Space")
@@ -110,12 +111,19 @@ def test_all_is_done_by_keyboard_and_the_focus_stays(day, panel):
     assert not switch.is_checked()
     panel.get_by_role("button", name="Rerun").focus()
     page.keyboard.press("Enter")
+    tab(panel, "Overview")
     runs(panel).nth(1).wait_for()
     assert "compute_optimizer=False" in runs(panel).first.inner_text()
+    tab(panel, "Switches")
+    panel.get_by_role("button", name="Rerun").focus()
+    page.keyboard.press("Enter")
+    shown(panel, "Last run #3 ort")
     # The button was grey while it worked, which takes the focus from it.
-    page.wait_for_function("document.activeElement.textContent === 'Rerun'")
+    page.wait_for_function(
+        "document.activeElement.textContent === 'Rerun' && !document.activeElement.disabled"
+    )
     page.keyboard.press("Tab")
-    assert page.evaluate("document.activeElement.textContent") == "Compare"
+    assert page.evaluate("document.activeElement.textContent") == "Undo"
     switch.focus()
     page.keyboard.press("Space")
     press(panel, "Compute")
@@ -149,11 +157,13 @@ def test_a_screen_reader_is_told_what_is_what(day, panel):
     assert "ONNX Runtime" in region.get_by_role("status").first.inner_text()
     engines = region.get_by_role("group", name="Engine")
     assert engines.get_by_role("button", pressed=True).inner_text() == "ONNX Runtime"
-    region.get_by_role("button", name=re.compile("^Messages"), expanded=False).wait_for()
+    region.get_by_role("tab", name="Messages", selected=False).wait_for()
+    region.get_by_role("tab", name=re.compile("^Switches"), selected=True).wait_for()
     switch = region.get_by_label("compute_optimizer", exact=True).and_(region.locator("[aria-describedby]"))
     described = switch.get_attribute("aria-describedby")
     assert "Moves slicing" in day.page.locator(f"#{described}").inner_text()
-    region.get_by_role("table", name="Runs").wait_for()
+    tab(panel, "Overview")
+    region.get_by_role("tabpanel", name="Overview").get_by_role("table", name="Runs").wait_for()
 
 
 def test_narrow_and_wide_cells_hold_the_whole_panel(day, panel, screenshots):
@@ -170,6 +180,7 @@ def test_narrow_and_wide_cells_hold_the_whole_panel(day, panel, screenshots):
 
 
 def test_the_chart_is_saved_as_a_picture(day, panel):
+    tab(panel, "Overview")
     press(panel, "Chart")
     panel.locator("svg[role=img]").wait_for()
     for button, beginning in (("Save as SVG", b"<svg"), ("Save as PNG", b"\x89PNG")):
@@ -184,9 +195,9 @@ def test_a_reloaded_page_has_the_panel_again(day, panel):
     before = runs(panel).count()
     save(day)
     day.page.reload()
-    panel.locator(".ortlab-switch").first.wait_for(timeout=1000 * CELLS_SECONDS)
-    runs(panel).nth(before - 1).wait_for()
+    runs(panel).nth(before - 1).wait_for(timeout=1000 * CELLS_SECONDS)
     assert runs(panel).count() == before
+    tab(panel, "Switches")
     panel.get_by_label("compute_optimizer", exact=True).uncheck()
     shown(panel, ONE_CHANGED)
     panel.get_by_label("compute_optimizer", exact=True).check()
@@ -196,7 +207,9 @@ def test_a_reloaded_page_has_the_panel_again(day, panel):
 def test_two_browsers_stay_in_step(day, panel):
     second = day.open(day.name, height=2400)
     other = second.locator(".ortlab-panel").first
-    other.locator(".ortlab-switch").first.wait_for(timeout=1000 * CELLS_SECONDS)
+    other.locator(".ortlab-tabbar button").first.wait_for(timeout=1000 * CELLS_SECONDS)
+    tab(other, "Switches")
+    tab(panel, "Switches")
     other.get_by_label("compute_optimizer", exact=True).uncheck()
     shown(panel, ONE_CHANGED)
     assert not panel.get_by_label("compute_optimizer", exact=True).is_checked()
@@ -221,7 +234,8 @@ def test_a_browser_that_cannot_reach_the_kernels_host_has_it_all(day, jupyter):
         assert way.refused
         way.refused.clear()
         panel = page.locator(".ortlab-panel").first
-        panel.locator(".ortlab-switch").first.wait_for(timeout=1000 * CELLS_SECONDS)
+        panel.locator(".ortlab-tabbar button").first.wait_for(timeout=1000 * CELLS_SECONDS)
+        tab(panel, "Overview")
         runs(panel).first.wait_for()
         before = runs(panel).count()
         press(panel, "Rerun")
@@ -239,7 +253,7 @@ def test_running_the_cell_again_and_closing_leave_nothing_behind(day, panel):
     first = alive(page)
     for _ in range(3):
         run_cell(page, 2)
-        panel.locator(".ortlab-switch").first.wait_for()
+        panel.locator(".ortlab-switch").first.wait_for(state="attached")
     assert alive(page) == first
     assert page.locator(".ortlab-panel").count() == 1
     cell = page.locator(".jp-Notebook .jp-CodeCell").nth(3)
@@ -258,6 +272,7 @@ def test_running_the_cell_again_and_closing_leave_nothing_behind(day, panel):
 def test_a_saved_notebook_shows_the_tables_wherever_it_is_opened(day, panel, jupyter, screenshots):
     page = day.page
     run_cell(page, 2)  # a reloaded page passes no new form on
+    tab(panel, "Overview")
     runs(panel).first.wait_for()
     press(panel, "Rerun")
     count = runs(panel).count() + 1

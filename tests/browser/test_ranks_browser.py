@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from .test_panel_browser import notebook, screenshots
+from .test_panel_browser import notebook, screenshots, tab
 from .test_panel_life_browser import run_cell
 
 __all__ = ["notebook", "screenshots"]
@@ -115,6 +115,7 @@ def test_ranks_are_a_table_that_is_sorted(open_notebook, notebook, screenshots, 
 
     # The panel shows ledgers that were opened from files, with their machines.
     panel = cells.nth(4).locator(".ortlab-panel").first
+    tab(panel, "Ranks")
     table = ranks_table(panel)
     assert column(table, "machine") == ["node-01: cpu", "node-02: cpu"]
     sort(table, "tokens", "2,048")

@@ -20,7 +20,7 @@ def log():
 def shown(log):
     looks = Looks()
     messages = MessageList(lambda: log.messages, looks)
-    messages.fold.unfold()
+    messages.opened()
     yield messages
     close_tree(messages)
 

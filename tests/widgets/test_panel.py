@@ -226,6 +226,56 @@ def test_the_engine_buttons_choose_the_engine(panel, lab):
     assert panel.engine.value == "ort"
 
 
+# ---- tabs and the head ------------------------------------------------------------------------------------------
+
+
+def test_tabs_draw_what_is_expensive_when_they_are_opened(panel, run):
+    assert panel.tabs.chosen == "Overview"
+    panel.tabs.open("Graph")
+    assert "There is no graph yet. Run a step first" in words(panel)
+    assert panel.errors.text == ""
+    assert not panel.messages.is_open
+    run()
+    assert panel.graph.view is not None  # the tab is open, so it is what the user waits for
+    panel.tabs.open("Messages")
+    assert panel.messages.run.value == "all"
+
+
+def test_a_tab_counts_changed_switches_and_stays_open_meanwhile(panel, lab):
+    panel.tabs.open("Switches")
+    names = lambda: [name for name, _ in panel.tabs.bar.options]  # noqa: E731
+    assert names() == ["Overview", "Memory", "Graph", "Switches", "Messages"]
+    lab.set(memory_level=1)
+    assert names()[3] == "Switches (1 changed)"
+    assert panel.tabs.chosen == "Switches"
+    lab.set(memory_level=0)
+    assert names()[3] == "Switches"
+
+
+def test_the_head_says_what_the_last_run_has_measured(panel, lab, run):
+    assert panel.header.result.value == ""
+    run()
+    shown = panel.header.result.value
+    assert f"Last run #1 ort: {units.duration(lab.runs[0].step_ms)} a step" in shown
+    assert f"{units.size(lab.runs[0].step_memory_bytes)} step memory" in shown
+
+
+def test_changes_of_engine_and_switches_are_undone_one_by_one(panel, lab):
+    assert panel.undo.disabled
+    lab.set(memory_level=1)
+    panel.switches.row("compute_optimizer").control.value = False
+    panel.engine.value = "eager"
+    panel.undo.click()
+    assert (lab.engine, lab.options) == ("ort", Options(memory_level=1, compute_optimizer=False))
+    panel.undo.click()
+    assert lab.options == Options(memory_level=1)
+    assert panel.switches.row("compute_optimizer").control.value is True
+    panel.undo.click()
+    assert lab.options == Options()
+    assert panel.undo.disabled
+    assert panel.errors.text == ""
+
+
 # ---- buttons ----------------------------------------------------------------------------------------------------
 
 
@@ -262,9 +312,9 @@ def test_every_button_works_after_every_other(panel, lab, run):
     for click in buttons:
         click()
         assert panel.errors.text == ""
-    panel.graph.heading.value = True
+    panel.tabs.open("Graph")
     assert panel.errors.text == ""
-    assert panel.graph._place.children
+    assert panel.graph.view is not None
 
 
 def test_an_error_goes_once_something_succeeds(panel, run):
@@ -620,7 +670,7 @@ def test_a_panel_with_all_its_parts_open_adds_little_to_a_notebook_saved_with_it
         panel.plan.click()
         panel.activations.click()
         panel.compare.click()
-        panel.graph.heading.value = True
+        panel.tabs.open("Graph")
         assert panel.errors.text == ""
         assert panel.plans.table.found()
         assert panel.runs.picture.svg

@@ -71,9 +71,10 @@ def test_a_record_is_shown_in_a_table_of_its_own(ranks):
 def test_the_panel_shows_what_the_lab_is_told(lab, ranks):
     panel = ortlab.panel(lab)
     try:
-        assert not [part for part in panel._asked_for.children if isinstance(part, RanksPart)]
+        assert "Ranks" not in [name for name, _ in panel.tabs.bar.options]
         show_ranks(lab, ranks)
-        assert panel._asked_for.children == (panel.ranks,)
+        assert panel.tabs.bar.options[-1][0] == "Ranks"
+        assert panel.tabs.pages.children[-1] is panel.ranks
         assert len(panel.ranks.table.table["rows"]) == 2
         show_ranks(lab, ranks.of(1))
         assert panel.ranks.table.table["picker"]["value"] == "1"

@@ -14,9 +14,10 @@ from ortlab.graphs.triton_kernels import TritonKernel
 from ortlab.lab.following import observe, recompute_places
 from ortlab.memory.recompute import COPY, EVERYWHERE
 from ortlab.notebook.widgets import controls
-from ortlab.notebook.widgets.controls import Fold
 from ortlab.notebook.widgets.graph_view import HEIGHT, HOPS, GraphSource, GraphView
+from ortlab.render import html
 from ortlab.render.kernel_pages import code_title
+from ortlab.render.page import Mark, Note, Page
 
 if TYPE_CHECKING:
     from ortlab.analyses.graphs import Mode
@@ -225,29 +226,46 @@ def _follower(lab: ref[Lab], view: ref[GraphView]) -> Callable[[str], None]:
     return follow
 
 
-class GraphPart(Fold):
-    """The graph that runs, drawn; `ortlab.show_graph(lab)` shows the same view in a cell of its own."""
+_PART_HEIGHT: Final = 400
+"""Of the view in a panel, in pixels: with its tools it fits the page of a tab."""
+
+_NO_GRAPH: Final = "There is no graph yet. Run a step first: %%ort_step -n 20, or lab.step(fn, n=20)."
+
+
+class GraphPart(controls.Column):
+    """The graph that runs, drawn from the first `opened` on; `ortlab.show_graph(lab)` shows it in a cell of its own."""
 
     def __init__(self, lab: Lab, errors: ErrorBox, looks: Looks) -> None:
         self._lab = lab
         self._errors = errors
+        self.view: GraphView | None = None
         self._made: GraphView | None = None
-        self._place = controls.Column(layout=looks.layout)
-        super().__init__("Graph", self._place, self._build, looks)
+        self._nothing = looks.html(_said(_NO_GRAPH))
+        super().__init__([self._nothing], layout=looks.layout)
 
-    def _build(self) -> None:
-        if self._place.children:
+    def opened(self) -> None:
+        """Draw the graph, unless it is there already or nothing has run."""
+        status = self._lab.status
+        if self.view is not None or not (status.can_repeat or status.executed_by):
             return
+        self._nothing.value = _said("Drawing the graph.")
         with self._errors.watching():
             known = open_views(self._lab)
-            view = show_graph(self._lab)
-            self._made = None if view in known else view
-            self._place.children = (view,)
-        if not self._place.children:
-            self.heading.value = False
+            self.view = show_graph(self._lab, height=_PART_HEIGHT)
+            self._made = None if self.view in known else self.view
+            self.set_trait("children", (self.view,))
+        if self._nothing in self.children:
+            self._nothing.value = _said("The graph could not be drawn; what went wrong stands above.")
+        else:
+            self._nothing.close()
 
     def let_go(self) -> None:
         """Close the view if the panel has made it; one that was there before stays."""
-        self._place.children = ()
+        if self.view is not None:  # closed with the panel, it would go from other cells, too
+            self.set_trait("children", ())
         if self._made is not None:
             self._made.close()
+
+
+def _said(words: str) -> str:
+    return html.fragment(Page("", (Note(words, Mark.QUIET),)))

@@ -1,4 +1,4 @@
-"""The panel's head: whose model it is, who executes it, what the next call redoes, and buttons with their progress."""
+"""The panel's head: whose model it is, who executes it, the last result, and buttons with their progress."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ortlab.render import html
 from ortlab.render.execution_words import badge, coverage_blocks
 from ortlab.render.lab_pages import pending_note, status_note
 from ortlab.render.page import Mark, Note, Page
+from ortlab.render.run_pages import last_run_note
 
 if TYPE_CHECKING:
     import ipywidgets as widgets
@@ -28,16 +29,21 @@ _BADGES: Final = {"ort": "ORT", "eager": "EAGER", "checkpoint": "CHECKPOINT", "c
 
 
 class Header(controls.Column):
-    """Name, badge and state in a line that screen readers follow; below it parts, pending builds and notes."""
+    """Name, badge, state, pending builds and the last run, in lines that screen readers follow.
+
+    `about` holds the parts of the model that are wrapped, and the notes of the lab: it stands where there is room.
+    """
 
     def __init__(self, lab: Lab, looks: Looks) -> None:
         self._lab = lab
         self.line = looks.html()
-        self._parts = looks.html()
         self.pending = looks.html()
-        for part in (self.line, self.pending):
+        self.result = looks.html()
+        self.about = looks.html()
+        for part in (self.line, self.pending, self.result):
             part.add_class("ortlab-live")
-        super().__init__([self.line, self._parts, self.pending], layout=looks.layout)
+        super().__init__([self.line, self.pending, self.result], layout=looks.layout)
+        self.add_class("ortlab-head")
 
     def show_status(self) -> None:
         """Show who executes the model now."""
@@ -49,13 +55,19 @@ class Header(controls.Column):
             f'<span class="ortlab-badge ortlab-{note.mark.value}">{_badge(status)}</span>'
             f'<span class="ortlab-state ortlab-{note.mark.value}">{escape(note.text)}</span></div>'
         )
-        self._parts.value = html.fragment(Page("", coverage_blocks(status.coverage)))
+        notes = [Note(text, Mark.QUIET) for text in self._lab.notes]
+        blocks = (*coverage_blocks(status.coverage), *notes)
+        self.about.value = html.fragment(Page("", blocks)) if blocks else ""
 
     def show_pending(self) -> None:
         """Show what the next call redoes with the present switches."""
         note = pending_note(self._lab.rebuild())
-        notes = [Note(text, Mark.QUIET) for text in self._lab.notes]
-        self.pending.value = html.fragment(Page("", (*([note] if note else []), *notes)))
+        self.pending.value = html.fragment(Page("", (note,))) if note else ""
+
+    def show_result(self) -> None:
+        """Show the last run in a line."""
+        runs = self._lab.runs
+        self.result.value = html.fragment(Page("", (last_run_note(runs[-1]),))) if len(runs) else ""
 
 
 def _badge(status: Status) -> str:
@@ -83,13 +95,18 @@ class Actions(controls.Column):
         self._row = looks.row()
         way = controls.Box([self.progress, self._words], layout=looks.layout)
         way.add_class("ortlab-progress")
-        super().__init__([self._row, way, self.errors], layout=looks.layout)
+        super().__init__([self._row, way], layout=looks.layout)
         self.add_class("ortlab-actions")
 
     def add(
-        self, label: str, tooltip: str, act: Callable[[], object], missing: Callable[[], str] = lambda: ""
+        self,
+        label: str,
+        tooltip: str,
+        act: Callable[[], object],
+        missing: Callable[[], str] = lambda: "",
+        row: widgets.Box | None = None,
     ) -> widgets.Button:
-        """Add a button; an error of `act` is shown.
+        """Add a button, to a row that stands elsewhere or else to the one here; an error of `act` is shown.
 
         `missing` says what has to be done before, empty if nothing; until then the button is greyed out, with that as
         its tooltip.
@@ -97,7 +114,8 @@ class Actions(controls.Column):
         button = self._looks.button(label, tooltip)
         button.on_click(lambda _: self._do(act))
         self._needs[button] = tooltip, missing
-        self._row.children = tuple(self._needs)
+        row = self._row if row is None else row
+        row.children = (*row.children, button)
         return button
 
     def show(self) -> None:

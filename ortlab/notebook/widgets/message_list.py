@@ -1,4 +1,4 @@
-"""The panel's messages: folded by run, filtered by run, level, source and text, a page at a time."""
+"""The panel's messages: by run, filtered by run, level, source and text, a page at a time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.notebook.widgets import controls
-from ortlab.notebook.widgets.controls import Fold
 from ortlab.options.log_levels import SEVERITIES
 from ortlab.records.messages import SOURCES, Messages
 from ortlab.render import html
@@ -25,8 +24,7 @@ _ALL: Final = "all"
 class MessageList(controls.Column):
     """Messages by run, the newest run first; a run that is chosen is shown whole, page by page.
 
-    The heading of the fold counts the messages; they are drawn while it is open, and the filters are made when it is
-    first opened.
+    They are drawn, and the filters are made, from the first `opened` on: most panels are closed before anybody looks.
     """
 
     def __init__(self, read: Callable[[], Messages], looks: Looks) -> None:
@@ -34,12 +32,13 @@ class MessageList(controls.Column):
         self._looks = looks
         self._first = 0
         self._drawing = False
-        self._body = controls.Column(layout=looks.layout)
-        self.fold = Fold("Messages", self._body, self._opened, looks)
-        super().__init__([self.fold], layout=looks.layout)
+        self.is_open = False
+        super().__init__(layout=looks.layout)
 
-    def _opened(self) -> None:
-        if not self._body.children:
+    def opened(self) -> None:
+        """Make the filters, if they are not there yet, and show the messages."""
+        if not self.is_open:
+            self.is_open = True
             self._build()
         self.show()
 
@@ -69,7 +68,7 @@ class MessageList(controls.Column):
         filters.add_class("ortlab-filters")
         self._pages = controls.Box([self.earlier, self.later], layout=controls.hidden())
         self._pages.add_class("ortlab-row")
-        self._body.children = (filters, self._list, self._pages)
+        self.children = (filters, self._list, self._pages)
         for control in (self.run, self.level, self.source, self.words):
             control.observe(self._filtered, "value")
         self.earlier.on_click(lambda _: self._turn(-PAGE))
@@ -77,11 +76,10 @@ class MessageList(controls.Column):
         self.refresh.on_click(lambda _: self.show())
 
     def show(self) -> None:
-        """Show the messages as they are now, or how many there are while they are folded."""
-        messages = self._read()
-        self.fold.heading.description = f"Messages: {counts_text(messages)}" if len(messages) else "Messages"
-        if not self.fold.is_open:
+        """Show the messages as they are now; nothing before they were opened."""
+        if not self.is_open:
             return
+        messages = self._read()
         self._drawing = True
         try:
             chosen = self.run.value

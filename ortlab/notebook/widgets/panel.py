@@ -1,4 +1,4 @@
-"""The panel: a lab's status, buttons, runs and switches in one column."""
+"""The panel: a lab's engine, status and last run, and below them tabs: overview, memory, graph, switches, messages."""
 
 from __future__ import annotations
 
@@ -19,15 +19,26 @@ from ortlab.notebook.widgets.plan_table import PlanTable
 from ortlab.notebook.widgets.ranks_part import RanksPart
 from ortlab.notebook.widgets.runs_part import MemoryPart, RunsPart
 from ortlab.notebook.widgets.switches import SwitchList
+from ortlab.notebook.widgets.tabs import Tab, Tabs
 from ortlab.options.options import Options
 from ortlab.render import html
 from ortlab.render.execution_words import ENGINE_NAMES, engine_words
 from ortlab.render.lab_pages import lab_page, switch_words
+from ortlab.render.message_pages import warnings_text
 
 if TYPE_CHECKING:
+    import ipywidgets as widgets
+
     from ortlab.lab.lab import Lab
     from ortlab.options.switches import Value
     from ortlab.render.page import Page
+
+OVERVIEW: Final = "Overview"
+MEMORY: Final = "Memory"
+GRAPH: Final = "Graph"
+SWITCHES: Final = "Switches"
+MESSAGES: Final = "Messages"
+RANKS: Final = "Ranks"
 
 _RUN_A_STEP: Final = "Run a step first: %%ort_step -n 20, or lab.step(fn, n=20)."
 
@@ -35,9 +46,9 @@ _panels: weakref.WeakKeyDictionary[Lab, weakref.ref[Panel]] = weakref.WeakKeyDic
 
 
 class Panel(controls.Column):
-    """A lab in one column; the widget computes nothing, and every button is a method of the lab.
+    """A lab in tabs under a head that always shows; it computes nothing, and every button is a method of the lab.
 
-    Several panels of one lab stay in step.
+    It is at most 700 pixels high: a tab scrolls inside itself. Several panels of one lab stay in step.
     """
 
     def __init__(self, lab: Lab) -> None:
@@ -53,33 +64,46 @@ class Panel(controls.Column):
         self.actions = Actions(looks)
         self.errors = self.actions.errors
         self.runs = RunsPart(lab, looks)
+        self._overview_row, self._memory_row = looks.row(), looks.row()
+        self._past: list[tuple[str, Options]] = []  # engine and switches before each change, for `undo`
+        self._held = (lab.engine, lab.options)
         self._add_buttons()
         self._memory = MemoryPart(lab, looks)
         self._measured = looks.html()
         self._plans: PlanTable | None = None
         self._explorer: ActivationsExplorer | None = None
         self._ranks: RanksPart | None = None
-        self._asked_for = controls.Column(layout=looks.layout)
+        self._asked_for = controls.Column([self._measured], layout=looks.layout)
         self.switches = SwitchList(lab.have, self._switch_chosen, self._cost_of, lab.from_environment, looks)
         self.graph = GraphPart(lab, self.errors, looks)
         self.messages = MessageList(lambda: self.lab.messages, looks)
+        overview = [self._overview_row, self.runs, self.header.about]
+        memory = [self._memory_row, self._asked_for, self._memory]
+        self.tabs = Tabs(
+            [
+                Tab(OVERVIEW, controls.Column(overview, layout=looks.layout)),
+                Tab(MEMORY, controls.Column(memory, layout=looks.layout)),
+                Tab(GRAPH, self.graph, self.graph.opened),
+                Tab(SWITCHES, self.switches),
+                Tab(MESSAGES, self.messages, self.messages.opened),
+            ],
+            looks,
+        )
+        control = looks.row(self.engine, self.actions)
+        control.add_class("ortlab-control")
         super().__init__(
             [
                 Attendant(lab.name, looks),
                 self.header,
-                self.engine,
-                self.actions,
-                self.runs,
-                self._memory,
-                self._measured,
-                self._asked_for,
-                self.switches,
-                self.graph,
-                self.messages,
+                control,
+                self.errors,
+                self.tabs.bar,
+                self.tabs.pages,
             ],
             layout=looks.layout,
         )
         self.add_class(PANEL)
+        self.add_class("ortlab-tabbed")
         self._saved = SavedForm(self, self.page)
         self.engine.observe(self._engine_chosen, "value")
         self.switches.reset.on_click(lambda _: self._reset())
@@ -94,7 +118,7 @@ class Panel(controls.Column):
         if self._plans is None:
             self._plans = PlanTable(self._plans_chosen, self._looks)
             self._plans.show(self.lab.options)
-            self._asked_for.children = (self._plans, *self._asked_for.children)
+            self._ask(self._plans)
         return self._plans
 
     @property
@@ -103,15 +127,15 @@ class Panel(controls.Column):
         if self._explorer is None:
             self._explorer = ActivationsExplorer(self._looks)
             self._explorer.pointed = lambda nodes: highlight(self.lab, nodes)
-            self._asked_for.children = (*self._asked_for.children, self._explorer)
+            self._ask(self._explorer)
         return self._explorer
 
     @property
     def ranks(self) -> RanksPart:
-        """What other ranks have measured, empty until the lab is told; made when it is first asked for."""
+        """What other ranks have measured, in a tab of its own; made when it is first asked for."""
         if self._ranks is None:
             self._ranks = RanksPart(self._looks)
-            self._asked_for.children = (self._ranks, *self._asked_for.children)
+            self.tabs.add(Tab(RANKS, self._ranks))
         return self._ranks
 
     def _add_buttons(self) -> None:
@@ -123,29 +147,39 @@ class Panel(controls.Column):
             self._no_step,
         )
         self.rerun.button_style = "primary"
+        self.undo = add(
+            "Undo",
+            "Take the last change of engine and switches back",
+            self._undo,
+            lambda: "" if self._past else "No switch was changed in this panel's time.",
+        )
         self.compare = add(
             "Compare",
             "Hold the ticked runs, or all, against the first: time, memory, loss",
             self.runs.compare,
             lambda: "" if self.runs.can_compare else "There have to be two runs: press Rerun, or run a step.",
+            self._overview_row,
         )
         self.plan = add(
             "Memory plan",
             "List what could be recomputed instead of kept for the backward pass",
-            lambda: self.plans.show_plan(self.lab.plan()),
+            self._show_plan,
             self._no_graph,
+            self._memory_row,
         )
         self.activations = add(
             "Saved activations",
             "List what the forward keeps for the backward pass",
             self._show_activations,
             self._no_graph,
+            self._memory_row,
         )
         self.measure = add(
             "Measure memory",
             "Run the last step again and measure what each phase needs; a minute or less",
             self._show_measurement,
             self._no_step,
+            self._memory_row,
         )
 
     def _no_step(self) -> str:
@@ -176,6 +210,10 @@ class Panel(controls.Column):
 
     def _show_options(self) -> None:
         self.header.show_status()  # first, since it is what a click is answered with
+        if self._held != (now := (self.lab.engine, self.lab.options)):
+            self._past.append(self._held)
+            self._held = now
+            self.actions.show()
         self._showing = True
         try:
             if tuple(self.engine.options) != (options := tuple(_engines(self.lab.engine))):
@@ -184,6 +222,8 @@ class Panel(controls.Column):
         finally:
             self._showing = False
         self._show_costs()
+        changed = len(self.lab.options.changed(Options()))
+        self.tabs.count(SWITCHES, f"{changed} changed" if changed else "")
         if self._plans is not None:
             self._plans.show(self.lab.options)
 
@@ -201,9 +241,14 @@ class Panel(controls.Column):
         self.actions.show()
         if self._built_for != self.lab.rebuild().stage:
             self._show_costs()
-            self.messages.show()
+            self._show_messages()
+
+    def _show_messages(self) -> None:
+        self.messages.show()
+        self.tabs.count(MESSAGES, warnings_text(self.lab.messages))
 
     def _show_runs(self) -> None:
+        self.header.show_result()
         self.runs.show()
         ranks = shown_ranks(self.lab)
         if ranks is not None and (self._ranks is None or self._ranks.ranks is not ranks):
@@ -211,7 +256,9 @@ class Panel(controls.Column):
         self._memory.show()
         self.actions.show()
         self._show_costs()
-        self.messages.show()
+        self._show_messages()
+        if self.tabs.chosen == GRAPH:
+            self.graph.opened()
 
     def _show_progress(self, words: str, fraction: str) -> None:
         if self.actions.show_progress(words, float(fraction)) and words:
@@ -244,6 +291,18 @@ class Panel(controls.Column):
         defaults = Options()
         self._set(**{name: getattr(defaults, name) for name in self.lab.options.changed(defaults)})
 
+    def _undo(self) -> None:
+        engine, options = self._past[-1]
+        present = self.lab.options
+        changes = {name: getattr(options, name) for name in present.changed(options)}
+        del self._past[-1]
+        self._held = (engine, options)  # what comes back is no change to be taken back
+        try:
+            self.lab.set(engine=engine, **changes)
+        except BaseException:
+            self._held = (self.lab.engine, self.lab.options)
+            raise
+
     def _plans_chosen(self, plans: tuple[str, ...]) -> None:
         # First, since the places of the plans are those of the present build.
         highlight_plans(self.lab, plans)
@@ -260,8 +319,18 @@ class Panel(controls.Column):
         self._show_options()
         return False
 
+    def _ask(self, part: widgets.DOMWidget) -> None:
+        """Put what a button of the memory tab has asked for right below it, above what was asked for before."""
+        others = [one for one in self._asked_for.children if one is not part]
+        self._asked_for.children = (part, *others)
+
     def _show_measurement(self) -> None:
         self._measured.value = html.fragment(self.lab.memory())
+        self._ask(self._measured)
+
+    def _show_plan(self) -> None:
+        self.plans.show_plan(self.lab.plan())
+        self._ask(self.plans)
 
     def _rerun(self) -> None:
         self.lab.rerun()
@@ -270,9 +339,13 @@ class Panel(controls.Column):
         if self._plans is not None and self._plans.plan is not None:  # what ORT applies of them is known now
             self._plans.show_plan(self.lab.plan())
         if self._explorer is not None and self._explorer.activations is not None:
-            self._show_activations()
+            self._read_activations()
 
     def _show_activations(self) -> None:
+        self._read_activations()
+        self._ask(self.explorer)
+
+    def _read_activations(self) -> None:
         self.explorer.show(self.lab.activations(), lambda: self.lab.activations(plans=True))
 
     # ---- other forms and the end ------------------------------------------------------------------------------

@@ -23,7 +23,22 @@ function label(panel, name) {
   for (const status of panel.querySelectorAll(".ortlab-live > .widget-html-content")) {
     set(status, "role", "status");
   }
-  for (const group of panel.querySelectorAll(".widget-toggle-buttons")) {
+  const pages = [...panel.querySelectorAll(":scope > .ortlab-pages > *")];
+  for (const bar of panel.querySelectorAll(":scope > .ortlab-tabbar")) {
+    set(bar, "role", "tablist");
+    set(bar, "aria-label", "Parts of the panel");
+    [...bar.querySelectorAll("button")].forEach((button, at) => {
+      const chosen = button.classList.contains("mod-active");
+      set(button, "role", "tab");
+      set(button, "aria-selected", String(chosen));
+      if (!pages[at]) return;
+      pages[at].id ||= `ortlab-page-${Math.random().toString(36).slice(2)}`;
+      set(button, "aria-controls", pages[at].id);
+      set(pages[at], "role", "tabpanel");
+      set(pages[at], "aria-label", button.textContent.trim());
+    });
+  }
+  for (const group of panel.querySelectorAll(".widget-toggle-buttons:not(.ortlab-tabbar)")) {
     set(group, "role", "group");
     set(group, "aria-label", group.querySelector(".widget-label")?.textContent || "choice");
     for (const button of group.querySelectorAll("button")) {
@@ -46,7 +61,7 @@ function label(panel, name) {
     const done = parseFloat(bar.querySelector(".progress-bar")?.style.width) || 0;
     set(bar, "aria-valuenow", String(Math.round(done)));
   }
-  for (const part of panel.querySelectorAll(".ortlab-scroll")) {
+  for (const part of panel.querySelectorAll(".ortlab-scroll, .ortlab-pages")) {
     // What scrolls has to be reached by keyboard.
     const scrolls = part.scrollWidth > part.clientWidth + 1 || part.scrollHeight > part.clientHeight + 1;
     if (scrolls) {
