@@ -60,16 +60,48 @@ def _grouped_mm(
     return product(grad, b.transpose(-2, -1), offsets), product(a.transpose(-2, -1), grad, offsets)
 
 
+def _extreme(grad: Tensor, a: Tensor, b: Tensor, *, sign: int) -> tuple[Tensor, Tensor]:
+    shared = torch.where(a == b, grad / 2, grad)
+    of_a = shared.masked_fill((a < b) if sign > 0 else (a > b), 0)
+    of_b = shared.masked_fill((a > b) if sign > 0 else (a < b), 0)
+    return of_a.sum_to_size(a.shape).to(a.dtype), of_b.sum_to_size(b.shape).to(b.dtype)
+
+
+def _maximum(grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    return _extreme(grad, a, b, sign=1)
+
+
+def _minimum(grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    return _extreme(grad, a, b, sign=-1)
+
+
+def _log_sigmoid(grad: Tensor, x: Tensor) -> tuple[Tensor]:
+    # As torch's kernel has it: 1 less what is lost, so that numbers near 1 round alike.
+    return (_aten.log_sigmoid_backward(grad, x, torch.exp(-x.abs())),)
+
+
 FORMULAS: Final[dict[tuple[str, str], Callable[..., tuple[Tensor, ...]]]] = {
     ("_grouped_mm", "default"): _grouped_mm,
     ("cumsum", "default"): _cumsum,
     ("elu", "default"): _elu,
     ("flip", "default"): lambda grad, _, dims: (grad.flip(dims),),
     ("grid_sampler", "default"): _grid_sampler,
+    ("hardshrink", "default"): lambda grad, x, size: (_aten.hardshrink_backward(grad, x, size),),
+    ("hardtanh", "default"): lambda grad, x, low, high: (_aten.hardtanh_backward(grad, x, low, high),),
     ("hardswish", "default"): lambda grad, x: (_aten.hardswish_backward(grad, x),),
+    ("leaky_relu", "default"): lambda grad, x, slope: (_aten.leaky_relu_backward(grad, x, slope, False),),  # noqa: FBT003 - x is no result
+    ("log1p", "default"): lambda grad, x: (grad / (x + 1),),
+    ("log_sigmoid", "default"): _log_sigmoid,
+    ("logit", "default"): lambda grad, x, eps: (_aten.logit_backward(grad, x, eps),),
+    ("max", "other"): _maximum,
+    ("maximum", "default"): _maximum,
+    ("min", "other"): _minimum,
+    ("minimum", "default"): _minimum,
     ("mish", "default"): lambda grad, x: (_aten.mish_backward(grad, x),),
     ("pixel_shuffle", "default"): lambda grad, _, factor: (F.pixel_unshuffle(grad, factor),),
+    ("relu6", "default"): lambda grad, x: (_aten.hardtanh_backward(grad, x, 0, 6),),
     ("rms_norm", "default"): _rms_norm,
+    ("softshrink", "default"): lambda grad, x, size: (_aten.softshrink_backward(grad, x, size),),
     ("upsample_bilinear2d", "vec"): _bilinear,
 }
 """By operator, without its namespace ``aten::``, and overload."""

@@ -2,9 +2,10 @@
 
 ReduceSum and ReduceMean of 1.19.2 add one row after the other into a float32 (``core/providers/cpu/reduction``), so the
 gradient of a bias is wrong by as many roundings as there are rows, five to ten times as much as PyTorch's sum, which
-adds in a cascade. Tanh is an approximation that is five times less exact. The products of Gemm and Conv are added in
-another order than PyTorch's, which is no worse; but batch normalisations of small batches behind them make a hundred
-times as much of each difference, so a network of both trains like PyTorch only where every digit is the same.
+adds in a cascade. Tanh is an approximation that is five times less exact, Erf makes 1 of NaN, Sqrt NaN of infinity,
+and the gradient of a quotient divides by the square of the divisor. The products of Gemm and Conv are added in another
+order than PyTorch's, which is no worse; but batch normalisations of small batches behind them make a hundred times as
+much of each difference, so a network of both trains like PyTorch only where every digit is the same.
 
 What ORT can recompute to save memory (``memory_optimizer/recompute_analysis.cc``, GetAllowedRecomputeOps) stays ORT's,
 so that no plan is lost: Gemm, but in networks with batch normalisations, and LayerNormalization, of which 1.19.2 takes
@@ -41,6 +42,9 @@ _Kind = Callable[[onnx.NodeProto, dict[str, Any]], _Call | None]
 """Makes the call that takes the place of a node with these attributes; None leaves the node as it is."""
 
 _SAME_INPUTS: Final = {
+    "Erf": "erf",
+    "Sign": "sign",
+    "Sqrt": "sqrt",
     "Sigmoid": "sigmoid",
     "SigmoidGrad": "sigmoid_backward",
     "Tanh": "tanh",
@@ -85,6 +89,7 @@ class _ExactChoice:
             "Conv": self._convolution,
             "ConvGrad": self._convolution_gradient,
             "ATen": self._adaptive,
+            "DivGrad": self._divided_gradient,
             "Scale": self._scaled,
             "QuickGeluGrad": self._silu_gradient,
             "SoftmaxCrossEntropyLoss": self._loss,
@@ -157,6 +162,14 @@ class _ExactChoice:
 
     def _scaled(self, node: onnx.NodeProto, attributes: dict[str, Any]) -> _Call | None:
         return _Call("divided", node.input) if attributes.get("scale_down") else None
+
+    def _divided_gradient(self, node: onnx.NodeProto, _: dict[str, Any]) -> _Call | None:
+        # ORT divides by the square of the divisor, which is 0 or infinite long before the quotient is.
+        if len(node.output) < 2 or not node.output[1] or node.output[1] not in self._facts.consumed:  # noqa: PLR2004
+            return None
+        wanted = [index for index, name in enumerate(node.output) if name and name in self._facts.consumed]
+        inputs = [*node.input[:3], self._numbers(node, "wanted", wanted)]
+        return _Call("quotient_backward", inputs, [node.output[index] for index in wanted])
 
     def _silu_gradient(self, node: onnx.NodeProto, attributes: dict[str, Any]) -> _Call | None:
         # ORT's QuickGelu is x * sigmoid(alpha * x)

@@ -125,9 +125,10 @@ class _Choice:
     def _is_large(self, node: onnx.NodeProto) -> bool:
         """Say whether a node has many entries; one of which nothing is known has, since most have in a large model.
 
-        The gradient of a Gather counts as large whatever it has: ORT's takes more than ten times as long.
+        The gradient of a Gather counts as large whatever it has: ORT's takes more than ten times as long. So does what
+        sorts: ORT puts what is not a number elsewhere than PyTorch does.
         """
-        if node.op_type == "GatherGrad":
+        if node.op_type in {"GatherGrad", "TopK"}:
             return True
         names = [*node.output, *node.input]
         # The gradient of what takes a part of a tensor is told the shape of the whole.

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.engine.build_environment import acts
 from ortlab.engine.exporter import symbolic_module
+from ortlab.engine.operators import edge_symbolics as edges
 from ortlab.engine.operators import indexing_symbolics as indexing
 from ortlab.engine.operators import layer_symbolics as layers
 from ortlab.engine.operators import recurrent
@@ -117,6 +118,7 @@ def install() -> None:
     # Masks are joined in place (`mask |= other`), which torch 2.4 cannot export.
     functions |= {f"__i{name}_": plain_symbolic(f"__{name}_") for name in ("and", "or", "xor")}
     functions |= {name: while_training(symbolic, plain_symbolic(name)) for name, symbolic in trained.items()}
+    functions |= edges.symbolics()
     table |= {f"::{name}": symbolic for name, symbolic in functions.items()}
     table["prim::ConstantChunk"] = chunk
 

@@ -497,6 +497,33 @@ def divided(x: Tensor, divisor: Tensor) -> Tensor:
     return x / divisor
 
 
+@kernel("(Tensor grad, Tensor dividend, Tensor divisor, int[] wanted) -> (Tensor, Tensor)")
+def quotient_backward(
+    grad: Tensor, dividend: Tensor, divisor: Tensor, wanted: list[int]
+) -> tuple[Tensor, ...]:
+    """Return those of the gradients of dividend and divisor that are wanted, in the order in which torch divides."""
+    found = [(grad / divisor).sum_to_size(dividend.shape)] if 0 in wanted else []
+    return (*found, (-grad * ((dividend / divisor) / divisor)).sum_to_size(divisor.shape))
+
+
+@kernel("(Tensor x) -> Tensor")
+def erf(x: Tensor) -> Any:
+    """Return the error function; that of ONNX Runtime is 1 for what is not a number."""
+    return torch.ops.aten.erf.out(x, out=empty(x.shape, x))
+
+
+@kernel("(Tensor x) -> Tensor")
+def sqrt(x: Tensor) -> Any:
+    """Return the square root; that of ONNX Runtime is NaN for infinity."""
+    return torch.ops.aten.sqrt.out(x, out=empty(x.shape, x))
+
+
+@kernel("(Tensor x) -> Tensor")
+def sign(x: Tensor) -> Any:
+    """Return -1, 0 or 1, and 0 for what is not a number: the gradient of an absolute value."""
+    return torch.ops.aten.sign.out(x, out=empty(x.shape, x))
+
+
 @kernel("(Tensor x) -> Tensor")
 def sigmoid(x: Tensor) -> Any:
     """Return 1 / (1 + exp(-x))."""

@@ -100,6 +100,7 @@ def _run_passes(original: Callable[[onnx.ModelProto], onnx.ModelProto]) -> Calla
             slice_partly_used_splits,
             isolate_choices,
             isolate_losses_of_bfloat16,
+            isolate_inputs,
             broadcast_where,
             tie_gradient_inputs,
         )
@@ -450,6 +451,28 @@ def isolate_losses_of_bfloat16(model: onnx.ModelProto) -> bool:
             axis = additions.vector(node, f"{stem}_axis", [0])
             wider = additions.node(node, "Unsqueeze", [node.input[0], axis], f"{stem}_wider")
             node.input[0] = additions.node(node, "Squeeze", [wider, axis], stem)
+    return additions.apply()
+
+
+def isolate_inputs(model: onnx.ModelProto) -> bool:
+    """Put a pair of nodes between an input and what 1.19.2 cannot read it with; say whether the model changed.
+
+    Where a node reads an input in need of a gradient twice, as in ``x * x``, both gradients get one name ("Duplicate
+    definition of name", ``gradient_graph_builder.cc``). Where a loss reads one, the optimizer that leaves out ignored
+    labels ends the process, since it looks for what has made the scores. The pair only changes the shape.
+    """
+    facts, additions = GraphFacts(model), GraphAdditions(model)
+    inputs = {value.name for value in model.graph.input}
+    for node in model.graph.node:
+        read = [name for name in node.input if name in inputs and name in facts.differentiable]
+        for name in dict.fromkeys(read):
+            if read.count(name) == 1 and not (node.op_type in _LOSSES and node.input[0] == name):
+                continue
+            stem = f"{node.output[0]}_apart_{name}"
+            axis = additions.vector(node, f"{stem}_axis", [0])
+            wider = additions.node(node, "Unsqueeze", [name, axis], f"{stem}_wider")
+            apart = additions.node(node, "Squeeze", [wider, axis], stem)
+            node.input[:] = [apart if one == name else one for one in node.input]
     return additions.apply()
 
 
