@@ -45,7 +45,7 @@ def _load() -> ModuleType:
     )
     from ortlab.engine.build_environment import build_environment
     from ortlab.engine.operators import gradients, symbolics, untrained_operators
-    from ortlab.engine.passes import graph_passes
+    from ortlab.engine.passes import chunked_loss, graph_passes
     from ortlab.engine.tracing import taps
 
     installation.check()
@@ -66,6 +66,7 @@ def _load() -> ModuleType:
     untrained_operators.install()
     gradients.install()
     graph_passes.install()
+    chunked_loss.install()
     graph_optimizers.install()
     gradient_release.install()
     repairs.install_all()

@@ -30,6 +30,7 @@ from ortlab.engine.functions.export import own_backwards
 from ortlab.engine.kept_builds import BuiltGraph, Export
 from ortlab.engine.logs.build_log import exporter_messages, runtime_messages
 from ortlab.engine.operators.symbolics import ATEN_CROSS_ENTROPY
+from ortlab.engine.passes import chunked_loss
 from ortlab.engine.passes.label_density import valid_label_counts
 from ortlab.engine.passes.shapes import with_sizes
 from ortlab.engine.patching import set_to
@@ -151,6 +152,8 @@ class Execution(ExecutionView):
         """Optimise the exported graph and build its gradient; the result is not taken yet."""
         manager = self._manager
         with self._environment(), self._listening("graph") as said, runtime_messages(self.log, "graph"):
+            for level, text in chunked_loss.messages(self._info, self._sizes_of(args, kwargs)):
+                self.log.add(level, ORTLAB, text)
             manager._initialize_graph_builder(self._info_for_graph(args, kwargs))
             manager._detect_from_inputs(tuple(args), dict(kwargs))
             config = manager._get_graph_transformer_config()
@@ -265,7 +268,7 @@ class Execution(ExecutionView):
             return self._info
         info = copy.copy(self._info)
         model = info._post_export_processed_model
-        info._post_export_processed_model = with_sizes(model, self._sizes(self._graph_inputs(args, kwargs)))
+        info._post_export_processed_model = with_sizes(model, self._sizes_of(args, kwargs))
         return info
 
     @contextmanager
@@ -331,6 +334,9 @@ class Execution(ExecutionView):
         values = self._info.construct_inputs(tuple(args), dict(kwargs), True, self._manager._device)  # noqa: FBT003
         self._info._buffer_for_ort_runs = None
         return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+    def _sizes_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, int]:
+        return self._sizes(self._graph_inputs(args, kwargs))
 
     def _sizes(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
         return {

@@ -178,6 +178,17 @@ def _sum_of_outer_products(node: _Ran) -> int:
     return 2 * prod(node.outputs[0]) * prod(node.inputs[0][:-1])
 
 
+def _chunked_loss(node: _Ran) -> int:
+    """Multiply rows with the weight, and again for each of the two gradients that is wanted: one not wanted is empty.
+
+    Counted is each row, though those whose label is ignored are left out.
+    """
+    hidden, weight = node.inputs[:2]
+    classes = prod(weight) // hidden[-1]
+    products = 1 + sum(shape in (hidden, weight) for shape in node.outputs[1:3])
+    return products * 2 * prod(hidden) * classes
+
+
 _OPERATORS: Final[dict[Formula, tuple[str, ...]]] = {
     _product: ("MatMul", "FusedMatMul", "TransposeMatMul", "MatMulInteger"),
     _gemm: ("Gemm", "FusedGemm", "gemm"),
@@ -199,6 +210,7 @@ _OPERATORS: Final[dict[Formula, tuple[str, ...]]] = {
         "_scaled_dot_product_flash_attention_for_cpu_backward",
         "_scaled_dot_product_efficient_attention_backward",
     ),
+    _chunked_loss: ("chunked_cross_entropy",),
     _recurrent: (
         *("LSTM", "LSTMTraining", "GRU", "GRUTraining", "RNN"),
         *("lstm_layer", "gru_layer", "rnn_layer"),

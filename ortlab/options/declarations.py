@@ -172,6 +172,15 @@ class Memory:
             "to the system, which makes memory figures honest and steps slower."
         ),
     )
+    chunked_loss: bool = switch(
+        default=False,
+        effect=Effect.EXPORT,
+        help=(
+            "In training, computes the last product and the cross entropy in blocks of rows, forward and backward "
+            "together, so that no full logits exist. Less memory with large vocabularies, same numbers to rounding; "
+            "the logits that the model returns cannot be read meanwhile. `lab.messages` says where, or why not."
+        ),
+    )
     external_gpu_allocator: bool = switch(
         default=True,
         effect=Effect.WRAP,

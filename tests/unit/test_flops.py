@@ -249,6 +249,13 @@ def test_convolutions_count_as_torch_counts_them(kernels):
             {},
             4 * 7 * 2 * (45 + 75),
         ),
+        (
+            "ortlab::chunked_cross_entropy",
+            [(2, 7, 4), (30, 4), (14,), (6,)],
+            [(), (2, 7, 4), (0,), (0,)],
+            {},
+            2 * 2 * 14 * 4 * 30,
+        ),
         ("Softmax", [(2, 3)], [(2, 3)], {}, 0),
         ("com.microsoft.PythonOp", [(2, 3)], [(2, 3)], {}, None),
     ],

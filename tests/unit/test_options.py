@@ -31,6 +31,7 @@ ORTLAB_OWN = {
     "aten_cross_entropy",
     "aten_backward",
     "aten_recurrent",
+    "chunked_loss",
     "cpu_memory_arena",
     "recompute",
 }

@@ -92,6 +92,11 @@ _GRADIENTS: Final[dict[str, tuple[tuple[int, ...], list[_Node]]]] = {
         (1, 2, 3, 4),
         [_backward("ortlab::cross_entropy_backward", "GO(0) O(1) I(1) I(2) I(3) I(4) O(2)")],
     ),
+    # Takes grad and what the forward has left: the gradients of hidden states, weight and bias.
+    "ortlab::chunked_cross_entropy": (
+        (3, 4, 5),
+        [_backward("ortlab::chunked_cross_entropy_backward", "GO(0) O(1) O(2) O(3)", _OF_THREE)],
+    ),
     # The layers of `ortlab.engine.operators.recurrent`: gradients of the results, inputs, results.
     "ortlab::lstm_layer": (
         (7,),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from onnx import TensorProto, defs, helper
 
 from ortlab.engine.operators.gradients import note_call_gradients
+from ortlab.engine.passes.chunked_loss import chunk_losses
 from ortlab.engine.passes.graph_edits import (
     ATEN,
     FLOAT_TYPES,
@@ -96,6 +97,7 @@ def _run_passes(original: Callable[[onnx.ModelProto], onnx.ModelProto]) -> Calla
         model = original(model)
         # These read shapes and types, so they come after the first inference; what they add is inferred by a second.
         passes = (
+            chunk_losses,
             lift_vector_products,
             slice_partly_used_splits,
             isolate_choices,

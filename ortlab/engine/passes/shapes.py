@@ -19,6 +19,7 @@ import onnx
 import torch
 from onnx import helper
 
+from ortlab.engine.operators.chunked_loss import KERNEL
 from ortlab.engine.operators.gradients import call_text
 from ortlab.engine.operators.torch_calls import TorchCall, crossing_type, is_elementwise, parsed
 from ortlab.engine.passes.call_shapes import Results, onnx_element_type, symbolic_results
@@ -63,6 +64,7 @@ def _tolerant(base: Any) -> Any:  # noqa: C901 - one class, of small methods
             for name in _SAME_SHAPE:
                 self.aten_op_dispatcher_[name] = partial(_infer_same_shape, self)
             self.aten_op_dispatcher_["ortlab::cross_entropy"] = partial(_infer_cross_entropy, self)
+            self.aten_op_dispatcher_[f"ortlab::{KERNEL}"] = partial(_infer_chunked_cross_entropy, self)
             for kind in ("lstm", "gru", "rnn"):
                 self.aten_op_dispatcher_[f"ortlab::{kind}_layer"] = partial(_infer_recurrent, self)
             for table in (self.dispatcher_, self.aten_op_dispatcher_):
@@ -288,6 +290,19 @@ def _infer_cross_entropy(inference: Any, node: onnx.NodeProto) -> None:
     reduction = inference._get_value(node, 3)
     shapes: tuple[list[Any], ...] = ([] if reduction else logits[:1], logits, [])
     for name, shape in zip(node.output, shapes, strict=False):
+        inference.known_vi_[name].CopyFrom(helper.make_tensor_value_info(name, element_type, shape))
+
+
+def _infer_chunked_cross_entropy(inference: Any, node: onnx.NodeProto) -> None:
+    """Give the loss no dimension, and each gradient the shape of what it is of, or none of its elements."""
+    hidden = _element_type(inference, node.input[0])
+    loss = onnx.TensorProto.DOUBLE if hidden == onnx.TensorProto.DOUBLE else onnx.TensorProto.FLOAT
+    wanted = [int(one) for one in inference._get_value(node, 5)][-3:]
+    facts: list[tuple[int, Any]] = [(loss, [])]
+    for place, is_wanted in enumerate(wanted):
+        kind = _element_type(inference, node.input[place]) if node.input[place] else hidden
+        facts.append((kind, inference._get_shape(node, place) if is_wanted else [0]))
+    for name, (element_type, shape) in zip(node.output, facts, strict=True):
         inference.known_vi_[name].CopyFrom(helper.make_tensor_value_info(name, element_type, shape))
 
 

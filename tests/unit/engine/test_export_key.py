@@ -264,6 +264,7 @@ OPTIONS = (
     {"symbolic_shape_inference": False},
     {"aten_cross_entropy": not Options().aten_cross_entropy},
     {"aten_recurrent": False},
+    {"chunked_loss": True},
     {"label_sparse_optimizer": False},
     {"embedding_sparse_optimizer": False},
     {"compute_optimizer": False},
