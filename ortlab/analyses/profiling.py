@@ -63,7 +63,7 @@ def profile(
         Whatever the step raises. Weights and optimizer are then as they were before this call.
     """
     with profiled_step(bench, n, part, memory_efficient_order, progress=progress) as (seen, engine):
-        in_order = memory_efficient_order or bool(engine.execution.plans)
+        in_order = memory_efficient_order or engine.execution.orders_for_memory
         return seen.trace(engine.execution.plans, "memory efficient" if in_order else "default")
 
 

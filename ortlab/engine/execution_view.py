@@ -57,6 +57,11 @@ class ExecutionView:
         return tuple(f"{name}:{count}" for name, count in self.recompute_choice().counts.items())
 
     @property
+    def orders_for_memory(self) -> bool:
+        """Whether its session runs nodes in ORT's memory-efficient order, as one that recomputes anything does."""
+        return bool(self.plans or self._manager.copies)
+
+    @property
     def user_inputs(self) -> frozenset[str]:
         """Names of the graph's inputs that a call gives: not parameters and buffers."""
         return frozenset(self._info.onnx_graph_input_names_user_defined)

@@ -25,8 +25,7 @@ from ortlab.engine.inspection.places import Places
 from ortlab.errors import ExecutionError
 from ortlab.graphs.flop_formulas import Shape, flops
 from ortlab.graphs.flops import NodeFlops
-from ortlab.graphs.nodes import YIELD, executed_operator, layer_of, node_names
-from ortlab.memory.recompute import COPY
+from ortlab.graphs.nodes import YIELD, executed_operator, is_copy, layer_of, node_names, repeats
 from ortlab.memory.trace import Trace, TracedNode
 
 if TYPE_CHECKING:
@@ -135,7 +134,7 @@ class Profile:
                     outputs=tuple(node.output),
                     backward=backward,
                     ms=ms,
-                    recomputes=node.name.removesuffix(COPY) if node.name.endswith(COPY) else "",
+                    recomputes=repeats(node),
                 )
             )
         boundary = next(node for node in self._graph.node if node.op_type == YIELD)
@@ -252,7 +251,7 @@ def node_flops(profile: Profile, model: torch.nn.Module, part: str = "") -> tupl
                 flops=flops(operator, inputs, outputs, attributes),
                 elements=sum(map(prod, outputs)),
                 ms=ms,
-                recomputed=node.name.endswith(COPY),
+                recomputed=is_copy(node),
                 reads=reads,
             )
         )

@@ -357,7 +357,8 @@ def absent_words(execution: Execution) -> str:
             words.append(f"{plan} (another plan recomputes the same, or it would save nothing)")
         else:
             hint = f"; near: {', '.join(near)}" if near else ""
-            words.append(f"{plan} (no such cluster here{hint})")
+            taken = ", or `recompute` makes it again already" if execution.options.recompute else ""
+            words.append(f"{plan} (no such cluster here{taken}{hint})")
     return f"Recompute plans that are not applied: {'; '.join(words)}. lab.plan() lists those of this model."
 
 

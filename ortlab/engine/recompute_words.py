@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 from ortlab.engine.baselines import find_layers
 from ortlab.engine.passes.recompute import WITHOUT_VALUES, ForwardPass, Recomputing, recomputing
 from ortlab.errors import OptionError, did_you_mean
-from ortlab.graphs.nodes import path_in, scopes_in
+from ortlab.graphs.nodes import executed_operator, joined, path_in, scopes_in
 from ortlab.options.switches import ALL_BUT_MATMULS, LAYERS
 
 if TYPE_CHECKING:
@@ -27,22 +27,24 @@ if TYPE_CHECKING:
     from ortlab.engine.kept_builds import BuiltGraph
 
 _PRODUCTS: Final = frozenset(
-    "Conv ConvTranspose Einsum FusedConv FusedGemm FusedMatMul Gemm MatMul".split()  # noqa: SIM905
+    """Conv ConvTranspose Einsum FusedConv FusedGemm FusedMatMul Gemm MatMul
+    addmm bmm convolution gemm linear matmul matmul_transposed""".split()  # noqa: SIM905
 )
-"""The operators that do most of a model's arithmetic."""
+"""The operators that do most of a model's arithmetic, of ONNX and of torch."""
 
 Regions = Mapping[str, object]
 """By path of a module whose forward runs again: the region that it is in. A region hands on what others read of it."""
 
 
-def find_regions(module: torch.nn.Module, words: Sequence[str], part: str = "") -> Regions:
-    """Say which modules of a model run again, and which of them together; none for "all but matmuls".
+def find_regions(module: torch.nn.Module, words: Sequence[str], part: str = "") -> Regions | None:
+    """Say which modules of a model run again, and which of them together; None for "all but matmuls".
 
-    `words` are what `Options.recompute` holds. `part` is the path of the module in the model that it is a part of;
-    names may be those of either. Raises OptionError, with near names, where the model has no such modules or layers.
+    `words` are what `Options.recompute` holds. `part` is the path of the module in the model that it is a part of,
+    whose names are asked for, and which may have them elsewhere. Raises OptionError, with near names, where the model
+    has no such modules or layers.
     """
     if ALL_BUT_MATMULS in words:
-        return {}
+        return None
     paths = {id(one): path for path, one in module.named_modules()}
     if words[0].partition(":")[0] != LAYERS:
         return {path: path for word in words for path in _matching(module, word, part)}
@@ -64,9 +66,10 @@ def find_regions(module: torch.nn.Module, words: Sequence[str], part: str = "") 
 
 def _matching(module: torch.nn.Module, pattern: str, part: str) -> list[str]:
     known = [path for path, _ in module.named_modules() if path]
-    inner = pattern.removeprefix(f"{part}.") if part else pattern
-    found = fnmatch.filter(known, pattern) or fnmatch.filter(known, inner)
-    if not found:
+    found = [path for path in known if fnmatch.fnmatchcase(joined(part, path), pattern)]
+    if not found and part and fnmatch.fnmatchcase(part, pattern):
+        return [""]
+    if not found and not part:
         near = did_you_mean(pattern, known, most=3)
         raise OptionError(
             f"{type(module).__name__} has no module {pattern!r} to recompute.",
@@ -78,16 +81,16 @@ def _matching(module: torch.nn.Module, pattern: str, part: str) -> list[str]:
     return [one for one in found if not any(one.startswith(f"{outer}.") for outer in found)]
 
 
-def kept_values(forward: ForwardPass, regions: Regions, modules: Collection[str]) -> frozenset[str]:
-    """Return the values that are kept: of a region, what the rest of the model reads. Without regions, all products.
+def kept_values(forward: ForwardPass, regions: Regions | None, modules: Collection[str]) -> frozenset[str]:
+    """Return the values that are kept: of a region, what the rest of the model reads; for None, products.
 
     `modules` are the paths of the modules that the names in the graph begin with.
     """
-    if not regions:
+    if regions is None:
         return frozenset(
             name
             for place in forward.places
-            if forward.nodes[place].op_type in _PRODUCTS
+            if executed_operator(forward.nodes[place]).rpartition(":")[2].rpartition(".")[2] in _PRODUCTS
             for name in forward.nodes[place].output
         )
     inside = _regions_of_nodes(forward, regions, modules)

@@ -54,7 +54,7 @@ def exported_name(name: str) -> str:
     ORT does so where it replaces a node by another, where it computes its gradient, and where it recomputes it:
     "/fc/Concat/ConcatReplacement/", "/fc/Gemm_Grad/MatMul_0", "/fc/Gelu_recompute".
     """
-    return _REPLACED.sub("", name.removesuffix(COPY).partition(_GRADIENT)[0])
+    return _REPLACED.sub("", name.removesuffix(COPY).partition(_GRADIENT)[0]).removesuffix(COPY)
 
 
 def scopes_in(name: str) -> list[str]:
@@ -133,6 +133,15 @@ def phases(graph: GraphProto) -> list[Phase | None]:
 def is_copy(node: NodeProto) -> bool:
     """Say whether ORT's memory optimizer has put a node in, to compute in the backward what the forward had."""
     return any(name.endswith(COPY) for name in node.output)
+
+
+def repeats(node: NodeProto) -> str:
+    """Return the name of the node that a copy repeats; empty for one that is no copy.
+
+    An optimiser may have put a copy and its original together with their neighbours, and named both after that:
+    "/fc/MatMul_recompute/MatmulTransposeFusion/".
+    """
+    return node.name.replace(COPY, "", 1) if is_copy(node) else ""
 
 
 def is_holder(node: NodeProto) -> bool:

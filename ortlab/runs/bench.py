@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
@@ -64,6 +64,15 @@ def latest() -> Bench | None:
     return next((bench for bench in reversed(living) if bench.wrapped), living[-1] if living else None)
 
 
+def _check_options(module: torch.nn.Module, options: Options, have: Collection[Need]) -> None:
+    """Raise OptionError for options that cannot act here, or where a model has not what `recompute` names."""
+    check_needs(options, have)
+    if options.recompute:
+        from ortlab.engine.recompute_words import find_regions
+
+        find_regions(module, options.recompute)
+
+
 class Bench:
     """One wrapped model, and all that is needed to run its steps; `Lab` is what a user holds of it.
 
@@ -92,7 +101,7 @@ class Bench:
         self.notes = notes + crashed_processes()
         options = with_files(options.replace(**changes), Options().changed(options) + tuple(changes))
         engine = check_engine(engine)
-        check_needs(options, self.have)
+        _check_options(module, options, self.have)
         # The model keeps its bench, and so its lab, as long as it lives: magics find a lab that has no name.
         self.lab: Lab | None = None
         self.module = module
@@ -144,9 +153,11 @@ class Bench:
     def configure(self, configuration: Configuration) -> None:
         """Take over an engine and switches as a whole.
 
-        Raises OptionError where the model has no layers to checkpoint; nothing is changed then.
+        Raises OptionError where the model has no layers to checkpoint, or not what `recompute` names; nothing is
+        changed then.
         """
         self.check_usable("change options")
+        _check_options(self.module, configuration.options, self.have)
         self.engine = self.choose(configuration.engine)
         self.options = self.ort.options = configuration.options
         self.notify("options")

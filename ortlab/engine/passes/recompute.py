@@ -6,8 +6,8 @@ before it is read. Gradients are the same bit for bit, since each copy is the sa
 
 What is never made again: what the model returns; integers and shapes, which are small and steer others; what weights
 alone determine, which is the same in each step and whose inputs are there anyway; and what a second run could make
-otherwise: results of random and stateful operators, of calls of torch and of Functions. A dropout is made again from
-its mask: its gradient multiplies by the same numbers as its forward.
+otherwise: results of random and stateful operators, of Functions, and of calls of torch that are not known to be pure.
+A dropout is made again from its mask: its gradient multiplies by the same numbers as its forward.
 
 **How copies stay apart.** A session's CommonSubexpressionElimination finds nodes with the same operator and inputs, and
 would make one of each node and its copy: the backward then reads what the forward kept, and nothing is saved. So a copy
@@ -25,7 +25,7 @@ from typing import Final
 import onnx
 from onnx import AttributeProto, TensorProto, helper
 
-from ortlab.engine.passes.graph_edits import FLOAT_TYPES, call_kernel, copied, declare_aten
+from ortlab.engine.passes.graph_edits import FLOAT_TYPES, aten_operator, call_kernel, copied, declare_aten
 from ortlab.engine.passes.training_graph import HIDING
 from ortlab.graphs.nodes import YIELD
 from ortlab.memory.recompute import COPY, HELD
@@ -37,7 +37,7 @@ _OF_DROPOUT: Final = {"Dropout": "DropoutGrad", "BitmaskDropout": "BitmaskDropou
 """By operator that draws a mask: the one that puts the mask on its input again."""
 
 _NEVER: Final = frozenset(
-    """ATen BatchNormalization BatchNormInternal Bernoulli BiasDropout BiasSoftmaxDropout BitmaskBiasDropout Multinomial
+    """BatchNormalization BatchNormInternal Bernoulli BiasDropout BiasSoftmaxDropout BitmaskBiasDropout Multinomial
     NegativeLogLikelihoodLossInternal NonZero PythonOp RandomNormal RandomNormalLike RandomUniform RandomUniformLike
     ShrunkenGather SoftmaxCrossEntropyLoss SoftmaxCrossEntropyLossInternal TritonOp""".split()  # noqa: SIM905
 )
@@ -46,6 +46,15 @@ the loss, and the rows that it leaves out."""
 
 WITHOUT_VALUES: Final = frozenset({"Shape", "Size"})
 """Operators that need no values of what they read; ORT runs them right behind the node that makes it."""
+
+_PURE_CALLS: Final = frozenset(
+    """abs adaptive_avg_pool2d add addmm bmm cat clamp constant_pad_nd contiguous div divided exp expand gelu gemm
+    layer_norm leaky_relu linear log log_sum_exp masked_fill matmul matmul_transposed mean mean_over mean_over_space mul
+    neg permute pow relu repeat reshape rsqrt select sigmoid silu slice softmax split sqrt squeeze stack sub sum
+    sum_over tanh transpose unsqueeze view where convolution copy_of""".split()  # noqa: SIM905
+)
+"""Operators of torch, and of ortlab's kernels, that return the same for the same operands and write nothing; others,
+attention with its dropout among them, are left alone."""
 
 _REPEATED_TYPES: Final = FLOAT_TYPES | {TensorProto.BOOL}
 
@@ -137,6 +146,8 @@ class ForwardPass:
             return False
         if node.op_type in _OF_DROPOUT:
             return name == node.output[0] and any(node.output[1:])
+        if node.op_type == "ATen":
+            return aten_operator(node).rpartition("::")[2] in _PURE_CALLS
         subgraphs = any(one.type in {AttributeProto.GRAPH, AttributeProto.GRAPHS} for one in node.attribute)
         return node.op_type not in _NEVER and not subgraphs
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
+import onnx
 import pytest
 import torch
+from torch import nn
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -19,6 +21,9 @@ from transformers import (
 
 import ortlab
 from ortlab.engine.sessions import seed
+from ortlab.errors import ExecutionError, OptionError
+from ortlab.graphs.diff import diff
+from ortlab.options.options import Options
 
 WIDTH, LAYERS, WORDS = 64, 3, 120
 
@@ -86,6 +91,7 @@ def batch(rows=2, length=16):
 def gradients(lab, model, inputs):
     """Run forward and backward from the same draws; return the loss and the gradient of each parameter."""
     seed(11)
+    torch.manual_seed(5)
     model.zero_grad()
     loss = model(**inputs).loss
     loss.backward()
@@ -184,3 +190,284 @@ def test_the_forward_stays_node_for_node(name, wrapped):
     assert forward_operators(lab) == plain
     assert {"FusedMatMul", "Softmax"} <= {node.op_type for node in copies(lab)}
     assert "Dropout" not in {node.op_type for node in copies(lab)}
+
+
+# --- what a step does with it -------------------------------------------------------------------------------------
+
+
+def deep(drop=0.0):
+    """Return a GPT-2 whose activations are most of what a step needs."""
+    torch.manual_seed(3)
+    config = GPT2Config(
+        n_layer=4,
+        n_embd=128,
+        n_head=4,
+        vocab_size=WORDS,
+        n_positions=256,
+        resid_pdrop=drop,
+        embd_pdrop=drop,
+        attn_pdrop=drop,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return GPT2LMHeadModel(config)
+
+
+def test_a_step_needs_less_memory_also_beside_a_level(wrapped):
+    model = deep()
+    lab, inputs = wrapped(model), batch(4, 256)
+    lab.call = lambda: gradients(lab, model, inputs)
+    needs = {}
+    for words, level in (((), 0), ((), 1), ("layers", 0), ("layers", 1), ("all but matmuls", 0)):
+        lab.set(recompute=words, memory_level=level)
+        needs[words, level] = lab.step(lab.call, n=2).step_memory_bytes
+    assert needs["layers", 0] < 0.5 * needs[(), 0]
+    assert needs["layers", 0] < needs[(), 1]
+    assert needs["layers", 1] < 1.05 * needs["layers", 0]
+    assert needs["all but matmuls", 0] < 0.8 * needs[(), 0]
+
+
+@pytest.mark.parametrize(
+    ("words", "changes"),
+    [
+        ("layers", {"memory_level": 1}),
+        ("all but matmuls", {"memory_level": 2}),
+        (("*.attention",), {"memory_plan": ["Gelu+:1:-1"]}),
+    ],
+)
+def test_plans_and_levels_act_beside_it_and_leave_its_copies_alone(words, changes, wrapped):
+    torch.manual_seed(3)
+    model = bert(0.0)
+    lab, inputs = wrapped(model), batch()
+    expected = gradients(lab, model, inputs)
+    lab.set(recompute=words)
+    assert_same(gradients(lab, model, inputs), expected)
+    ours, kept = {node.name for node in copies(lab)}, lab.activations().total_bytes
+    lab.set(**changes)
+    assert_same(gradients(lab, model, inputs), expected)
+    assert {node.name for node in copies(lab)} > ours
+    assert lab.activations().total_bytes < kept
+    applied = [row for row in lab.plan().rows if row.applied]
+    assert applied
+    assert not any("_recompute_recompute" in node.name for node in copies(lab))
+
+
+def test_two_forwards_before_a_backward_other_batches_and_eval(wrapped):
+    torch.manual_seed(3)
+    model = gpt2(0.0)
+    lab, one, other = wrapped(model), batch(2), batch(3, 24)
+
+    def both():
+        model.zero_grad()
+        loss = model(**one).loss + model(**other).loss
+        loss.backward()
+        return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+    def evaluated():
+        model.eval()
+        with torch.no_grad():
+            logits = model(**other).logits
+        model.train()
+        return logits
+
+    expected, logits = both(), evaluated()
+    lab.set(recompute="layers")
+    built = []
+    for _ in range(2):
+        assert all(map(torch.equal, both(), expected))
+        assert torch.equal(evaluated(), logits)
+        built.append(lab.graph("execution").digest)
+        assert copies(lab)
+    assert len(set(built)) == 1
+
+
+def test_what_the_model_returns_is_kept_and_not_written_over(wrapped):
+    torch.manual_seed(3)
+    model = gpt2(0.0)
+    lab, inputs = wrapped(model), batch()
+    model(**inputs, output_hidden_states=True).loss.backward()
+    lab.set(recompute="layers")
+    outputs = model(**inputs, output_hidden_states=True)
+    before = [one.detach().clone() for one in (outputs.logits, *outputs.hidden_states)]
+    (outputs.loss + outputs.hidden_states[1].square().sum()).backward()
+    assert copies(lab)
+    assert all(map(torch.equal, before, (outputs.logits, *outputs.hidden_states)))
+    outputs = model(**inputs, output_hidden_states=True)
+    with torch.no_grad():
+        outputs.hidden_states[1].mul_(2)
+    with pytest.raises(ExecutionError, match="Written to between a forward pass and its backward"):
+        outputs.loss.backward()
+
+
+def test_a_weight_that_changes_before_the_backward_is_refused(wrapped):
+    torch.manual_seed(3)
+    model = gpt2(0.0)
+    wrapped(model, recompute="layers")
+    loss = model(**batch()).loss
+    with torch.no_grad():
+        model.transformer.h[0].mlp.c_fc.bias.add_(1.0)  # no backward reads a bias; its recomputation does
+    with pytest.raises(ExecutionError, match=r"Written to between .*c_fc.bias"):
+        loss.backward()
+
+
+def test_bfloat16_autocast(wrapped):
+    torch.manual_seed(3)
+    model = bert(0.1)
+    lab, inputs = wrapped(model), batch()
+
+    def cast():
+        with torch.autocast("cpu", torch.bfloat16):
+            return gradients(lab, model, inputs)
+
+    expected = cast()
+    kept = lab.activations().total_bytes
+    for words in ("layers", "all but matmuls"):
+        lab.set(recompute=words)
+        assert_same(cast(), expected)
+        assert lab.activations().total_bytes < kept
+
+
+class Noisy(nn.Module):
+    """Layers with what is not made again: batch statistics, noise and a Function."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.2)
+            )
+            for _ in range(3)
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + Doubled.apply(layer(x))
+            x = torch.nn.functional.alpha_dropout(x, 0.1, self.training)
+        return x.square().mean()
+
+
+class Doubled(torch.autograd.Function):
+    """Twice a value, with a count of its calls."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(_ctx, x):
+        Doubled.calls += 1
+        return 2 * x
+
+    @staticmethod
+    def backward(_ctx, gradient):
+        return 2 * gradient
+
+
+def test_random_and_stateful_nodes_and_functions_run_once(wrapped):
+    torch.manual_seed(3)
+    model, x = Noisy(), torch.randn(8, 16)
+    lab = wrapped(model, recompute="layers")
+
+    def run():
+        seed(11)
+        torch.manual_seed(5)
+        model.zero_grad()
+        loss = model(x)
+        loss.backward()
+        return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+    run()
+    assert not {"PythonOp", "BatchNormInternal"} & {node.op_type for node in copies(lab)}
+    assert "Gelu" in {node.op_type for node in copies(lab)}
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    Doubled.calls = 0
+    found, after = run(), {name: value.clone() for name, value in model.state_dict().items()}
+    assert Doubled.calls == 3
+    model.load_state_dict(start)
+    lab.set(recompute=())
+    assert all(map(torch.equal, run(), found))
+    assert all(torch.equal(after[name], value) for name, value in model.state_dict().items())
+
+
+def test_parts_of_a_model_recompute_by_names_of_the_whole(wrapped):
+    torch.manual_seed(3)
+    model = bert(0.0)
+    lab, inputs = wrapped(model, only=["bert.encoder"]), batch()
+    expected = gradients(lab, model, inputs)
+    for words in ("layers", ("bert.encoder.layer.*.attention",)):
+        lab.set(recompute=words)
+        assert_same(gradients(lab, model, inputs), expected)
+        nodes = lab.graph("execution", part="bert.encoder").model.graph.node
+        assert any(node.name.endswith("_recompute") for node in nodes)
+
+
+# --- what is shown ------------------------------------------------------------------------------------------------
+
+
+def test_differences_summaries_and_profiles_name_what_is_recomputed(wrapped):
+    torch.manual_seed(3)
+    model = bert(0.1)
+    lab, inputs = wrapped(model), batch()
+    call = lambda: gradients(lab, model, inputs)  # noqa: E731 - a step
+    lab.step(call, n=1)
+    plain = lab.graph("execution")
+    lab.set(recompute="layers")
+    run = lab.step(call, n=1)
+    assert run.options.recompute == ("layers",)
+    again = len(copies(lab))
+    graph = lab.graph("execution")
+    assert any(f"Added {again} recompute nodes" in sentence for sentence in diff(plain, graph).sentences)
+    assert f"{again} that compute again" in str(graph)
+    profile = lab.profile()
+    repeated = [node for node in profile.nodes if node.recomputes]
+    assert len(repeated) == again
+    assert {node.recomputes for node in repeated} <= {node.name for node in profile.nodes}
+    assert all(node.backward for node in profile.nodes if node.name.endswith("_held"))
+
+
+def test_the_users_graph_files_have_the_copies(wrapped, tmp_path):
+    torch.manual_seed(3)
+    model = bert(0.0)
+    lab = wrapped(
+        model, recompute="layers", save_onnx=True, save_onnx_path=str(tmp_path), save_onnx_prefix="rc"
+    )
+    gradients(lab, model, batch())
+    (file,) = tmp_path.glob("*execution*training*.onnx")
+    assert any(node.name.endswith("_recompute") for node in onnx.load(file).graph.node)
+
+
+# --- bad input ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("bert.encoder.layer.0.atention", "Did you mean 'bert.encoder.layer.0.attention'"),
+        ("encoder.*", "For example|Did you mean"),
+        (["bert.pooler.*"], "has no module"),
+    ],
+)
+def test_modules_that_do_not_exist_are_named_with_near_ones(words, said, wrapped):
+    model = bert(0.0)
+    lab = wrapped(model, recompute="layers")
+    with pytest.raises(OptionError, match=said):
+        lab.set(recompute=words)
+    assert lab.options.recompute == ("layers",)
+    with pytest.raises(OptionError, match="has no module"):
+        ortlab.wrap(bert(0.0), recompute=words)
+
+
+def test_a_model_without_repeated_layers_says_what_else_there_is(wrapped):
+    lab = wrapped(nn.Sequential(nn.Linear(4, 8), nn.GELU()))
+    with pytest.raises(OptionError, match="has no repeated layers to recompute") as refusal:
+        lab.set(recompute="layers")
+    assert 'recompute="all but matmuls"' in refusal.value.fix
+
+
+@pytest.mark.parametrize(
+    "value", ["layers:0", "layers:x", "layers:", ["layers", "h.0"], "a..b", "all but gelus", 3]
+)
+def test_words_that_make_no_sense_are_refused(value):
+    with pytest.raises(OptionError, match="recompute"):
+        Options(recompute=value)
+    assert Options(recompute="layers:2").recompute == ("layers:2",)
+    assert Options(recompute="a.*.b, c").recompute == ("a.*.b", "c")
