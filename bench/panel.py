@@ -128,7 +128,7 @@ def main() -> None:
         _open(page, "Switches")
         page.locator(".ortlab-panel[role=region] .ortlab-switch").first.wait_for()
         _run(page, 1)
-        page.locator(".ortlab-runs tbody tr").first.wait_for(state="attached")
+        page.locator(".ortlab-runs .ortlab-records tbody tr").first.wait_for(state="attached")
 
         signs = _signs(page, read.rounds)
         clicks = _clicks(page, read.rounds)

@@ -113,7 +113,7 @@ def shown(panel, words):
 def test_a_clicked_switch_changes_the_next_run(open_notebook, notebook, screenshots, theme, width):
     page = open_notebook(notebook(WRAP, STEP, SHOW), theme=theme, width=width, height=5000)
     panel = run_all(page)
-    rows = panel.locator("table").first.locator("tbody tr")
+    rows = panel.get_by_role("table", name="Runs").locator("tbody tr")
     rows.first.wait_for()
     assert rows.count() == 1
     assert rows.first.inner_text().strip().startswith("#1 ort")
@@ -190,7 +190,7 @@ def test_a_transformer_is_wrapped_measured_and_given_a_plan(open_notebook, noteb
     page = open_notebook(notebook(BERT, BERT_STEP), width=1180, height=2600)
     page.keyboard.press("Control+b")
     panel = run_all(page)
-    rows = panel.locator("table").first.locator("tbody tr")
+    rows = panel.get_by_role("table", name="Runs").locator("tbody tr")
     rows.first.wait_for(timeout=1000 * CELLS_SECONDS)
     press(panel, "PyTorch eager")
     press(panel, "Rerun")
@@ -207,8 +207,10 @@ def test_a_transformer_is_wrapped_measured_and_given_a_plan(open_notebook, noteb
     tab(panel, "Overview")
     rows.nth(2).wait_for(timeout=1000 * CELLS_SECONDS)
     assert rows.first.inner_text().strip().startswith("#3 ort (memory_plan=Gelu+:1:-1)")
-    press(panel, "Compare")
-    panel.locator("svg[role=img]").wait_for()
+    panel.locator(".ortlab-card").wait_for()
+    assert "step memory" in panel.locator(".ortlab-figures").inner_text()
+    panel.locator("[data-key='2']").click()  # what a point stands for is shown beside it
+    shown(panel, "Run #2 eager")
     page.mouse.move(0, 0)  # nothing is under the mouse
     panel.scroll_into_view_if_needed()
     # Last, since what is drawn anew gets its focus back.
@@ -216,9 +218,10 @@ def test_a_transformer_is_wrapped_measured_and_given_a_plan(open_notebook, noteb
     panel.screenshot(path=screenshots / "panel.png")
     assert height(panel) <= HEIGHT
     # Every run started from the same weights and data, so the losses agree up to rounding and dropout.
-    headings = panel.locator("table").first.locator("thead tr > *").all_inner_texts()
+    table = panel.get_by_role("table", name="Runs")
+    headings = table.locator("thead tr > *").all_inner_texts()
     place = [one.strip(" \n▲▼") for one in headings].index("last loss") + 1
-    cells = panel.locator("table").first.locator(f"tbody tr > :nth-child({place})")
+    cells = table.locator(f"tbody tr > :nth-child({place})")
     losses = [float(cells.nth(2 - number).inner_text()) for number in range(3)]
     assert losses[0] == pytest.approx(losses[2], abs=1e-4)  # recomputing changes no number
     assert losses[0] == pytest.approx(losses[1], rel=0.05)

@@ -64,7 +64,7 @@ def badge(panel):
 
 
 def runs(panel):
-    return panel.locator(".ortlab-runs tbody tr")
+    return panel.locator(".ortlab-runs .ortlab-records tbody tr")
 
 
 def run_cell(page, number):
@@ -181,14 +181,14 @@ def test_narrow_and_wide_cells_hold_the_whole_panel(day, panel, screenshots):
 
 def test_the_chart_is_saved_as_a_picture(day, panel):
     tab(panel, "Overview")
-    press(panel, "Chart")
+    press(panel, "Loss and time of each step")
     panel.locator("svg[role=img]").wait_for()
     for button, beginning in (("Save as SVG", b"<svg"), ("Save as PNG", b"\x89PNG")):
         with day.page.expect_download() as download:
             panel.get_by_role("button", name=button).click()
         assert download.value.path().read_bytes().startswith(beginning)
         assert download.value.suggested_filename.startswith("runs.")
-    press(panel, "Chart")
+    press(panel, "Loss and time of each step")
 
 
 def test_a_reloaded_page_has_the_panel_again(day, panel):
@@ -240,9 +240,9 @@ def test_a_browser_that_cannot_reach_the_kernels_host_has_it_all(day, jupyter):
         before = runs(panel).count()
         press(panel, "Rerun")
         runs(panel).nth(before).wait_for()
-        press(panel, "Chart")
+        press(panel, "Loss and time of each step")
         panel.locator("svg[role=img]").wait_for()
-        press(panel, "Chart")
+        press(panel, "Loss and time of each step")
         # Nothing was asked for elsewhere; Chromium itself asks its maker about forms.
         assert [one for one in way.refused if not one.endswith(".googleapis.com:443")] == []
         page.context.close()

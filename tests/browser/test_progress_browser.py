@@ -96,7 +96,7 @@ def test_an_interrupt_is_one_line_and_a_partial_run(open_notebook, notebook, scr
     assert 0 < int(said[1].replace(",", "")) < 2000
     assert bar.count() == 0
     assert "Traceback" not in cell.inner_text()
-    runs = page.locator(".ortlab-panel").first.locator("table").first.locator("tbody tr")
+    runs = page.locator(".ortlab-panel").first.get_by_role("table", name="Runs").locator("tbody tr")
     runs.first.wait_for()
     assert "partial" in runs.first.inner_text()
     cell.screenshot(path=screenshots / f"interrupted-{theme}.png")

@@ -755,3 +755,57 @@ def test_memory_is_measured_by_a_click(panel, run, lab):
 def test_measuring_without_a_step_says_what_to_do(panel):
     panel.measure.click()
     assert "no step to go back to" in panel.errors.text
+
+
+# ---- the overview -------------------------------------------------------------------------------------------------
+
+
+def test_the_card_waits_for_a_second_run_and_then_says_what_the_verdict_permits(panel, lab, run):
+    assert panel.runs.card.value == ""
+    assert "two runs" in panel.settle.tooltip
+    run()
+    assert "Change a switch or the engine and press Rerun" in panel.runs.card.value
+    run()
+    (contrast,) = lab.compare().contrasts
+    shown = unescape(re.sub(r"<[^>]+>", " ", panel.runs.card.value))
+    assert "Run 2 (the same again) against run 1 (ort)" in shown
+    assert (contrast.time.reason or "no difference") in shown or contrast.verdict in shown
+    percents = re.findall(r"[+-]\d+ %\s+time", shown)
+    assert bool(percents) == (contrast.verdict in ("faster", "slower"))
+
+
+def test_measuring_in_turns_gives_the_card_its_interval(panel, lab, run):
+    run()
+    panel.switches.row("compute_optimizer").control.value = False
+    panel.rerun.click()
+    held = (lab.engine, lab.options)
+    panel.runs.settle()
+    shown = unescape(panel.runs.card.value)
+    assert "Compute_optimizer=False" not in shown  # names of switches stay as they are typed
+    assert "compute_optimizer=False against ort" in shown
+    assert len(lab.sweeps) == 1
+    assert (lab.engine, lab.options) == held
+    panel.undo.click()  # what was tried meanwhile was no change of the user's
+    assert lab.options == Options()
+
+
+def test_each_run_is_a_point_whose_click_opens_it(panel, lab, run):
+    assert panel.runs.scatter.drawing == {}
+    run()
+    drawing = panel.runs.scatter.drawing
+    (point,) = drawing["points"]
+    assert (point["key"], point["kind"], point["last"], point["base"]) == ("1", "ort", True, True)
+    assert units.duration(lab.runs[0].step_ms) in point["said"]
+    panel.engine.value = "eager"
+    panel.rerun.click()
+    points = panel.runs.scatter.drawing["points"]
+    assert [one["kind"] for one in points] == ["ort", "eager"]
+    assert all(0 <= one[place] <= 1 for one in points for place in ("x", "y"))
+    assert all(one["low"] <= one["x"] <= one["high"] for one in points)
+    faster = min(lab.runs, key=lambda one: one.step_ms)
+    assert min(points, key=lambda one: one["x"])["key"] == str(faster.number)
+    panel.runs.scatter._handle_custom_msg({"choose": "2"}, [])
+    assert "Run #2 eager" in words(panel)
+    assert panel.runs.scatter.drawing["chosen"] == "2"
+    panel.runs.scatter._handle_custom_msg({"choose": "2"}, [])
+    assert "Run #2 eager" not in words(panel)

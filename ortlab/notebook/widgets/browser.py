@@ -74,7 +74,15 @@ class Lean(widgets.Widget):
         """Return the whole state without defaults; a part that is asked for by name as it is."""
         if key is not None or drop_defaults:
             return dict(super().get_state(key, drop_defaults))
-        return {**super().get_state(_NAMES), **super().get_state(drop_defaults=True)}
+        return _told({**super().get_state(_NAMES), **super().get_state(drop_defaults=True)})
+
+
+def _told(state: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what is empty by default, and what only ipywidgets' own views use."""
+    return {name: value for name, value in state.items() if value or name not in _EMPTY_BY_DEFAULT}
+
+
+_EMPTY_BY_DEFAULT: Final = ("_dom_classes", "_view_count", "tabbable", "tooltip")
 
 
 def without_defaults(kind: type[Style]) -> type[Style]:
@@ -106,6 +114,15 @@ class Part(anywidget.AnyWidget):  # type: ignore[misc]
     # Each part has a repr of its own, without an address that would change from run to run.
     def __init__(self, script: Script, **traits: Any) -> None:
         super().__init__(script=script, **traits)
+
+    def get_state(
+        self,
+        key: str | Iterable[str] | None = None,
+        drop_defaults: bool = False,  # noqa: FBT001, FBT002 - as ipywidgets has it
+    ) -> dict[str, Any]:
+        """Return the whole state without what is empty; a part that is asked for by name as it is."""
+        state = dict(super().get_state(key, drop_defaults))
+        return state if key is not None else _told(state)
 
 
 def living(bundle: dict[str, Any]) -> dict[str, Any]:

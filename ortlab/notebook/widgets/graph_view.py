@@ -14,7 +14,7 @@ from ortlab.errors import OptionError, OrtlabError
 from ortlab.graphs.nodes import node_names
 from ortlab.graphs.viewer.document import SANDBOX, EmbeddedGraph, drawn
 from ortlab.notebook.widgets.browser import Part, Script, compact, compacted_style, living
-from ortlab.notebook.widgets.controls import close_tree
+from ortlab.notebook.widgets.controls import Layout, close_tree
 from ortlab.notebook.widgets.frame import PANEL, SavedForm, forms
 from ortlab.render import graph_picture, html
 from ortlab.render.page import Code
@@ -107,7 +107,7 @@ class GraphView(Part):
         self._wanted = Wanted(stage, around, hops, group)
         self.graph, self._document = self._made(self._wanted)
         style = html.STYLE + compact("graph_view.css") + (html.CODE_STYLE if source.code else "")
-        super().__init__(Script("graph_view.js", compacted_style(style)))
+        super().__init__(Script("graph_view.js", compacted_style(style)), layout=Layout())
         self.add_class(PANEL)
         self.marks = dict(source.colours(stage)) if source.colours else {}
         self._saved = SavedForm(self, self.page, dated=False)

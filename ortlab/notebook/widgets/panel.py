@@ -160,6 +160,13 @@ class Panel(controls.Column):
             lambda: "" if self.runs.can_compare else "There have to be two runs: press Rerun, or run a step.",
             self._overview_row,
         )
+        self.settle = add(
+            "Measure in turns",
+            "Run the first run's switches and the last one's again, in turns from one start, to tell which is faster",
+            self.runs.settle,
+            self.runs.why_not_settle,
+            self._overview_row,
+        )
         self.plan = add(
             "Memory plan",
             "List what could be recomputed instead of kept for the backward pass",
@@ -210,10 +217,7 @@ class Panel(controls.Column):
 
     def _show_options(self) -> None:
         self.header.show_status()  # first, since it is what a click is answered with
-        if self._held != (now := (self.lab.engine, self.lab.options)):
-            self._past.append(self._held)
-            self._held = now
-            self.actions.show()
+        self._note_change()
         self._showing = True
         try:
             if tuple(self.engine.options) != (options := tuple(_engines(self.lab.engine))):
@@ -293,15 +297,18 @@ class Panel(controls.Column):
 
     def _undo(self) -> None:
         engine, options = self._past[-1]
-        present = self.lab.options
-        changes = {name: getattr(options, name) for name in present.changed(options)}
-        del self._past[-1]
-        self._held = (engine, options)  # what comes back is no change to be taken back
-        try:
-            self.lab.set(engine=engine, **changes)
-        except BaseException:
-            self._held = (self.lab.engine, self.lab.options)
-            raise
+        self.lab.set(
+            engine=engine, **{name: getattr(options, name) for name in self.lab.options.changed(options)}
+        )
+
+    def _note_change(self) -> None:
+        """Keep what held before; to come back to what held once, as an analysis does, is no change."""
+        now = (self.lab.engine, self.lab.options)
+        if now == self._held:
+            return
+        self._past = self._past[: self._past.index(now)] if now in self._past else [*self._past, self._held]
+        self._held = now
+        self.actions.show()
 
     def _plans_chosen(self, plans: tuple[str, ...]) -> None:
         # First, since the places of the plans are those of the present build.

@@ -1,4 +1,4 @@
-"""The panel's parts about runs: a table to tick and open, a chart, the comparison, and readings of memory."""
+"""The panel's parts about runs: the last result as a card, charts, a table, the comparison, and readings of memory."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from ortlab.notebook.widgets import controls
 from ortlab.notebook.widgets.browser import Part, packed
 from ortlab.notebook.widgets.controls import Fold
 from ortlab.notebook.widgets.record_table import Column, Content, Intents, Look, RecordTable
+from ortlab.notebook.widgets.scatter import Scatter
 from ortlab.render import html, plots
 from ortlab.render.execution_words import title
 from ortlab.render.memory_pages import live_page, phases_plot
-from ortlab.render.page import Mark, Note, Page
+from ortlab.render.page import Folded, Mark, Note, Page
 from ortlab.render.pages import compose
+from ortlab.render.result_card import card_html, is_settled, result_card
 from ortlab.render.run_pages import LISTED, ledger_page, listed, run_page
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
     from ortlab.lab.lab import Lab
     from ortlab.notebook.widgets.controls import Looks
+    from ortlab.records.comparison import Comparison
     from ortlab.records.runs import Run, Step
     from ortlab.render.page import Cell
 
@@ -40,35 +43,35 @@ COMPARED: Final = 12
 
 
 class RunsPart(controls.Column):
-    """What was measured; empty words until there is a run.
+    """What was measured; the next step in words until there is a run.
 
-    A tick in the table takes a run into comparison and chart, and its name opens it. The chart shows loss, step time
-    and step memory of the ticked runs, or of the latest; it is drawn while it is open.
+    The card holds the last run against the first, or the first ticked. Each run is a point by time and step memory, and
+    a row; a click on either opens it. A tick takes a run into comparison and curves.
     """
 
     def __init__(self, lab: Lab, looks: Looks) -> None:
         self._lab = lab
         self.ticked: list[int] = []  # in the order of the ticks: the others are compared with the first
         self._opened: int | None = None
+        self._held: dict[tuple[int, int], Comparison] = {}  # by baseline and run: what the card shows
         self._notes = looks.html()
+        self.card = looks.html()
         self._details = looks.html()
+        self._details.add_class("ortlab-details")
         self._comparison = looks.html()
-        self._stale = looks.html()
+        self._compared_as = ""  # the comparison as HTML, and the last run that there was then
         self._compared = 0
         self.table: RecordTable[Run] = RecordTable(
             "Runs", Intents(tick=self.tick, choose=self.open_run), looks
         )
+        self.scatter = Scatter(self.open_run, looks)
+        beside = controls.Box([self.scatter, self._details], layout=looks.layout)
+        beside.add_class("ortlab-beside")
         self.picture = Picture("runs", looks)
-        self.chart = Fold("Chart", self.picture, self._draw_chart, looks, layout=controls.hidden())
-        parts = [
-            looks.html("<h5>Runs</h5>"),
-            self.table,
-            self._notes,
-            self._details,
-            self._stale,
-            self._comparison,
-            self.chart,
-        ]
+        self.chart = Fold(
+            "Loss and time of each step", self.picture, self._draw_chart, looks, layout=controls.hidden()
+        )
+        parts = [self._comparison, self.card, beside, self.table, self._notes, self.chart]
         super().__init__(parts, layout=looks.layout)
         self.add_class("ortlab-runs")
         self.show()
@@ -81,23 +84,84 @@ class RunsPart(controls.Column):
         self.table.show(run_rows(runs, self.ticked, self._opened))
         notes = [block for block in ledger_page(runs, NOTES_SHOWN).blocks if isinstance(block, Note)]
         self._notes.value = html.fragment(Page("", tuple(notes)))
+        self._show_card()
+        self.scatter.show(self._single, self._opened)
+        self._show_details()
         self._say_stale()
         if self.chart.is_open:
             self._draw_chart()
 
     @property
+    def _single(self) -> list[Run]:
+        """The runs that stand by themselves, and are no points of a sweep."""
+        return [run for run in self._lab.runs if not run.sweep]
+
+    @property
     def can_compare(self) -> bool:
         """Whether there are two runs that stand by themselves."""
-        return sum(not run.sweep for run in self._lab.runs) > 1
+        return len(self._single) > 1
+
+    def _pair(self) -> tuple[int, int] | None:
+        """Return the numbers of the baseline and of the last run; None where there is nothing to compare."""
+        numbers = [run.number for run in self._single]
+        base = next((number for number in self.ticked if number in numbers), numbers[0] if numbers else None)
+        if base is None or numbers[-1] == base:
+            return None
+        return base, numbers[-1]
+
+    def _result(self) -> Comparison | None:
+        pair = self._pair()
+        if pair is None:
+            return None
+        if pair not in self._held:
+            self._held[pair] = self._lab.compare(pair[1], baseline=pair[0])
+        return self._held[pair]
+
+    def _show_card(self) -> None:
+        result = self._result()
+        if result is not None:
+            self.card.value = card_html(result_card(result))
+        elif len(self._lab.runs):
+            words = "Change a switch or the engine and press Rerun: what that changes then stands here."
+            self.card.value = html.fragment(Page("", (Note(words, Mark.QUIET),)))
+        else:
+            self.card.value = ""
+
+    def why_not_settle(self) -> str:
+        """Say why the last run cannot, or need not, be measured in turns with the baseline; empty if it can."""
+        result = self._result()
+        if result is None:
+            return "There have to be two runs: press Rerun, or run a step."
+        if not self._lab.status.can_repeat:
+            return "There is no step to go back to."
+        return "The card holds a verdict already." if is_settled(result) else ""
+
+    def settle(self) -> None:
+        """Run baseline and last run again, in turns, and show what that says."""
+        pair = self._pair()
+        if pair is None:
+            return
+        result = self._lab.compare(pair[1], baseline=pair[0], rerun=True)
+        self._held[pair] = result
+        self.show()
+
+    def _show_details(self) -> None:
+        if self._opened is not None:
+            self._details.value = html.fragment(run_page(self._lab.runs.run(self._opened)))
+        elif len(self._lab.runs):
+            words = "A click on a point or on the name of a run shows all that is known of it here."
+            self._details.value = html.fragment(Page("", (Note(words, Mark.QUIET),)))
+        else:
+            self._details.value = ""
 
     def _say_stale(self) -> None:
-        since = [run.number for run in self._lab.runs if run.number > self._compared and not run.sweep]
+        since = [run.number for run in self._single if run.number > self._compared]
         if not self._compared or not since:
-            self._stale.value = ""
+            self._comparison.value = self._compared_as
             return
         which = f"run {since[0]} was" if len(since) == 1 else f"runs {since[0]} to {since[-1]} were"
         words = f"This comparison is older than the runs: {which} added since. Press Compare again."
-        self._stale.value = html.fragment(Page("", (Note(words, Mark.WARN),)))
+        self._comparison.value = html.fragment(Page("", (Note(words, Mark.WARN),))) + self._compared_as
 
     def tick(self, number: str, on: bool) -> None:  # noqa: FBT001 - what a box says
         """Take a run into the comparison and the chart, or out of them."""
@@ -107,8 +171,6 @@ class RunsPart(controls.Column):
     def open_run(self, number: str) -> None:
         """Show all that is known of a run; the same again takes that back."""
         self._opened = None if self._opened == int(number) else int(number)
-        run = None if self._opened is None else self._lab.runs.run(self._opened)
-        self._details.value = "" if run is None else html.fragment(run_page(run))
         self.show()
 
     def compare(self) -> None:
@@ -119,10 +181,12 @@ class RunsPart(controls.Column):
         numbers = self.ticked or [run.number for run in self._lab.runs if not run.sweep]
         shown = numbers if self.ticked else [*numbers[:1], *numbers[1:][-COMPARED + 1 :]]
         page = compose(self._lab.compare(*shown, baseline=shown[0] if shown else None))
+        # What it folds away are the runs, which stand in the table.
+        page = Page(page.title, tuple(one for one in page.blocks if not isinstance(one, Folded)))
         if len(shown) < len(numbers):
             hidden = f"The first run and the latest {len(shown) - 1}. Tick runs to compare others."
             page = Page(page.title, (*page.blocks, Note(hidden)))
-        self._comparison.value = html.fragment(page)
+        self._compared_as = html.fragment(page)
         self._compared = self._lab.runs.next_number - 1
         self._say_stale()
         self.chart.unfold()
