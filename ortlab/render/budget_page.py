@@ -126,8 +126,8 @@ def _predicted_share(budget: Budget) -> float | None:
 
 def _names(prediction: Prediction) -> str:
     """Name plans in a sentence: "3 plans (Gelu, FusedMatMul -> Add, Where)"."""
-    if prediction.memory_level:
-        return f"memory_level={prediction.memory_level}"
+    if prediction.setting:
+        return prediction.setting
     names = list(dict.fromkeys(units.fold(plans_name((plan,)), _NAME) for plan in prediction.plans))
     shown = names if len(names) <= _NAMED else [*names[:_NAMED], f"{len(names) - _NAMED} more"]
     plans = units.many(prediction.plans, "plan")
@@ -181,7 +181,7 @@ def _state(budget: Budget) -> str:
         else ""
     )
     if budget.applied:
-        none: dict[str, Any] = {"memory_level": 0} if "memory_level" in switches else {"memory_plan": []}
+        none: dict[str, Any] = {name: 0 if name == "memory_level" else [] for name in switches}
         many = len(before.get("memory_plan", ())) > _CALLED
         back = _call(none if many else {**none, **before})
         now = "The plans are switched on" + (", and the engine is ONNX Runtime now" if engine else "")
@@ -206,6 +206,7 @@ def _had(before: Mapping[str, Any]) -> str:
     plans = before.get("memory_plan", ())
     said = [f'engine "{before["engine"]}"'] if "engine" in before else []
     said += [f"memory_level={before['memory_level']}"] if "memory_level" in before else []
+    said += [f"recompute={','.join(before['recompute'])}"] if "recompute" in before else []
     said += [units.many(plans, "plan")] if plans else []
     return " and ".join(said)
 
@@ -223,6 +224,11 @@ def _plans(budget: Budget) -> Table | Note:
     if budget.answer.memory_level:
         return Note(
             f"memory_level={budget.answer.memory_level} stands for all plans of the model's layers.",
+            Mark.QUIET,
+        )
+    if budget.answer.recompute:
+        return Note(
+            f"{budget.answer.setting} keeps what each layer hands to the next and recomputes the rest.",
             Mark.QUIET,
         )
     if not budget.plans:
@@ -306,8 +312,7 @@ def _curve(budget: Budget) -> Folded:
     )
 
     def names(one: Prediction) -> str:
-        level = f"memory_level={one.memory_level}" if one.memory_level else "none"
-        return units.fold(", ".join(one.plans), 200) or level
+        return units.fold(", ".join(one.plans), 200) or one.setting or "none"
 
     rows = tuple(
         row(units.size(one.step_memory_bytes), units.duration(one.cost_ms), names(one))

@@ -40,17 +40,29 @@ class Prediction:
         What they are predicted to add to a step, in ms.
     memory_level
         The memory level that is switched on instead of plans; 0 for plans.
+    recompute
+        What `Options.recompute` takes, switched on instead of plans; empty for plans.
     """
 
     plans: tuple[str, ...]
     step_memory_bytes: float
     cost_ms: float
     memory_level: int = 0
+    recompute: tuple[str, ...] = ()
 
     @property
     def switches(self) -> dict[str, Any]:
         """What `Lab.set` takes to switch them on."""
+        if self.recompute:
+            return {"recompute": list(self.recompute)}
         return {"memory_level": self.memory_level} if self.memory_level else {"memory_plan": list(self.plans)}
+
+    @property
+    def setting(self) -> str:
+        """What is switched on instead of plans, as options are written: "memory_level=1"; empty for plans."""
+        if self.recompute:
+            return f"recompute={','.join(self.recompute)}"
+        return f"memory_level={self.memory_level}" if self.memory_level else ""
 
 
 @dataclass(frozen=True)
@@ -64,7 +76,7 @@ class PlanTrial:
     step_memory_bytes
         Measured step memory, in bytes.
     why
-        Why it was run: "cheapest", "lowest", "by hand: largest saving first", "memory_level=1".
+        Why it was run: "cheapest", "lowest", "by hand: largest saving first", "memory_level=1", "recompute=layers".
     """
 
     prediction: Prediction
@@ -347,11 +359,9 @@ class Budget(Shown, JsonRecord, noun="budget", layout=2):
 def _row(
     what: str, prediction: Prediction | None, measured_bytes: int | None, step_ms: float | None
 ) -> dict[str, object]:
-    switches = prediction.switches if prediction else {}
-    level = switches.get("memory_level")
     return {
         "what": what,
-        "plans": f"memory_level={level}" if level else ", ".join(switches.get("memory_plan", ())),
+        "plans": (prediction.setting or ", ".join(prediction.plans)) if prediction else "",
         "predicted step memory [bytes]": prediction.step_memory_bytes if prediction else None,
         "predicted cost [ms]": prediction.cost_ms if prediction else None,
         "measured step memory [bytes]": measured_bytes,
@@ -360,7 +370,8 @@ def _row(
 
 
 def _prediction(value: Mapping[str, Any]) -> Prediction:
-    return Prediction(**{**value, "plans": tuple(value["plans"])})
+    of_plans = {name: tuple(value.get(name, ())) for name in ("plans", "recompute")}
+    return Prediction(**{**value, **of_plans})
 
 
 def _trial(value: Mapping[str, Any]) -> PlanTrial:

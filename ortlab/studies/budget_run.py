@@ -138,6 +138,9 @@ def _shown(value: object) -> str:
 _STAGES: Final = 10
 """Parts of the work on the progress bar: profile, simulate, measure, choose, trials and choices, time, curve."""
 
+_RECOMPUTED: Final = ("layers",)
+"""What of ortlab's own recomputation is tried where no plan gets low enough: what needs least memory."""
+
 _STEPS: Final = 2
 """Steps of each measurement of memory, of which the highest counts."""
 
@@ -165,8 +168,8 @@ def budget(
 
     Step memory is what a step needs above its start. The last step is profiled and measured without plans; from
     that is predicted what plans save and cost. The chosen plans are run from the step's start, measured, and
-    timed in turns with none. If they miss, plans that save more are run, and at last the lowest that plans are
-    predicted to reach, the largest savings ticked by hand, and the memory levels.
+    timed in turns with none. If they miss, plans that save more are run, then the lowest that plans are predicted
+    to reach, the largest savings ticked by hand, and the memory levels, and at last `recompute="layers"`.
 
     Parameters
     ----------
@@ -221,7 +224,9 @@ def budget(
     experiment = bench.last_experiment()
     engine = _engine_to_plan(bench)
     present = bench.configuration
-    plain = present.changed({"engine": "ort", "memory_plan": [], "memory_level": 0}, bench.have)
+    plain = present.changed(
+        {"engine": "ort", "memory_plan": [], "memory_level": 0, "recompute": []}, bench.have
+    )
     try:
         # Profiles and measurements put back what they trained, each by itself.
         with bench.set_as_before(), bench.progress.task(_STAGES, show=progress) as bar:
@@ -238,7 +243,10 @@ def budget(
             def run(prediction: Prediction) -> int:
                 return memory(bench, n=_STEPS, **prediction.switches).rise_bytes
 
-            found = answer(ground, request, run if verify else None, tell, curve=curve)
+            def recomputed() -> list[tuple[float, float, str]]:
+                return _recomputed(bench, plain)
+
+            found = answer(ground, request, run if verify else None, tell, recomputed=recomputed, curve=curve)
             found = _with_times(bench, found, plain, experiment, tell, timed=timed)
     except KeyboardInterrupt as interrupt:
         say(
@@ -270,7 +278,7 @@ def _with_times(
         changed = plain.changed(found.switches, bench.have)
         found = replace(found, timing=_timed(bench, plain, changed, experiment))
         step_ms = median(found.timing.without_ms) if found.timing else None
-    elif found.answer.plans or found.answer.memory_level:
+    elif found.answer.plans or found.answer.setting:
         step_ms = median(_times(bench, plain, experiment, _TIMED_STEPS))
     else:
         return found
@@ -314,6 +322,23 @@ def _ground(
         # While it measures, the lab has a copy of weights and optimizer state to go back to.
         held_bytes=max(0, measured.start_bytes - copy_bytes),
     )
+
+
+def _recomputed(bench: Bench, plain: Configuration) -> list[tuple[float, float, str]]:
+    """Profile the step with its layers recomputed: simulated peak in bytes, ms added; none without repeated layers."""
+    from ortlab.memory.trace import lifetimes
+
+    found = []
+    for words in _RECOMPUTED:
+        bench.configure(plain.changed({"recompute": [words]}, bench.have))
+        try:
+            trace = profile(bench, 1, progress=False)
+        except OptionError:  # the model has no layers that repeat
+            continue
+        finally:
+            bench.configure(plain)
+        found.append((float(lifetimes(trace).peak), trace.recomputed_ms, words))
+    return found
 
 
 def _timed(bench: Bench, plain: Configuration, changed: Configuration, experiment: Experiment) -> Timing:
@@ -386,6 +411,8 @@ def _differing(before: Configuration, plain: Configuration) -> dict[str, Any]:
         found["memory_plan"] = list(before.options.memory_plan)
     if before.options.memory_level:
         found["memory_level"] = before.options.memory_level
+    if before.options.recompute:
+        found["recompute"] = list(before.options.recompute)
     return found
 
 

@@ -267,6 +267,9 @@ class Ground:
 Run = Callable[[Prediction], int]
 """Runs the step with plans and returns its measured step memory in bytes."""
 
+Recomputed = Callable[[], Sequence[tuple[float, float, str]]]
+"""Profiles the step with what ortlab itself recomputes: simulated peak in bytes, ms, and what `recompute` takes."""
+
 
 def answer(
     ground: Ground,
@@ -274,6 +277,7 @@ def answer(
     run: Run | None,
     tell: Callable[[str], None],
     *,
+    recomputed: Recomputed = tuple,
     curve: bool = True,
 ) -> Budget:
     """Find the plans for a request and verify them; only predict if `run` is None. The budget is not applied yet."""
@@ -288,6 +292,8 @@ def answer(
         trials = _verified(ground, limit, first, run, tell)
         if all(trial.step_memory_bytes > limit for trial in trials):
             trials += _closest(ground, limit, floor, trials, run, tell)
+        if all(trial.step_memory_bytes > limit for trial in trials):
+            trials += _by_layers(ground, limit, recomputed, run, tell)
     met = limit >= needed or any(trial.step_memory_bytes <= limit for trial in trials)
     return Budget(
         model=ground.model,
@@ -365,6 +371,20 @@ def _closest(
         if found[-1].step_memory_bytes <= limit:
             break
     return found[len(trials) :]
+
+
+def _by_layers(
+    ground: Ground, limit: int, recomputed: Recomputed, run: Run, tell: Callable[[str], None]
+) -> list[PlanTrial]:
+    """Run what ortlab itself recomputes, which gets lower than any plan of ONNX Runtime's in most models."""
+    found: list[PlanTrial] = []
+    tell("Looking for the closest: layers recomputed")
+    for peak, cost, words in recomputed():
+        prediction = Prediction((), ground.predicted(peak), cost, recompute=(words,))
+        found.append(PlanTrial(prediction, run(prediction), prediction.setting))
+        if found[-1].step_memory_bytes <= limit:
+            break
+    return found
 
 
 def _obstacle(ground: Ground, lowest: Chosen) -> Obstacle:

@@ -14,24 +14,28 @@ from ortlab.studies.budget import SAME_BYTES, Budget
 MIB = 1 << 20
 
 
+def gpt2(**changed):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(3)
+    config = {
+        "n_layer": 3,
+        "n_embd": 64,
+        "n_head": 4,
+        "vocab_size": 96,
+        "use_cache": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "attn_pdrop": 0.0,
+    }
+    return GPT2LMHeadModel(GPT2Config(**config | changed)).train()
+
+
 class Training:
     """A GPT-2 whose activations are much larger than its weights, and a step that can be told to fail."""
 
     def __init__(self) -> None:
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        torch.manual_seed(3)
-        config = GPT2Config(
-            n_layer=3,
-            n_embd=64,
-            n_head=4,
-            vocab_size=96,
-            use_cache=False,
-            bos_token_id=1,
-            eos_token_id=2,
-            attn_pdrop=0.0,
-        )
-        self.model = GPT2LMHeadModel(config).train()
+        self.model = gpt2()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.ids = torch.randint(3, 96, (8, 64))
         self.failing: BaseException | None = None
@@ -167,6 +171,7 @@ def test_an_amount_below_what_was_read_is_honoured_or_refused_with_the_floor(lla
 
 def test_a_step_with_unnamed_nodes_is_budgeted(llama_lab):
     """The gradient of Llama's rotary embedding and norm has nodes to which ORT gives no name."""
+    llama_lab.set(aten_backward=False)  # PyTorch's kernels are named
     assert not all(node.name for node in llama_lab.profile().nodes)
     limit = reachable(llama_lab)
     budget = llama_lab.budget(limit, apply=False, timed=False, progress=False)
@@ -207,6 +212,34 @@ def test_what_cannot_be_reached_shows_the_closest_and_why(unchanged):
     sizes = [size for _, size in budget.obstacle.live]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > 0
+
+
+def test_a_budget_below_the_floor_of_plans_is_met_by_recomputing_layers():
+    """Six layers of GPT-2: all plans together keep 25 MiB, and what layers hand on is 14 MiB."""
+    model = gpt2(n_layer=6, resid_pdrop=0.0, embd_pdrop=0.0)
+    ids = torch.randint(3, 96, (8, 128))
+    lab = ortlab.wrap(model)
+    lab.step(lambda: model(input_ids=ids, labels=ids).loss.backward(), progress=False)  # noqa: PLW0108 - a step
+    lowest = lab.budget("1 MiB", timed=False, curve=False, progress=False)
+    plans = [trial for trial in lowest.trials if not trial.prediction.recompute]
+    (layers,) = [trial for trial in lowest.trials if trial.prediction.recompute]
+    floor = min(trial.step_memory_bytes for trial in plans)
+    assert layers.step_memory_bytes < 0.7 * floor
+    assert abs(layers.error) < 0.15
+    budget = lab.budget(int(layers.step_memory_bytes + floor) // 2, timed=False, progress=False)
+    assert (budget.outcome, budget.applied) == ("met", True)
+    assert budget.switches == {"recompute": ["layers"]}
+    assert lab.options.recompute == ("layers",)
+    assert Budget.from_dict(budget.to_dict()) == budget
+    said = " ".join(text.render(budget).split())
+    assert "Back: lab.set(recompute=[])." in said
+    assert "recompute=layers keeps what each layer hands to the next" in said
+    assert "recompute=layers" in budget.table()["plans"].tolist()
+    assert len(ortlab.plot(budget).axes[0].lines) > 2
+    again = lab.budget("75%", timed=False, curve=False, progress=False)  # of what it needs with all kept
+    assert (again.outcome, again.before) == ("met", {"recompute": ["layers"]})
+    assert lab.options.recompute == ()
+    lab.unwrap()
 
 
 def test_no_plans_are_chosen_where_none_are_needed(unchanged):
@@ -262,6 +295,7 @@ def test_plans_are_left_on_from_any_state_of_the_lab(training, before):
             budget = lab.budget(share, timed=False, curve=False, progress=False)
             assert (budget.outcome, budget.applied) == ("met", True)
             assert lab.engine == "ort"
+            assert list(lab.options.recompute) == budget.switches.get("recompute", [])
             assert list(lab.options.memory_plan) == budget.switches.get("memory_plan", [])
             assert lab.options.memory_level == budget.switches.get("memory_level", 0)
             if share == "75%":
