@@ -172,6 +172,8 @@ def test_logits_that_the_model_returns_refuse_to_be_read(both):
     assert outputs[0] is outputs.loss
     assert not hasattr(outputs.logits, "dtype")
     assert "chunked_loss" in repr(outputs.logits)
+    for again in (copy.copy, copy.deepcopy):
+        assert repr(again(outputs.logits)) == repr(outputs.logits)
     for read in (
         lambda logits: logits.argmax(-1),
         lambda logits: torch.argmax(logits, -1),
