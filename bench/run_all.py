@@ -35,6 +35,7 @@ BENCHMARKS = (
     "memory_prediction",
     "budget",
     "memory_engines",
+    "chunked_loss",
     "batch_size",
     "recompute_batch",
     "bisection",

@@ -41,6 +41,7 @@ LONG = {
     "batch_size",
     "bisection",
     "capture_overhead",
+    "chunked_loss",
     "fault_finding",
     "front_door",
     "memory_levels",

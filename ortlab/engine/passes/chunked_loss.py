@@ -49,6 +49,7 @@ _RESHAPES: Final = frozenset(
     {"Reshape", "Flatten", "Squeeze", "Unsqueeze", "view", "reshape", "_unsafe_view"}
 )
 """Operators of ONNX and of torch, which computes those of half precision."""
+_UP_TO_FLOAT: Final = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16})
 _FOUR: Final = 4
 _TO_THE_END: Final = 2**31 - 1
 _MATRIX: Final = 2
@@ -205,9 +206,7 @@ class _Rewrite:
         """Return target, class weights ("" if there are none), reduction and the ignored label."""
         node = self._loss
         if _operator(node) == _TORCHS_LOSS:
-            raise _Obstacle(
-                "it has label smoothing, class probabilities or half precision, which PyTorch computes"
-            )
+            raise _Obstacle("it has label smoothing or class probabilities, or is not computed in float32")
         if any(name in self._facts.consumed for name in node.output[1:]):
             raise _Obstacle("its log probabilities are read")
         inputs = [*node.input, *[""] * _FOUR]
@@ -223,8 +222,8 @@ class _Rewrite:
                 ignored = self._constant(inputs[3], "the ignored label")
         if reduction not in {MEAN, SUM}:
             raise _Obstacle("it gives one loss for each row (reduction='none')")
-        if self._facts.element_types.get(node.output[0]) not in {TensorProto.FLOAT, TensorProto.DOUBLE}:
-            raise _Obstacle("it is computed in half precision")
+        if self._facts.element_types.get(node.output[0]) != TensorProto.FLOAT:
+            raise _Obstacle("it is not computed in float32")
         return self._unmarked(inputs[1]), inputs[2], reduction, ignored
 
     def _constant(self, name: str, what: str) -> int:
@@ -347,6 +346,8 @@ class _Rewrite:
         )
         if not isinstance(classes, int) or not isinstance(width, int):
             raise _Obstacle("the shape of the weight that makes its logits is not known")
+        if self._facts.element_types.get(self._product.node.output[0]) not in _UP_TO_FLOAT:
+            raise _Obstacle("its logits are of float64")
         for name in self._passed:
             made = self._facts.producers.get(name)
             if made is None or _operator(made) not in _RESHAPES:

@@ -296,9 +296,8 @@ def _infer_cross_entropy(inference: Any, node: onnx.NodeProto) -> None:
 def _infer_chunked_cross_entropy(inference: Any, node: onnx.NodeProto) -> None:
     """Give the loss no dimension, and each gradient the shape of what it is of, or none of its elements."""
     hidden = _element_type(inference, node.input[0])
-    loss = onnx.TensorProto.DOUBLE if hidden == onnx.TensorProto.DOUBLE else onnx.TensorProto.FLOAT
     wanted = [int(one) for one in inference._get_value(node, 5)][-3:]
-    facts: list[tuple[int, Any]] = [(loss, [])]
+    facts: list[tuple[int, Any]] = [(onnx.TensorProto.FLOAT, [])]
     for place, is_wanted in enumerate(wanted):
         kind = _element_type(inference, node.input[place]) if node.input[place] else hidden
         facts.append((kind, inference._get_shape(node, place) if is_wanted else [0]))

@@ -12,39 +12,10 @@ import torch
 from ortlab.engine.tracing.outputs import MappingPart, ObjectPart, Part, SequencePart, TensorPart
 from ortlab.errors import ExecutionError
 
-_TOUCHED: Final = (
-    *(
-        "abs",
-        "add",
-        "and",
-        "array",
-        "bool",
-        "call",
-        "contains",
-        "delitem",
-        "divmod",
-        "eq",
-        "float",
-        "floordiv",
-        "ge",
-    ),
-    *(
-        "getitem",
-        "gt",
-        "iadd",
-        "imul",
-        "index",
-        "int",
-        "invert",
-        "isub",
-        "iter",
-        "itruediv",
-        "le",
-        "len",
-        "lt",
-    ),
-    *("matmul", "mod", "mul", "ne", "neg", "or", "pos", "pow", "radd", "rmatmul", "rmul", "rsub", "rtruediv"),
-    *("setitem", "sub", "truediv", "xor"),
+_TOUCHED: Final = tuple(
+    """abs add and array bool call contains delitem divmod eq float floordiv ge getitem gt iadd imul index
+    int invert isub iter itruediv le len lt matmul mod mul ne neg or pos pow radd rmatmul rmul rsub
+    rtruediv setitem sub truediv xor""".split()  # noqa: SIM905 - so many words are easier to read without quotes
 )
 """What Python and NumPy ask of a tensor by methods that `__getattr__` does not see."""
 
@@ -84,11 +55,13 @@ class UnmadeOutput:
         next(one for one in given if isinstance(one, cls))._refuse(f" by torch.{func.__name__}")
 
     def _refuse(self, how: str) -> NoReturn:
+        # A copy is asked before it has attributes (`copy.deepcopy`, `pickle`).
+        name, switch = (vars(self).get(attribute, "") for attribute in ("_name", "_switch"))
         raise UnmadeOutputError(
-            f"The output '{self._name}' was read{' (' + how.strip() + ')' if how else ''}, and it is not made.",
-            why=f"While {self._switch} is on, the loss is computed in blocks of rows, and no graph that trains makes "
+            f"The output '{name}' was read ({how.strip()}), and it is not made.",
+            why=f"While {switch} is on, the loss is computed in blocks of rows, and no graph that trains makes "
             "all logits.",
-            fix=f"Read them in eval mode under torch.no_grad(), or switch it off: lab.set({self._switch}=False).",
+            fix=f"Read them in eval mode under torch.no_grad(), or switch it off: lab.set({switch}=False).",
         )
 
 

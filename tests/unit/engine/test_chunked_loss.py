@@ -18,6 +18,8 @@ from transformers import (
     LlamaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
 )
 
 import ortlab
@@ -170,6 +172,8 @@ def test_logits_that_the_model_returns_refuse_to_be_read(both):
     assert outputs[0] is outputs.loss
     assert not hasattr(outputs.logits, "dtype")
     assert "chunked_loss" in repr(outputs.logits)
+    for again in (copy.copy, copy.deepcopy):
+        assert repr(again(outputs.logits)) == repr(outputs.logits)
     for read in (
         lambda logits: logits.argmax(-1),
         lambda logits: torch.argmax(logits, -1),
@@ -375,6 +379,95 @@ def test_a_label_that_no_class_has_is_an_error_as_in_pytorch():
     lab.unwrap()
 
 
+def test_a_forward_that_reads_values_is_guarded_as_ever():
+    def loss(logits, labels, _):
+        found = F.cross_entropy(rows(logits), labels.reshape(-1))
+        return found * 2 if labels.max().item() > 0 else found
+
+    eager, model = readers(loss)
+    lab = wrapped(model)
+    found, expected = (one(**batch()) for one in (lab.module, eager))
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=0)
+    with pytest.raises(ExecutionError, match=r"'\[1\]' was read"):
+        found[1].sum()
+    other = batch()
+    other["labels"] = other["labels"].clamp(max=7)
+    with pytest.raises(ExecutionError, match="depends on a value of the batch"):
+        lab.module(**other)
+    lab.unwrap()
+
+
+def test_a_cache_of_keys_and_values_is_returned_beside():
+    torch.manual_seed(0)
+    eager = FAMILIES["gpt2"]().train()
+    eager.config.use_cache = True
+    lab = wrapped(copy.deepcopy(eager))
+    found, expected = (one(**batch()) for one in (lab.module, eager))
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=0)
+    keys = (one.past_key_values.layers[0].keys for one in (found, expected))
+    torch.testing.assert_close(*keys, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ExecutionError, match="'logits' was read"):
+        found.logits.sum()
+    lab.unwrap()
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
+def test_transformers_trainer_trains_with_it_and_evaluates_the_logits(tmp_path, bf16):
+    ids = batch()["input_ids"]
+    data = [{"input_ids": row, "labels": row} for row in ids]
+
+    def seen(prediction):
+        return {"shape": prediction.predictions.shape[-1]}
+
+    losses = []
+    for chunked in (False, True):
+        torch.manual_seed(0)
+        model = FAMILIES["gpt2"]().train()
+        lab = wrapped(model, chunked_loss=chunked)
+        arguments = TrainingArguments(
+            str(tmp_path),
+            max_steps=2,
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=2,  # so that the loss is a sum over the tokens of both, see loss_function
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            bf16=bf16,
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+        )
+        trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data, compute_metrics=seen)
+        trainer.train()
+        found = trainer.evaluate()
+        assert found["eval_shape"] == WORDS
+        logged = [one["loss"] for one in trainer.state.log_history if "loss" in one]
+        losses.append(torch.tensor([*logged, found["eval_loss"]]))
+        assert any("The loss is computed in" in text for text in said(lab)) == chunked
+        lab.unwrap()
+    assert len(losses[0]) == 3
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-3 if bf16 else 1e-5, atol=0)
+
+
+def test_parity_looks_at_the_graph_that_trains():
+    torch.manual_seed(0)
+    model = FAMILIES["gpt2"]().train()
+    lab = wrapped(model)
+
+    def step():
+        loss = model(**batch()).loss
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+        return loss
+
+    lab.step(step, memory=False, progress=False)
+    table = lab.parity(progress=False).table()
+    made = table[(table["module"] == "lm_head") & (table["kind"] == "output")]
+    assert set(made["verdict"]) == {"not compared"}
+    assert "differs" not in set(table["verdict"])
+    lab.unwrap()
+
+
 def test_of_other_batch_sizes_and_switched_off_again():
     eager, model = readers(FORMS["mean"])
     lab = wrapped(model)
@@ -441,6 +534,10 @@ OBSTACLES = {
             logits[..., : WORDS - 1].reshape(-1, WORDS - 1), labels.clamp(max=WORDS - 2).reshape(-1)
         ),
         "some classes are taken",
+    ),
+    "float64": (
+        lambda logits, labels, _: F.cross_entropy(rows(logits.double()), labels.reshape(-1)),
+        "float32",
     ),
     "no cross entropy": (
         lambda logits, labels, _: (logits - labels[..., None] / WORDS).square().mean(),
