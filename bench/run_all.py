@@ -37,6 +37,7 @@ BENCHMARKS = (
     "memory_engines",
     "batch_size",
     "recompute_batch",
+    "recompute_floor",
     "bisection",
     "load_balance",
     "ranks",

@@ -48,6 +48,7 @@ LONG = {
     "memory_engines",
     "panel",
     "recompute_batch",
+    "recompute_floor",
 }
 
 
