@@ -59,7 +59,7 @@ def main() -> None:
     report.claim(
         "Step memory of recompute=layers, largest share of checkpointed layers' [%]",
         100 * max(shares),
-        at_most=130,
+        at_most=105,
     )
     report.write()
 
