@@ -38,6 +38,7 @@ BENCHMARKS = (
     "chunked_loss",
     "batch_size",
     "recompute_batch",
+    "recompute_floor",
     "bisection",
     "load_balance",
     "ranks",

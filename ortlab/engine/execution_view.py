@@ -57,9 +57,14 @@ class ExecutionView:
         return tuple(f"{name}:{count}" for name, count in self.recompute_choice().counts.items())
 
     @property
+    def repeats_forward(self) -> bool:
+        """Whether nodes run again in the backward because of the switch `recompute`, whatever plans add."""
+        return bool(self._manager.copies)
+
+    @property
     def orders_for_memory(self) -> bool:
         """Whether its session runs nodes in ORT's memory-efficient order, as one that recomputes anything does."""
-        return bool(self.plans or self._manager.copies)
+        return bool(self.plans) or self.repeats_forward
 
     @property
     def user_inputs(self) -> frozenset[str]:

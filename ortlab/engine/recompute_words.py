@@ -70,7 +70,7 @@ def _matching(module: torch.nn.Module, pattern: str, part: str) -> list[str]:
     if not found and part and fnmatch.fnmatchcase(part, pattern):
         return [""]
     if not found and not part:
-        near = did_you_mean(pattern, known, most=3)
+        near = did_you_mean(pattern, [LAYERS, ALL_BUT_MATMULS, *known], most=3)
         raise OptionError(
             f"{type(module).__name__} has no module {pattern!r} to recompute.",
             why="recompute takes paths as model.named_modules() gives them, or patterns of such, beside "

@@ -26,6 +26,7 @@ from ortlab.memory.saved_activations import (
     largest_first,
 )
 from ortlab.memory.symbolic_sizes import Shape, shape_at
+from ortlab.options.options import setting_words
 
 if TYPE_CHECKING:
     import torch
@@ -162,7 +163,9 @@ def _read(
             )
         elif kept.root in execution.user_inputs and kept.readers:
             inputs.append(KeptInput(kept.root, shape, dtype, width, size, tuple(kept.readers), part))
-    return SavedActivations(largest_first(rows), dict(symbols), tuple(inputs), plans)
+    words = execution.options.recompute
+    applied = (*plans, setting_words("recompute", words)) if words else plans
+    return SavedActivations(largest_first(rows), dict(symbols), tuple(inputs), applied)
 
 
 def _shape(

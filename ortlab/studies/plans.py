@@ -14,6 +14,7 @@ from ortlab.errors import OptionError
 from ortlab.memory.plan_reading import merged, with_measured_density
 from ortlab.memory.recompute import KnownCosts, PlanCost, best_costs, costs_key, predicted_costs
 from ortlab.memory.trace import lifetimes
+from ortlab.options.options import setting_words
 from ortlab.studies.sweep_run import sweep
 
 if TYPE_CHECKING:
@@ -74,9 +75,20 @@ def plan(
         level = bench.options.replace(memory_plan=(), memory_level=level).memory_level
     with builds(bench, part) as found:
         plans = {path: _plan(bench, one, path, level) for path, one in found.executions.items()}
+        again = any(one.repeats_forward for one in found.executions.values())
     single = len(plans) == 1 and not found.missing
     read = next(iter(plans.values())) if single else merged(plans, missing=found.missing)
-    return replace(read, note=found.note)
+    return replace(read, note=" ".join(filter(None, (found.note, _beside(bench, again)))))
+
+
+def _beside(bench: Bench, again: bool) -> str:  # noqa: FBT001 - what it asks
+    """Say what the switch `recompute` does, which is no plan of ORT's; empty where it is off."""
+    if not again:
+        return ""
+    return (
+        f"{setting_words('recompute', bench.options.recompute)} is on. ORT's plans are for what is kept beside it; "
+        "where they would repeat a node that it repeats, they are not applied."
+    )
 
 
 def _plan(bench: Bench, execution: Execution, path: str, level: int | None) -> MemoryPlan:

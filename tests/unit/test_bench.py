@@ -49,6 +49,7 @@ LONG = {
     "memory_engines",
     "panel",
     "recompute_batch",
+    "recompute_floor",
 }
 
 
