@@ -36,7 +36,7 @@ class Shares(Part):
     keep = traitlets.Int(KEPT).tag(sync=True)  # percent of step memory
 
     def __init__(self, looks: Looks) -> None:
-        super().__init__(looks.script("budget.js"), layout=Layout())
+        super().__init__("budget.js", looks.script("budget.js"), layout=Layout())
 
     def __repr__(self) -> str:
         return "Shares()"

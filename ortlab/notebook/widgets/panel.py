@@ -12,7 +12,7 @@ from ortlab.notebook.widgets.browser import living
 from ortlab.notebook.widgets.budget_part import BudgetPart
 from ortlab.notebook.widgets.controls import Looks, close_tree
 from ortlab.notebook.widgets.display import note_shown
-from ortlab.notebook.widgets.frame import PANEL, Attendant, SavedForm, forms
+from ortlab.notebook.widgets.frame import PANEL, SHEET, Attendant, SavedForm, forms
 from ortlab.notebook.widgets.graph_display import GraphPart, highlight, highlight_plans
 from ortlab.notebook.widgets.header import Actions, Header
 from ortlab.notebook.widgets.message_list import MessageList
@@ -41,6 +41,12 @@ SWITCHES: Final = "Switches"
 MESSAGES: Final = "Messages"
 RANKS: Final = "Ranks"
 
+_FILES: Final = {
+    "attendant.js": SHEET,
+    **dict.fromkeys(("record_table.js", "picture.js", "scatter.js", "budget.js"), ""),
+}
+"""Scripts of a panel, and their styles."""
+
 _RUN_A_STEP: Final = "Run a step first: %%ort_step -n 20, or lab.step(fn, n=20)."
 
 _panels: weakref.WeakKeyDictionary[Lab, weakref.ref[Panel]] = weakref.WeakKeyDictionary()
@@ -57,7 +63,7 @@ class Panel(controls.Column):
         self.closed = False
         self._showing = False
         self._built_for = ""
-        self._looks = looks = Looks()
+        self._looks = looks = Looks(_FILES)
         self.header = Header(lab, looks)
         self.engine = controls.ToggleButtons(
             options=_engines(lab.engine), value=lab.engine, description="Engine", layout=looks.layout
