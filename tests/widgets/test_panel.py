@@ -107,6 +107,17 @@ def test_a_tick_changes_the_option_and_is_marked(panel, lab):
     assert "ortlab-changed" not in row._dom_classes
 
 
+def test_what_differs_from_the_defaults_stands_first(panel, lab):
+    line = lambda: unescape(re.sub(r"<[^>]+>", "", panel.switches.children[0].value))  # noqa: E731
+    assert line() == "All switches are at their defaults."
+    assert panel.switches.reset.tooltip == "Every switch is at its default."
+    lab.set(memory_level=1, compute_optimizer=False)
+    assert line().startswith("Differs from the defaults: ")
+    assert "memory_level 1 (default 0)" in line()
+    assert "compute_optimizer off (default on)" in line()
+    assert panel.switches.reset.tooltip == "Set every switch to its default"
+
+
 def test_all_switches_go_back_to_their_defaults_at_once(panel, lab):
     assert panel.switches.reset.disabled
     lab.set(compute_optimizer=False, memory_level=1)
