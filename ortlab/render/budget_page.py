@@ -46,8 +46,7 @@ _BECAUSE: Final = {
 
 def budget_page(budget: Budget) -> Page:
     """Say what an amount of memory costs, by which plans, and what the lab has switched on now."""
-    blocks: list[Block] = [Note(_verdict(budget), _MARKS[budget.outcome])]
-    blocks += [Note(said) for said in (_time(budget), _device(budget), _state(budget)) if said]
+    blocks: list[Block] = [*answer_notes(budget)]
     if budget.curve:
         blocks.append(
             drawing(
@@ -70,6 +69,12 @@ def budget_page(budget: Budget) -> Page:
     return Page(f"Budget for {budget.model}: {budget.asked}", tuple(blocks))
 
 
+def answer_notes(budget: Budget) -> list[Note]:
+    """Say the answer, what is known of the time, and what the lab has switched on now."""
+    more = [Note(said) for said in (_time(budget), _device(budget), _state(budget)) if said]
+    return [Note(_verdict(budget), _MARKS[budget.outcome]), *more]
+
+
 def _verdict(budget: Budget) -> str:
     """Say the answer in one sentence."""
     needed, limit = units.size(budget.without.step_memory_bytes), units.size(max(budget.limit_bytes, 0))
@@ -80,7 +85,7 @@ def _verdict(budget: Budget) -> str:
         )
     if budget.outcome == outcomes.PREDICTED:
         return (
-            f"{_less(budget, answer.step_memory_bytes)} is predicted to cost {_cost(budget)}: {_names(answer)}; "
+            f"{_less(budget, answer.step_memory_bytes)} is predicted to cost {_cost(budget)}: {plans_words(answer)}; "
             f"{units.size(answer.step_memory_bytes)} of {needed}, not run."
         )
     if best is None:
@@ -95,12 +100,12 @@ def _verdict(budget: Budget) -> str:
     measured = units.size(best.step_memory_bytes)
     if budget.outcome == outcomes.MET:
         return (
-            f"{_less(budget, best.step_memory_bytes)} costs {_cost(budget)}: {_names(answer)}; "
+            f"{_less(budget, best.step_memory_bytes)} costs {_cost(budget)}: {plans_words(answer)}; "
             f"measured {measured} of {needed}."
         )
     return (
         f"{limit} cannot be reached: the closest needs {measured} of {needed} (measured), "
-        f"{_less(budget, best.step_memory_bytes)} for {_cost(budget)}: {_names(answer)}."
+        f"{_less(budget, best.step_memory_bytes)} for {_cost(budget)}: {plans_words(answer)}."
     )
 
 
@@ -124,7 +129,7 @@ def _predicted_share(budget: Budget) -> float | None:
     return budget.answer.cost_ms / budget.without.step_ms if budget.without.step_ms else None
 
 
-def _names(prediction: Prediction) -> str:
+def plans_words(prediction: Prediction) -> str:
     """Name plans in a sentence: "3 plans (Gelu, FusedMatMul -> Add, Where)"."""
     if prediction.setting:
         return prediction.setting

@@ -93,4 +93,4 @@ def test_each_switch_says_what_a_click_redoes_and_what_that_took(open_notebook, 
     assert "saves the rebuild" in chip.inner_text()
     press(panel, "Rerun")
     panel.get_by_text("Changed since the last build").wait_for(state="hidden")
-    shown(panel, "in run 2")
+    shown(row, "in run 2")

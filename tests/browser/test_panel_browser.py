@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from pathlib import Path
 
 import nbformat
@@ -225,6 +226,55 @@ def test_a_transformer_is_wrapped_measured_and_given_a_plan(open_notebook, noteb
     losses = [float(cells.nth(2 - number).inner_text()) for number in range(3)]
     assert losses[0] == pytest.approx(losses[2], abs=1e-4)  # recomputing changes no number
     assert losses[0] == pytest.approx(losses[1], rel=0.05)
+
+
+@pytest.mark.slow
+def test_thirty_percent_less_memory_takes_three_clicks_and_no_scrolling(open_notebook, notebook, screenshots):
+    """What does it cost, and what changes: asked with the mouse, in a window of a laptop."""
+    page = open_notebook(notebook(BERT, BERT_STEP), width=1400, height=900)
+    page.keyboard.press("Control+b")
+    panel = run_all(page)
+    shown(panel, "Last run #1 ort")
+    page.locator(".jp-Notebook .jp-CodeCell").nth(1).get_by_text("Run #1 ort").first.wait_for()
+    panel.scroll_into_view_if_needed()
+    seen = "one => { const box = one.getBoundingClientRect(); return box.top >= 0 && box.bottom <= innerHeight; }"
+    inside = """one => { const box = one.getBoundingClientRect();
+        const page = one.closest('.ortlab-pages').getBoundingClientRect();
+        return box.top >= page.top && box.bottom <= page.bottom; }"""
+    begun = time.monotonic()
+    tab(panel, "Memory")  # the first click
+    press(panel, "Predict what less memory costs")  # the second
+    cost = panel.locator(".ortlab-cost")
+    cost.wait_for()
+    shown(panel, "Keep 70 % of step memory")
+    assert re.fullmatch(r"predicted: \+[\d.]+ m?s a step \(\+[\d.]+ %\)", cost.inner_text())
+    assert cost.evaluate(inside)
+    panel.screenshot(path=screenshots / "panel-predicted.png")
+    slider = panel.get_by_label("Share of step memory to keep, in percent")
+    widths = "bar => [...bar.children].reduce((sum, one) => sum + parseFloat(one.style.width), 0)"
+    bar = panel.locator(".ortlab-bar").first
+    before = bar.evaluate(widths)
+    slider.focus()
+    for _ in range(20):
+        page.keyboard.press("ArrowRight")
+    shown(panel, "Keep 90 % of step memory")
+    assert bar.evaluate(widths) > before
+    for _ in range(20):
+        page.keyboard.press("ArrowLeft")
+    shown(panel, "Keep 70 % of step memory")
+    press(panel, "Apply and verify")  # the third
+    answer = panel.locator(".ortlab-budget").get_by_text("less memory costs")
+    answer.wait_for()
+    seconds = time.monotonic() - begun
+    assert answer.evaluate(inside)
+    assert "what changed" in panel.locator(".ortlab-budget table").first.inner_text()
+    assert panel.locator(".ortlab-budget table").first.evaluate(inside)
+    assert panel.evaluate(seen)
+    assert height(panel) <= HEIGHT
+    page.mouse.move(0, 0)
+    panel.evaluate("() => document.activeElement.blur()")
+    panel.screenshot(path=screenshots / "panel-less-memory.png")
+    print(f"3 clicks, {seconds:.1f} s")
 
 
 def test_errors_are_read_under_the_buttons_and_dismissed_by_keyboard(open_notebook, notebook, screenshots):

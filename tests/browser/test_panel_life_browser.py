@@ -161,7 +161,10 @@ def test_a_screen_reader_is_told_what_is_what(day, panel):
     region.get_by_role("tab", name=re.compile("^Switches"), selected=True).wait_for()
     switch = region.get_by_label("compute_optimizer", exact=True).and_(region.locator("[aria-describedby]"))
     described = switch.get_attribute("aria-describedby")
-    assert "Moves slicing" in day.page.locator(f"#{described}").inner_text()
+    about = day.page.locator(f"#{described}")
+    about.get_by_text("What it does").click()
+    assert "Moves slicing" in about.inner_text()
+    about.get_by_text("What it does").click()
     tab(panel, "Overview")
     region.get_by_role("tabpanel", name="Overview").get_by_role("table", name="Runs").wait_for()
 

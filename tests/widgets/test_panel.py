@@ -19,6 +19,7 @@ from transformers import BertConfig, BertForMaskedLM
 import ortlab.notebook.widgets.panel
 from ortlab import units
 from ortlab.errors import OptionError
+from ortlab.memory.kept_with_plans import kept_with
 from ortlab.notebook.widgets.frame import Attendant
 from ortlab.notebook.widgets.panel import Panel
 from ortlab.notebook.widgets.record_table import PAGE, RecordTable
@@ -104,6 +105,17 @@ def test_a_tick_changes_the_option_and_is_marked(panel, lab):
     row.control.value = True
     assert lab.options == Options()
     assert "ortlab-changed" not in row._dom_classes
+
+
+def test_what_differs_from_the_defaults_stands_first(panel, lab):
+    line = lambda: unescape(re.sub(r"<[^>]+>", "", panel.switches.children[0].value))  # noqa: E731
+    assert line() == "All switches are at their defaults."
+    assert panel.switches.reset.tooltip == "Every switch is at its default."
+    lab.set(memory_level=1, compute_optimizer=False)
+    assert line().startswith("Differs from the defaults: ")
+    assert "memory_level 1 (default 0)" in line()
+    assert "compute_optimizer off (default on)" in line()
+    assert panel.switches.reset.tooltip == "Set every switch to its default"
 
 
 def test_all_switches_go_back_to_their_defaults_at_once(panel, lab):
@@ -680,7 +692,7 @@ def test_a_panel_with_all_its_parts_open_adds_little_to_a_notebook_saved_with_it
         assert set(dependency_state(panel)) <= set(
             made
         )  # those that nobody shows any more are in the notebook, too
-        assert len(json.dumps(made)) + len(json.dumps(panel._saved._bundle())) <= 105_000
+        assert len(json.dumps(made)) + len(json.dumps(panel._saved._bundle())) <= 112_000
     finally:
         panel.close()
         lab.unwrap()
@@ -809,3 +821,84 @@ def test_each_run_is_a_point_whose_click_opens_it(panel, lab, run):
     assert panel.runs.scatter.drawing["chosen"] == "2"
     panel.runs.scatter._handle_custom_msg({"choose": "2"}, [])
     assert "Run #2 eager" not in words(panel)
+
+
+# ---- less memory --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bert():
+    torch.manual_seed(3)
+    config = BertConfig(
+        hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=512, vocab_size=500
+    )
+    model = BertForMaskedLM(config)
+    tokens = torch.randint(0, 500, (8, 64))
+    lab = ortlab.wrap(model)
+
+    def step():
+        model(input_ids=tokens, labels=tokens).loss.backward()
+
+    lab.step(step, n=6)
+    yield lab
+    lab.unwrap()
+
+
+def test_a_prediction_fills_the_slider_and_switches_nothing_on(bert):
+    panel = Panel(bert)
+    assert "Press Predict first" in panel.apply.tooltip
+    held = (bert.engine, bert.options, len(bert.runs))
+    panel.predict.click()
+    assert panel.errors.text == ""
+    assert (bert.engine, bert.options, len(bert.runs)) == held
+    assert not panel.apply.disabled
+    shown = panel.budget.shares.states
+    shares = [one["share"] for one in shown["states"]]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] == 1.0
+    assert shown["states"][0]["cost"] == "no time"
+    assert all("predicted" in one["said"] and one["cost"].startswith("+") for one in shown["states"][1:])
+    assert shown["low"] >= 100 * shares[-1]
+    for number, bar in enumerate(shown["bars"]):
+        sums = [sum(one["kept"][number]) for one in shown["states"] if one["kept"]]
+        assert sums[0] == sum(bar["all"])
+        assert sums[-1] < sums[0]  # the bar shrinks
+    panel.close()
+
+
+def test_what_is_kept_with_several_plans_is_close_to_what_the_graph_with_them_keeps(bert):
+    kept = bert.activations(plans=True)
+    rows = bert.plan().rows
+    places = {row.config: row.frequency for row in rows}
+    plans = tuple(row.config for row in rows if row.config.startswith(("Gelu+", "LayerNormalization+")))
+    assert len(plans) == 2
+    partly = f"{plans[0].rpartition(':')[0]}:1"
+    assert kept_with(kept, (), places).total_bytes == kept.total_bytes
+    for chosen in (plans, (partly,)):
+        with_plans = kept_with(kept, chosen, places).total_bytes
+        bert.set(memory_plan=chosen)
+        there = bert.activations(plans=True)
+        assert with_plans == pytest.approx(there.total_bytes, rel=0.05)
+        # From the graph with plans back to the one without.
+        assert kept_with(there, (), places).total_bytes == pytest.approx(kept.total_bytes, rel=0.05)
+        bert.set(memory_plan=())
+
+
+def test_a_share_is_applied_verified_and_undone(bert):
+    panel = Panel(bert)
+    panel.predict.click()
+    panel.budget.shares.keep = 80
+    panel.apply.click()
+    assert panel.errors.text == ""
+    budget = bert.budgets[-1]
+    assert budget.asked == "80 %"
+    shown = unescape(re.sub(r"<[^>]+>", " ", panel.budget.result.value))
+    if budget.applied:
+        assert "less memory costs" in shown
+        assert "what changed: kept for backward in" in shown
+        assert bert.options.memory_plan or bert.options.memory_level
+        panel.undo.click()
+        assert bert.options == Options()
+    else:
+        assert "cannot be reached" in shown
+    panel.close()

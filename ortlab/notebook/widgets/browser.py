@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -96,24 +96,25 @@ def packed(value: object, _widget: object = None) -> str:
 
 
 class Script(Lean):
-    """A file of `static/`, and the style that goes with it, packed."""
+    """Files of `static/`, by name with the style that goes with each, packed together."""
 
     source = traitlets.Unicode().tag(sync=True)
 
-    def __init__(self, name: str, css: str = "") -> None:
-        super().__init__(source=packed({"code": compact(name), "css": css}))
+    def __init__(self, files: Mapping[str, str]) -> None:
+        super().__init__(source=packed({"code": {name: compact(name) for name in files}, "css": dict(files)}))
 
 
 class Part(anywidget.AnyWidget):  # type: ignore[misc]
-    """A widget whose module for the browser only fetches its script."""
+    """A widget whose module for the browser only fetches the file of a script that it `runs`."""
 
     # Text and not a path: anywidget would watch the file, and for that keep alive every widget that was ever made.
     _esm = compact("part.js")
     script = traitlets.Instance(Script).tag(sync=True, **widgets.widget_serialization)
+    runs = traitlets.Unicode().tag(sync=True)
 
     # Each part has a repr of its own, without an address that would change from run to run.
-    def __init__(self, script: Script, **traits: Any) -> None:
-        super().__init__(script=script, **traits)
+    def __init__(self, runs: str, script: Script, **traits: Any) -> None:
+        super().__init__(runs=runs, script=script, **traits)
 
     def get_state(
         self,

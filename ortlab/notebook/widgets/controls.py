@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -93,23 +93,25 @@ class Looks:
     """One layout, one style of each kind and one copy of each script, for all parts of a panel.
 
     Each additional one is a message to the browser, and hundreds of bytes in a notebook that is saved with its widgets.
+    `together` has the files of `static/`, with their styles, that one script carries: packed together they are smaller.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, together: Mapping[str, str] | None = None) -> None:
         self.layout = Layout()  # many parts share it, so nobody sets anything in it
         self._styles: dict[type[Style], Style] = {}
-        self._scripts: dict[str, Script] = {}
+        script = Script(together) if together else None
+        self._scripts: dict[str, Script] = dict.fromkeys(together, script) if together and script else {}
 
     def script(self, name: str, css: str = "") -> Script:
         """Return a file of `static/` that parts of the panel run."""
         if name not in self._scripts:
-            self._scripts[name] = Script(name, css)
+            self._scripts[name] = Script({name: css})
         return self._scripts[name]
 
     @property
     def shared(self) -> list[widgets.Widget]:
         """The widgets that parts share."""
-        return [self.layout, *self._styles.values(), *self._scripts.values()]
+        return [self.layout, *self._styles.values(), *dict.fromkeys(self._scripts.values())]
 
     def close(self) -> None:
         """Close what is shared, after the parts."""

@@ -37,7 +37,7 @@ class Attendant(Part):
     name = traitlets.Unicode().tag(sync=True)
 
     def __init__(self, name: str, looks: Looks) -> None:
-        super().__init__(looks.script("attendant.js", SHEET), name=name, layout=looks.layout)
+        super().__init__("attendant.js", looks.script("attendant.js", SHEET), name=name, layout=looks.layout)
         self.on_msg(self._asked)
 
     def _asked(self, _widget: object, message: Any, _buffers: object) -> None:

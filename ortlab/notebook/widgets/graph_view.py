@@ -107,7 +107,7 @@ class GraphView(Part):
         self._wanted = Wanted(stage, around, hops, group)
         self.graph, self._document = self._made(self._wanted)
         style = html.STYLE + compact("graph_view.css") + (html.CODE_STYLE if source.code else "")
-        super().__init__(Script("graph_view.js", compacted_style(style)), layout=Layout())
+        super().__init__("graph_view.js", Script({"graph_view.js": compacted_style(style)}), layout=Layout())
         self.add_class(PANEL)
         self.marks = dict(source.colours(stage)) if source.colours else {}
         self._saved = SavedForm(self, self.page, dated=False)

@@ -9,9 +9,10 @@ from ortlab.lab.following import observe, shown_ranks
 from ortlab.notebook.widgets import controls
 from ortlab.notebook.widgets.activations_explorer import ActivationsExplorer
 from ortlab.notebook.widgets.browser import living
+from ortlab.notebook.widgets.budget_part import BudgetPart
 from ortlab.notebook.widgets.controls import Looks, close_tree
 from ortlab.notebook.widgets.display import note_shown
-from ortlab.notebook.widgets.frame import PANEL, Attendant, SavedForm, forms
+from ortlab.notebook.widgets.frame import PANEL, SHEET, Attendant, SavedForm, forms
 from ortlab.notebook.widgets.graph_display import GraphPart, highlight, highlight_plans
 from ortlab.notebook.widgets.header import Actions, Header
 from ortlab.notebook.widgets.message_list import MessageList
@@ -40,6 +41,12 @@ SWITCHES: Final = "Switches"
 MESSAGES: Final = "Messages"
 RANKS: Final = "Ranks"
 
+_FILES: Final = {
+    "attendant.js": SHEET,
+    **dict.fromkeys(("record_table.js", "picture.js", "scatter.js", "budget.js"), ""),
+}
+"""Scripts of a panel, and their styles."""
+
 _RUN_A_STEP: Final = "Run a step first: %%ort_step -n 20, or lab.step(fn, n=20)."
 
 _panels: weakref.WeakKeyDictionary[Lab, weakref.ref[Panel]] = weakref.WeakKeyDictionary()
@@ -56,7 +63,7 @@ class Panel(controls.Column):
         self.closed = False
         self._showing = False
         self._built_for = ""
-        self._looks = looks = Looks()
+        self._looks = looks = Looks(_FILES)
         self.header = Header(lab, looks)
         self.engine = controls.ToggleButtons(
             options=_engines(lab.engine), value=lab.engine, description="Engine", layout=looks.layout
@@ -67,6 +74,7 @@ class Panel(controls.Column):
         self._overview_row, self._memory_row = looks.row(), looks.row()
         self._past: list[tuple[str, Options]] = []  # engine and switches before each change, for `undo`
         self._held = (lab.engine, lab.options)
+        self.budget = BudgetPart(lab, looks)
         self._add_buttons()
         self._memory = MemoryPart(lab, looks)
         self._measured = looks.html()
@@ -78,7 +86,7 @@ class Panel(controls.Column):
         self.graph = GraphPart(lab, self.errors, looks)
         self.messages = MessageList(lambda: self.lab.messages, looks)
         overview = [self._overview_row, self.runs, self.header.about]
-        memory = [self._memory_row, self._asked_for, self._memory]
+        memory = [self.budget, self._memory_row, self._asked_for, self._memory]
         self.tabs = Tabs(
             [
                 Tab(OVERVIEW, controls.Column(overview, layout=looks.layout)),
@@ -166,6 +174,20 @@ class Panel(controls.Column):
             self.runs.settle,
             self.runs.why_not_settle,
             self._overview_row,
+        )
+        self.predict = add(
+            "Predict what less memory costs",
+            "Profile the last step, and predict memory and time for the plans that cost least; nothing is switched on",
+            self.budget.predict,
+            self._no_step,
+            self.budget.row,
+        )
+        self.apply = add(
+            "Apply and verify",
+            "Choose the plans for this share, run, measure and time them, and switch them on if they hold: %ort_budget",
+            self.budget.apply,
+            lambda: self._no_step() or self.budget.why_not(),
+            self.budget.row,
         )
         self.plan = add(
             "Memory plan",

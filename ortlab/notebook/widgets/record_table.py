@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 PAGE: Final = 50
 """Rows on one page: ten thousand at once would stop the browser."""
 
+_FILE: Final = "record_table.js"
+
 RULES: Final = compact("record_table.css")
 """Style rules of the table, beside those of every page."""
 
@@ -115,9 +117,9 @@ class RecordTable(Part, Generic[Record]):
         self._first = 0
         self._drawn = 0
         if looks is None:
-            super().__init__(Script("record_table.js", compacted_style(html.STYLE + RULES)))
+            super().__init__(_FILE, Script({_FILE: compacted_style(html.STYLE + RULES)}))
         else:
-            super().__init__(looks.script("record_table.js"), layout=Layout())
+            super().__init__(_FILE, looks.script(_FILE), layout=Layout())
         self.on_msg(self._told)
 
     def show(self, content: Content[Record]) -> None:

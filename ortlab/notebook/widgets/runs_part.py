@@ -205,7 +205,7 @@ class Picture(Part):
     file = traitlets.Unicode().tag(sync=True)  # name of the saved file, without its suffix
 
     def __init__(self, file: str, looks: Looks) -> None:
-        super().__init__(looks.script("picture.js"), file=file, layout=looks.layout)
+        super().__init__("picture.js", looks.script("picture.js"), file=file, layout=looks.layout)
 
     def show(self, figure: Figure, description: str) -> None:
         """Show a figure of `ortlab.render.plots`; `description` is for readers who do not see it."""

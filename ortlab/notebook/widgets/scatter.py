@@ -23,7 +23,7 @@ class Scatter(Part):
 
     def __init__(self, choose: Callable[[str], None], looks: Looks) -> None:
         self._choose = choose
-        super().__init__(looks.script("scatter.js"), layout=Layout())
+        super().__init__("scatter.js", looks.script("scatter.js"), layout=Layout())
         self.on_msg(self._told)
 
     def show(self, runs: Sequence[Run], chosen: int | None) -> None:

@@ -25,10 +25,11 @@ Cost = Callable[[str], str]
 """Called with a switch's name; says what a change of it takes now."""
 
 _DEFAULTS: Final = Options()
+_RESET: Final = "Set every switch to its default"
 
 
 class SwitchRow(controls.Box):
-    """One switch: its control, its help, what a change takes, and why it cannot act.
+    """One switch in a line: its control, what a change takes, why it cannot act, and its help folded away.
 
     The row itself changes nothing: it tells `on_change` what the user chose. `variable` is the environment variable
     that gave the switch its first value, or "".
@@ -86,9 +87,9 @@ class SwitchRow(controls.Box):
         self._help.value = self._explain(changed=changed)
 
     def _explain(self, *, changed: bool) -> str:
-        parts = [f"{prose(self.switch.help)}<br>"]
+        parts = []
         if self._said:
-            parts.insert(0, f'<strong class="ortlab-said" role="status">{prose(self._said)}</strong><br>')
+            parts.append(f'<strong class="ortlab-said" role="status">{prose(self._said)}</strong><br>')
         if not self._reason and (cost := self._cost(self.switch.name)):
             parts.append(f'<span class="ortlab-chip">{prose(cost)}</span>')
         default = value_text(getattr(_DEFAULTS, self.switch.name))
@@ -98,6 +99,7 @@ class SwitchRow(controls.Box):
             parts.append(f"First value from the variable {prose(f'`{self._variable}`')}.")
         if self._reason:
             parts.append(f"<em>{prose(self._reason)}</em>")
+        parts.append(f"<details><summary>What it does</summary>{prose(self.switch.help)}</details>")
         return f'<div class="ortlab-help">{" ".join(parts)}</div>'
 
     def _changed(self, change: Any) -> None:
@@ -135,9 +137,12 @@ class SwitchList(controls.Column):
             layout=looks.layout,
         )
         # Whoever makes the list says what a click does.
-        self.reset = looks.button("All to defaults", "Set every switch to its default")
+        self.reset = looks.button("All to defaults", _RESET)
+        self._differing = looks.html()
         self._body = controls.Column(layout=looks.layout)
-        super().__init__([looks.row(self.groups, self.reset), self._body], layout=looks.layout)
+        super().__init__(
+            [self._differing, looks.row(self.groups, self.reset), self._body], layout=looks.layout
+        )
         self.groups.observe(self._show_group, "value")
 
     def row(self, name: str) -> SwitchRow:
@@ -155,6 +160,8 @@ class SwitchList(controls.Column):
         self._options = options
         changed = options.changed(_DEFAULTS)
         self.reset.disabled = not changed
+        self.reset.tooltip = _RESET if changed else "Every switch is at its default."
+        self._differing.value = _differing(options)
         counts = {
             group: sum(one.group is group and one.name in changed for one in switches()) for group in Group
         }
@@ -185,6 +192,20 @@ class SwitchList(controls.Column):
         row = SwitchRow(switch, self._have, self._on_change, self._cost, self._looks, variable)
         row.show(self._options)
         return row
+
+
+def _differing(options: Options) -> str:
+    """Say which switches differ from their defaults, and what those are."""
+    words = [
+        f"<code>{name}</code> {prose(value_text(getattr(options, name)))} (default {prose(value_text(default))})"
+        for name, default in ((name, getattr(_DEFAULTS, name)) for name in options.changed(_DEFAULTS))
+    ]
+    said = (
+        f"<strong>Differs from the defaults:</strong> {', '.join(words)}"
+        if words
+        else "All switches are at their defaults."
+    )
+    return f'<div class="ortlab ortlab-differing">{said}</div>'
 
 
 def _group_label(group: Group, changed: int) -> str:
