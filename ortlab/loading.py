@@ -65,13 +65,14 @@ def load(path: str | Path) -> Any:
         return Ledger.load(source)
     if "rank" in content:
         return Ranks.load(source)
-    if content.get("record") not in HOMES:
+    noun = content.get("record")
+    if not isinstance(noun, str) or noun not in HOMES:
         raise LedgerError(
             f"The file {source} holds no record of ortlab.",
-            why=f'Its field "record" is {content.get("record")!r}.',
+            why=f'Its field "record" is {str(noun)[:60]!r}.',
             fix=_FIX,
         )
-    module, name = HOMES[content["record"]]
+    module, name = HOMES[noun]
     kind: type[JsonRecord] = getattr(importlib.import_module(module), name)
     return kind.load(source)
 

@@ -35,6 +35,9 @@ _LESS: Final = (
 )
 
 
+_FLAG: Final = re.compile(r"We don't have an op for (aten::\w+) but.*?Argument types: [^\n]*\bbool\b")
+
+
 def explain_build_failure(
     error: Exception,
     module: torch.nn.Module,
@@ -68,6 +71,13 @@ def explain_build_failure(
             "These memory plans cannot be applied together.",
             why="They recompute several nodes that have no name, and 1.19.2 gives their copies the same one.",
             fix="Use memory_level=1, which leaves them out, or other plans: lab.plan() lists all.",
+        )
+    flag = _FLAG.search(message)
+    if flag:
+        return BuildError(
+            f"The model gives True or False to {flag.group(1)}, where the exporter of torch knows numbers only.",
+            why="It keeps a Python flag, or a tensor of one, as a constant of a kind that the operator does not take.",
+            fix="Write int(flag), or flag.to(x.dtype) for a tensor.",
         )
     if operator:
         what = f"ONNX has no form for the operator {operator.group(1)}, so the model cannot be exported."

@@ -7,6 +7,7 @@ the order of execution, with its duration in us and the shapes of its results (`
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,6 +56,14 @@ _BYTES: Final = {
 """Bytes per element by the names that ORT's profiler uses."""
 
 
+_NAMES: Final = re.compile(r'"name" :"(.*?)","args" : \{', re.DOTALL)
+
+
+def _escaped(name: re.Match[str]) -> str:
+    """Write the name of an event as JSON has it; ORT's profiler writes quotation marks and line breaks as they are."""
+    return f'"name" :{json.dumps(name[1])},"args" : {{'
+
+
 class Profile:
     """What is seen of an execution while its session is profiled.
 
@@ -93,7 +102,7 @@ class Profile:
     def end(self, agent: Any) -> None:
         """Let the profiler write what it has, and read it while its files are there."""
         file = Path(agent._inference_session.end_profiling())
-        self._events = json.loads(file.read_text(encoding="utf-8"))
+        self._events = json.loads(_NAMES.sub(_escaped, file.read_text(encoding="utf-8")))
         self._graph = onnx.load(self.graph_file).graph
 
     @property

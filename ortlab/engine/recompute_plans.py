@@ -8,6 +8,7 @@ that are applied from the graph that the session executes.
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -148,6 +149,9 @@ class _Nameless:
         return left.pop() if left else ""
 
 
+_WHERE_READ: Final = "" if sys.platform == "linux" else "; its messages can be read on Linux only"
+
+
 def check_places(places: RecomputePlaces, report: str) -> None:
     """Raise BuildError unless the places found are those that ORT counts in `report`, its MemoryInsight table."""
     counted: Counter[tuple[str, int]] = Counter()
@@ -159,7 +163,7 @@ def check_places(places: RecomputePlaces, report: str) -> None:
         raise BuildError(
             "The places of this model's recompute plans cannot be told.",
             why=f"ONNX Runtime counts {counted[cluster, strategy]} places of {cluster}:{strategy} and names "
-            f"{found[cluster, strategy]} of them; its messages can be read on Linux only.",
+            f"{found[cluster, strategy]} of them{_WHERE_READ}.",
             fix="Use memory_level=0 and plans for all places, as in Gelu+:1:-1.",
         )
 

@@ -82,12 +82,19 @@ def _read_fallback_policy(text: str) -> list[str] | None:
     return None if policy == "DISABLE" else [policy]
 
 
+def _text_of(path: Path) -> str:
+    """Read a file; a device such as /dev/zero has no end, and a pipe waits for who writes to it."""
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is no file")
+    return path.read_text(encoding="utf-8")
+
+
 def _read_plans(text: str) -> object:
     """Read plans from the JSON file that 1.19.2 wants, or from the text itself, as releases before 1.19 had it."""
     if re.search(r":[012]:(-1|\d+)$", text):
         return text
     try:
-        plans = json.loads(Path(text).read_text(encoding="utf-8"))
+        plans = json.loads(_text_of(Path(text)))
     except (OSError, ValueError, RecursionError) as error:
         raise OptionError(
             f"{shown(text)} cannot be read.", why=f"It is not a readable JSON file: {error}."
@@ -196,7 +203,7 @@ def read_json_config(path: Path) -> dict[str, Value]:
     no sense.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(_text_of(path))
     except (OSError, ValueError, RecursionError) as error:
         raise _refusal(path, f"It is not a readable JSON file: {error}.") from None
     if not isinstance(data, dict):

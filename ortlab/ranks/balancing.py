@@ -176,6 +176,9 @@ class Balance(Shown, JsonRecord, noun="record of a load balance", layout=1):
     @classmethod
     def _of_fields(cls, fields: dict[str, Any]) -> Balance:
         epochs = {name: tuple(_epoch(one) for one in fields[name]) for name in ("without", "having")}
+        counts = {len(one.batches) for found in epochs.values() for one in found}
+        if not all(epochs.values()) or len(counts) != 1:
+            raise ValueError("its epochs are not of the same ranks")
         return cls(**{**fields, **epochs, "sizes": tuple(fields["sizes"])})
 
     def _ratios(self, epochs: Sequence[Epoch]) -> list[float]:

@@ -97,7 +97,8 @@ class RankLedger:
         """
         fields = record_files.without_layout(record, SCHEMA, "This ledger of a rank")
         try:
-            return cls(**{**fields, "runs": tuple(Run.from_dict(run) for run in fields["runs"])})
+            runs = tuple(Run.from_dict(run) for run in fields["runs"])
+            return record_files.checked(cls(**{**fields, "runs": runs}))
         except (KeyError, TypeError) as error:
             raise LedgerError(
                 "This ledger of a rank cannot be read.", why=f"A field is missing or unknown: {error}."
@@ -399,4 +400,5 @@ class Ranks(Shown):
                 )
         else:
             files = list(source)
-        return cls(tuple(RankLedger.load(file) for file in files))
+        ranks = cls(tuple(RankLedger.load(file) for file in files))
+        return record_files.shown(ranks, f"The ledgers in {source}")

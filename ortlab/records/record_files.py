@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import builtins
 import json
+import sys
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import is_dataclass
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Final,
+    Literal,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from ortlab.errors import LedgerError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from typing_extensions import Self
 
 _Content = TypeVar("_Content", bound="list[Any] | dict[str, Any]")
@@ -63,10 +77,11 @@ class JsonRecord(ABC):
         """
         fields = without_layout(record, cls._layout, f"This {cls._noun}")
         try:
-            return cls._of_fields(fields)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            return checked(cls._of_fields(fields))
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise LedgerError(
-                f"This {cls._noun} cannot be read.", why=f"A field is missing or unknown: {error}."
+                f"This {cls._noun} cannot be read.",
+                why=f"A field is missing, unknown or of another kind: {error}.",
             ) from error
 
     def save(self, path: str | Path) -> Path:
@@ -89,7 +104,7 @@ class JsonRecord(ABC):
             other=f"The file {path} is not a {cls._noun}.",
             fix=f"Give a file that {cls.__name__}.save wrote.",
         )
-        return cls.from_dict(content)
+        return shown(cls.from_dict(content), f"The file {path} of a {cls._noun}")
 
 
 def rebuilt(kind: type[_Record], fields: Mapping[str, Any]) -> _Record:
@@ -113,6 +128,99 @@ def _value(kind: Any, value: Any) -> Any:
     return value
 
 
+# ---- what a file may hold ---------------------------------------------------------------------------------------
+
+
+def checked(record: _Record) -> _Record:
+    """Return a record that was made of JSON; raise TypeError where a field holds something of another kind."""
+    _check(record)
+    return record
+
+
+def shown(record: _Record, file: str) -> _Record:
+    """Return a record that was read; raise LedgerError where its values are such that it cannot be shown.
+
+    Each field may be of its kind, and yet a part be named that is not there. That is said where the file is read, not
+    in the cell where the record is looked at. `file` names it, as in "The file runs.json".
+    """
+    try:
+        _ = repr(record), str(record)
+    except Exception as error:
+        raise LedgerError(
+            f"{file} holds values that do not belong together.",
+            why=f"{type(error).__name__}: {error}.",
+            fix="Give a file as it was saved.",
+        ) from error
+    return record
+
+
+def _check(record: object) -> None:
+    fields = vars(record) if hasattr(record, "__dict__") else {}
+    for name, kind in _kinds(cast("Any", type(record))).items():
+        value = fields.get(name, fields.get(f"_{name}", _ABSENT))
+        if value is not _ABSENT and not _is_of(kind, value):
+            raise TypeError(f"{name} is {str(value)[:_LONGEST]!r}")
+
+
+_ABSENT: Final = object()
+_LONGEST: Final = 60
+
+
+@cache
+def _kinds(of: type[Any]) -> dict[str, Any]:
+    """Return the declared kind of each field of a class; a name that is known to type checkers only is anything."""
+    declared = of if is_dataclass(of) else of.__init__
+    hints = get_type_hints(declared, localns=_Names(vars(sys.modules[of.__module__])))
+    return {
+        name: kind for name, kind in hints.items() if name != "return" and get_origin(kind) is not ClassVar
+    }
+
+
+class _Anything:
+    """What a name stands for that only type checkers know."""
+
+    def __class_getitem__(cls, _: object) -> type[_Anything]:
+        return cls
+
+
+class _Names(dict[str, Any]):
+    """The names of a module, and `_Anything` for those that it lacks."""
+
+    def __missing__(self, name: str) -> Any:
+        if hasattr(builtins, name):
+            raise KeyError(name)
+        return _Anything
+
+
+def _is_of(kind: Any, value: object) -> bool:  # noqa: C901, PLR0911 - one kind of declaration after another
+    """Say whether a value is of a kind; data classes in it are checked field by field."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in {UnionType, Union}:
+        return any(_is_of(one, value) for one in inner)
+    if origin is Literal:
+        return value in inner
+    if origin is tuple and inner and inner[-1] is not Ellipsis:
+        return isinstance(value, tuple | list) and len(value) == len(inner) and all(map(_is_of, inner, value))
+    wanted = origin or kind
+    if wanted is float:
+        return isinstance(value, float | int)
+    if wanted is _Anything or not isinstance(wanted, type):
+        return True
+    if wanted is tuple:  # which JSON knows as a list
+        wanted = (tuple, list)
+    if not isinstance(value, wanted):
+        return False
+    if isinstance(value, Mapping):
+        return len(inner) != 2 or all(  # noqa: PLR2004 - keys, values
+            _is_of(inner[0], key) and _is_of(inner[1], one) for key, one in value.items()
+        )
+    if inner and isinstance(value, list | tuple):
+        return all(_is_of(inner[0], one) for one in value)
+    if is_dataclass(value):
+        _check(value)
+    return True
+
+
 def write(path: str | Path, content: object) -> Path:
     """Write plain JSON types to a file, and return its path."""
     target = Path(path)
@@ -129,12 +237,21 @@ def read(
     content. Raises LedgerError where the file cannot be read, is no JSON, or has other content.
     """
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(text_of(Path(path)))
     except (OSError, ValueError) as error:
         raise LedgerError(f"{file} cannot be read.", why=str(error)) from error
+    except RecursionError as error:
+        raise LedgerError(f"{file} cannot be read.", why="It is nested too deeply.", fix=fix) from error
     if not isinstance(content, kind):
         raise LedgerError(other, fix=fix)
     return cast("_Content", content)
+
+
+def text_of(path: Path) -> str:
+    """Read a file; raise OSError for a device such as /dev/zero, which has no end, and a pipe, which waits."""
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is no file")
+    return path.read_text(encoding="utf-8")
 
 
 def without_layout(
@@ -142,8 +259,11 @@ def without_layout(
 ) -> dict[str, Any]:
     """Return a record's fields, once its layout (field "schema") is known to be the present one.
 
-    `what` names the record in an error, as in "This budget". Raises LedgerError where the layout is another.
+    `what` names the record in an error, as in "This budget". Raises LedgerError where the layout is another, and
+    TypeError where it is no record at all.
     """
+    if not isinstance(record, Mapping):
+        raise TypeError(f"it is {str(record)[:_LONGEST]!r}")
     fields = dict(record)
     fields.pop("record", None)  # for `ortlab.load`, which does not know what a file holds
     found = fields.pop("schema", None)

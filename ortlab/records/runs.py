@@ -292,12 +292,15 @@ class Run(Shown, JsonRecord, noun="run", layout=SCHEMA):
     @classmethod
     def _of_fields(cls, fields: dict[str, Any]) -> Run:
         fields["density"] = {"rows": fields.get("density", ())}
-        return record_files.rebuilt(cls, fields)
+        run = record_files.rebuilt(cls, fields)
+        if not run.steps:
+            raise ValueError("a run has at least one step")
+        return run
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Run:
         """Rebuild a run from `to_dict`; a LedgerError says what is wrong with one that cannot be read."""
-        if record.get("schema") == _FORMER:
+        if isinstance(record, Mapping) and record.get("schema") == _FORMER:
             record = {**record, "schema": SCHEMA, "no_step_memory": NO_FORMER}
         return super().from_dict(record)
 
@@ -387,7 +390,10 @@ class Ledger(Shown, Sequence[Run]):
             other=f"The file {path} is not a ledger.",
             fix="Give a file that Ledger.save wrote.",
         )
-        return cls([Run.from_dict(record) for record in records])
+        if not all(isinstance(record, dict) for record in records):
+            raise LedgerError(f"The file {path} is not a ledger.", fix="Give a file that Ledger.save wrote.")
+        ledger = cls([Run.from_dict(record) for record in records])
+        return record_files.shown(ledger, f"The ledger file {path}")
 
 
 def median_parts(steps: Sequence[Step]) -> dict[str, float]:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import base64
-from html import escape
+import html
 from typing import Final
 
 from ortlab import units
 from ortlab.render.page import Block, Cell, Code, Column, Drawing, Folded, Frame, Mark, Note, Page, Table
 from ortlab.render.pages import compose
+
+
+def escape(text: str) -> str:
+    r"""Write text as HTML, with control characters as Python writes them: a null byte would end the page."""
+    plain = "".join(
+        one if one.isprintable() or one in "\n\t\N{NO-BREAK SPACE}" else repr(one)[1:-1] for one in text
+    )
+    return html.escape(plain)
+
 
 STYLE = """\
 .ortlab { color: var(--jp-ui-font-color1, inherit);

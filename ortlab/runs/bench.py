@@ -25,7 +25,7 @@ from ortlab.records.messages import MessageLog
 from ortlab.records.runs import EXECUTED_BY_PARTS, Initialization, Ledger, Run
 from ortlab.records.status import Status
 from ortlab.runs.experiment import Snapshot
-from ortlab.runs.interrupts import say
+from ortlab.runs.interrupts import interrupts_kept, say
 from ortlab.runs.parts import PartsEngine, find_parts
 from ortlab.runs.progress import Progress
 from ortlab.runs.recording import Recording
@@ -273,7 +273,8 @@ class Bench:
         experiment names. The snapshot is yielded, so that more can be included; `now` is one that there is already.
         """
         before = Snapshot(self.module, experiment.start.stateful) if now is None else now
-        with self.set_as_before():
+        # A second Ctrl-C that comes before the start is put back, means the first.
+        with interrupts_kept(errors=False), self.set_as_before():
             try:
                 yield before
             finally:

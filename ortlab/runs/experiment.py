@@ -6,8 +6,9 @@ import copy
 import hashlib
 import inspect
 import io
+import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -74,15 +75,83 @@ class _Tensor:
     tensor: torch.Tensor
     value: torch.Tensor
     grad: torch.Tensor | None
+    requires_grad: bool
 
     @classmethod
     def read(cls, tensor: torch.Tensor) -> _Tensor:
         grad = tensor.grad.detach().clone() if tensor.grad is not None else None
-        return cls(tensor, tensor.detach().clone(), grad)
+        return cls(tensor, tensor.detach().clone(), grad, tensor.requires_grad)
 
     def put_back(self) -> None:
-        self.tensor.copy_(self.value)
-        self.tensor.grad = None if self.grad is None else self.grad.clone()
+        tensor, value = self.tensor, self.value
+        tensor.grad = None  # whose dtype and shape have to be those of the tensor
+        if (tensor.dtype, tensor.shape, tensor.device) != (value.dtype, value.shape, value.device):
+            tensor.data = value.clone()  # somebody has put other memory there, as module.half() does
+        else:
+            tensor.copy_(value)
+        if tensor.requires_grad != self.requires_grad and tensor.is_leaf:
+            tensor.requires_grad_(self.requires_grad)
+        tensor.grad = None if self.grad is None else self.grad.clone()
+
+
+_TABLES: Final = ("_parameters", "_buffers", "_modules")
+
+
+class _Module:
+    """The parameters, buffers and parts of a module: the objects under each name, and what they hold."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.tensors = [_Tensor.read(tensor) for tensor in (*module.parameters(), *module.buffers())]
+        self._parts = [
+            (part, part.training, {table: dict(getattr(part, table)) for table in _TABLES})
+            for part in module.modules()
+        ]
+
+    def put_back(self) -> None:
+        """Make the module what it was: a parameter that was replaced is under its name again."""
+        for part, training, tables in self._parts:
+            part.training = training
+            for table, held in tables.items():
+                now = getattr(part, table)
+                if list(now) != list(held) or any(now[name] is not one for name, one in held.items()):
+                    now.clear()
+                    now.update(held)
+        with torch.no_grad():
+            for tensor in self.tensors:
+                tensor.put_back()
+
+
+class _Optimizer:
+    """The groups of an optimizer of torch and their parameters.
+
+    Its own ``load_state_dict`` casts states to the dtype of their parameter, which loses digits of what an optimizer
+    keeps in float32 for a parameter of bfloat16, and refuses other groups than there are.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._groups = [(group, list(group["params"])) for group in optimizer.param_groups]
+
+    @staticmethod
+    def suits(thing: object) -> bool:
+        """Say whether an object is an optimizer whose state is that of torch's base class."""
+        base = torch.optim.Optimizer
+        return isinstance(thing, base) and all(
+            getattr(type(thing), name) is getattr(base, name) for name in ("state_dict", "load_state_dict")
+        )
+
+    def put_back(self, state: Mapping[str, Any]) -> None:
+        """Take over a copy of what ``state_dict`` returned, every tensor as it is."""
+        state = copy.deepcopy(state)
+        numbered: dict[Any, Any] = {}
+        for (group, parameters), saved in zip(self._groups, state["param_groups"], strict=True):
+            numbered |= dict(zip(saved.pop("params"), parameters, strict=True))
+            group.clear()
+            group.update({"params": list(parameters), **saved})
+        self._optimizer.param_groups[:] = [group for group, _ in self._groups]
+        self._optimizer.state.clear()
+        for key, held in state["state"].items():
+            self._optimizer.state[numbered.get(key, key)] = held
 
 
 class Snapshot:
@@ -95,9 +164,10 @@ class Snapshot:
 
     def __init__(self, module: torch.nn.Module, stateful: Iterable[Any] = ()) -> None:
         self._module = module
-        self._tensors = [_Tensor.read(tensor) for tensor in (*module.parameters(), *module.buffers())]
-        self._flags = [(part, part.training) for part in module.modules()]
+        self._whole = _Module(module)
+        self._tensors = self._whole.tensors
         self._states: dict[int, tuple[Any, Any]] = {}
+        self._inside: dict[int, _Module | _Optimizer] = {}
         self._random = RandomState.read()
         for thing in stateful:
             self.include(thing)
@@ -117,8 +187,13 @@ class Snapshot:
 
     def include(self, thing: Any) -> None:
         """Keep the state of one more object, as it is now, unless it is kept already."""
-        if id(thing) not in self._states and thing is not self._module:
-            self._states[id(thing)] = (thing, copy.deepcopy(thing.state_dict()))
+        if id(thing) in self._states or thing is self._module:
+            return
+        self._states[id(thing)] = (thing, copy.deepcopy(thing.state_dict()))
+        if isinstance(thing, torch.nn.Module):
+            self._inside[id(thing)] = _Module(thing)
+        elif _Optimizer.suits(thing):
+            self._inside[id(thing)] = _Optimizer(thing)
 
     @property
     def stateful(self) -> list[Any]:
@@ -128,17 +203,29 @@ class Snapshot:
     def put_back(self) -> None:
         """Make everything what it was, in place: parameters and optimizers stay the objects they are.
 
-        Ctrl-C is raised afterwards: half of the weights would be those of another step.
+        Ctrl-C is raised afterwards: half of the weights would be those of another step. Where one object refuses its
+        state, all others get theirs, and the error says which did not.
         """
+        refused: list[str] = []
         with undisturbed():
-            with torch.no_grad():
-                for tensor in self._tensors:
-                    tensor.put_back()
-            for part, flag in self._flags:
-                part.training = flag
+            self._whole.put_back()
             for thing, state in self._states.values():
-                thing.load_state_dict(copy.deepcopy(state))
+                try:
+                    self._put_one_back(thing, state)
+                except Exception as error:  # noqa: BLE001, PERF203 - each is an object of the user's
+                    refused.append(f"{type(thing).__name__} ({error})")
             self._random.put_back()
+        if refused:
+            _say_refused(refused)
+
+    def _put_one_back(self, thing: Any, state: Any) -> None:
+        inside = self._inside.get(id(thing))
+        if isinstance(inside, _Optimizer):
+            inside.put_back(state)
+            return
+        if inside is not None:
+            inside.put_back()
+        thing.load_state_dict(copy.deepcopy(state))
 
     @property
     def number_of_bytes(self) -> int:
@@ -161,6 +248,16 @@ class Snapshot:
             from ortlab.engine.sessions import seed
 
             seed(self.ort_seed)
+
+
+def _say_refused(refused: list[str]) -> None:
+    """Say what could not be put back: with the error that is on its way, or else as one."""
+    what = f"The state of {', '.join(refused)} could not be put back; everything else was."
+    error = sys.exc_info()[1]
+    if error is None:
+        raise StepError(what, fix="Make it anew before the next step.")
+    if hasattr(error, "add_note"):  # from Python 3.11 on
+        error.add_note(what)
 
 
 class DataDigest:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import os
 import random
+import signal
+import threading
+import time
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import Adafactor
 
+import ortlab
+from ortlab.errors import StepError
 from ortlab.runs.experiment import DataDigest, Snapshot, is_stateful
 
 
@@ -114,3 +123,174 @@ def test_what_can_be_kept():
     assert is_stateful(model)
     assert not is_stateful(torch.optim.SGD)
     assert not is_stateful({"state_dict": 1})
+
+
+def held(model, optimizer):
+    """Return every tensor of a model and of its optimizer's state by name, and the numbers of its groups."""
+    found = {name: one.detach().clone() for name, one in model.state_dict().items()}
+    for index, state in enumerate(
+        optimizer.state[one] for group in optimizer.param_groups for one in group["params"]
+    ):
+        found |= {f"{index}.{name}": copy.deepcopy(value) for name, value in state.items()}
+    groups = [{**group, "params": [id(one) for one in group["params"]]} for group in optimizer.param_groups]
+    return found, copy.deepcopy(groups), [one.requires_grad for one in model.parameters()]
+
+
+def is_equal(one, other):
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(is_equal(one[name], other[name]) for name in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(is_equal, one, other))
+    return one == other
+
+
+@pytest.mark.parametrize(
+    "optimizer_class", [torch.optim.NAdam, torch.optim.ASGD, Adafactor, torch.optim.Adam]
+)
+def test_states_keep_their_dtype(optimizer_class):
+    """Torch's load_state_dict casts float32 to the bfloat16 of a parameter."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)).to(torch.bfloat16)
+    optimizer = optimizer_class(
+        model.parameters(), lr=0.1, **({"relative_step": False} if optimizer_class is Adafactor else {})
+    )
+
+    def steps():
+        for _ in range(3):
+            model(torch.randn(6, 4, dtype=torch.bfloat16)).float().square().mean().backward()
+            optimizer.step()
+
+    steps()
+    before, snapshot = held(model, optimizer), Snapshot(model, [optimizer])
+    steps()
+    snapshot.put_back()
+    assert is_equal(held(model, optimizer), before)
+    after = (steps(), held(model, optimizer))[1]
+    snapshot.put_back()
+    assert is_equal((steps(), held(model, optimizer))[1], after)
+
+
+def added_group(model, optimizer, _):
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 7.0})
+
+
+def replaced_parameter(model, optimizer, _):
+    model[0].weight = nn.Parameter(torch.zeros(8, 4))
+
+
+def other_dtype(model, optimizer, _):
+    model.half()
+
+
+def frozen(model, optimizer, _):
+    model[0].weight.requires_grad_(False)
+
+
+def removed_group(model, optimizer, _):
+    del optimizer.param_groups[0]["params"][1:]
+
+
+def another_layer(model, optimizer, _):
+    model[3] = nn.Linear(8, 5)
+
+
+def registered(model, optimizer, _):
+    model[0].register_buffer("scale", torch.ones(1))
+
+
+def other_weights(model, optimizer, another):
+    another.weight = nn.Parameter(torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        added_group,
+        replaced_parameter,
+        other_dtype,
+        frozen,
+        removed_group,
+        another_layer,
+        registered,
+        other_weights,
+    ],
+)
+def test_a_step_that_fails_is_undone(change):
+    model, optimizer = make(torch.optim.AdamW)
+    another = nn.Linear(2, 2)
+    lab = ortlab.wrap(model)
+
+    def step():
+        assert another
+        train(model, optimizer, 1)
+
+    lab.step(step, n=2)
+    objects = [*model.parameters(), *model.buffers(), *another.parameters()]
+    before = held(model, optimizer)
+
+    def fails():
+        assert another
+        train(model, optimizer, 1)
+        change(model, optimizer, another)
+        raise ZeroDivisionError("of the user")
+
+    with pytest.raises(ZeroDivisionError, match="of the user"):
+        lab.step(fails, n=2)
+    assert is_equal(held(model, optimizer), before)
+    now = [*model.parameters(), *model.buffers(), *another.parameters()]
+    assert [id(one) for one in now] == [id(one) for one in objects]
+    lab.step(step, n=1)
+
+
+class Stubborn:
+    """Refuses the state that it has given."""
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        raise RuntimeError("never again")
+
+
+def test_what_refuses_its_state_keeps_nothing_else_from_it():
+    model, optimizer = make(torch.optim.AdamW)
+    stubborn = Stubborn()
+    snapshot = Snapshot(model, [stubborn, optimizer])
+    before = held(model, optimizer)
+    train(model, optimizer, 2)
+    with pytest.raises(StepError, match=r"Stubborn \(never again\) could not be put back"):
+        snapshot.put_back()
+    assert is_equal(held(model, optimizer), before)
+    try:
+        _ = 1 / 0
+    except ZeroDivisionError as error:
+        snapshot.put_back()  # says so in the user's error instead of hiding it
+        assert "never again" in error.__notes__[0]  # noqa: PT017
+
+
+def test_two_quick_interrupts_leave_everything_as_it_was():
+    model, optimizer = make(torch.optim.NAdam, lr=0.01)
+    lab = ortlab.wrap(model)
+    lab.step(lambda: train(model, optimizer, 1), n=2)
+    draw = random.Random(11)
+
+    def interrupted():
+        for seconds in (0.2 * draw.random(), 0.06 * draw.random()):
+            time.sleep(seconds)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    calls = (lambda: lab.step(lambda: train(model, optimizer, 1), n=2000), lambda: lab.rerun(n=2000))
+    for number in range(10):
+        before = held(model, optimizer)
+        thread = threading.Thread(target=interrupted)
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - the second one may come after the call
+            thread.start()
+            calls[number % 2]()
+        with contextlib.suppress(KeyboardInterrupt):
+            thread.join()
+        with contextlib.suppress(KeyboardInterrupt):
+            thread.join()
+            time.sleep(0.02)
+        assert is_equal(held(model, optimizer), before)

@@ -110,6 +110,41 @@ def _mark_outputs_without_gradient(original: Callable[[Any], Any]) -> Callable[[
 # --- in the trace -------------------------------------------------------------------------------------------------
 
 
+_ARITHMETIC: Final = frozenset(
+    {
+        "add",
+        "clamp",
+        "div",
+        "eq",
+        "masked_fill",
+        "mul",
+        "ne",
+        "pow",
+        "radd",
+        "rdiv",
+        "rmul",
+        "rpow",
+        "rsub",
+        "rtruediv",
+    }
+    | {"sub", "true_divide", "truediv", "where"}
+)
+
+
+def _numbers_for_booleans(function: Any, args: tuple[Any, ...], given: list[torch.Tensor]) -> tuple[Any, ...]:
+    """Write Python's True and False beside tensors of floats as 1 and 0, which give the same result.
+
+    The exporter ends in "INTERNAL ASSERT FAILED ... We don't have an op for aten::mul" where a model multiplies with a
+    flag.
+    """
+    name = getattr(function, "__name__", "").strip("_")
+    if name not in _ARITHMETIC or not any(type(one) is bool for one in args):
+        return args
+    if not any(tensor.is_floating_point() for tensor in given):
+        return args
+    return tuple(int(one) if type(one) is bool else one for one in args)
+
+
 class TracedStops(TorchFunctionMode):
     """Put a recorded `detach` on each result that torch cuts off without recording it."""
 
@@ -127,6 +162,7 @@ class TracedStops(TorchFunctionMode):
         if function in (_GET_DATA, _SET_DATA):
             return self._data(*args)
         given = list(_tensors((args, kwargs)))
+        args = _numbers_for_booleans(function, args, given)
         if self._expanded.stale(given):
             _refuse(
                 "Reading an expanded tensor that was written to",
