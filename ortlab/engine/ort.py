@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import _StopRecomputationError
 
 from ortlab.engine import graph_optimizers, kept_builds
@@ -310,9 +310,9 @@ class OrtEngine:
                 return earlier.execution
         changed = self._what_changed(current, schema, args, kwargs)
         self.rebuild_reason = changed or self._why(current)
-        with one_build_at_a_time, restored_on_failure(), saving_apart():
+        with one_build_at_a_time, restored_on_failure(), saving_apart(), _outside_inference_mode():
             try:
-                built = self._build(schema, args, kwargs, changed)
+                built = self._build(schema, *_ordinary((args, kwargs)), changed)
             except OrtlabError:
                 raise
             except Exception as error:
@@ -466,6 +466,27 @@ class OrtEngine:
             # At this level ORTModule traces through torch.utils.checkpoint, and ORT recomputes instead of torch.
             return (("gradient checkpointing", "traced through"),)
         return ()
+
+
+@contextmanager
+def _outside_inference_mode() -> Iterator[None]:
+    """Exchange ``torch.inference_mode`` for ``torch.no_grad``, which lets exports ask for gradients.
+
+    A build in that mode would take every result for one that has no gradient, and keep that for later calls.
+    """
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(mode=False), torch.no_grad():
+        yield
+
+
+def _ordinary(call: tuple[Sequence[Any], Mapping[str, Any]]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Copy the tensors of a call that were made in ``torch.inference_mode``, which autograd does not follow."""
+    copied: tuple[Sequence[Any], Mapping[str, Any]] = tree_map_only(
+        torch.Tensor, lambda one: one.clone() if one.is_inference() else one, call
+    )
+    return copied
 
 
 def _no_graph_for(*, training: bool) -> BuildError:

@@ -396,6 +396,21 @@ def test_evaluation_between_steps_of_training(quiet, pair):
     assert built == ["export", "export"]
 
 
+@pytest.mark.parametrize("quiet", [torch.no_grad, torch.inference_mode])
+def test_a_first_call_without_gradients_costs_later_calls_none(quiet, pair):
+    """In train mode, as for a look at the loss before training, on a batch that was made in that mode as well."""
+    reference, model, lab, _ = pair(Net(dropout=0.0))
+    with quiet():
+        early = torch.randn(4, 8)
+        torch.testing.assert_close(model(early), reference(early))
+        assert lab.status.executed_by == "ort"
+    x = torch.randn(4, 8)
+    for one in (reference, model):
+        one(x).pow(2).sum().backward()
+    assert lab.status.executed_by == "ort"
+    assert worst(gradients(reference), gradients(model)) <= TOLERANCE
+
+
 def test_gradients_in_eval_mode_are_those_of_pytorch(pair):
     """As for a saliency map, or where the whole model is kept in eval to leave statistics alone."""
     reference, model, lab, built = pair(nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)))
