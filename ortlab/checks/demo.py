@@ -60,7 +60,7 @@ def main(setting: Setting, show: Callable[[str], None] = print) -> Ledger:
     show(
         'lab.compare(..., engine="eager")         ONNX Runtime with and without them, and PyTorch, in turns ...'
     )
-    without = {"memory_plan": (), "memory_level": 0}
+    without = {"memory_plan": (), "memory_level": 0, "recompute": ()}
     comparison = lab.compare(
         without,
         *([{"engine": "ort"}] if budget.applied else []),  # as the budget has left it

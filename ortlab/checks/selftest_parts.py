@@ -153,7 +153,11 @@ def switches(device: Device, size: Size) -> Iterator[Trial]:
 
 
 def other_value(one: Switch) -> Any:
-    """Return a value of a switch that is not its default: False for True, another choice, the least number."""
+    """Return a value of a switch that is not its default: False for True, another choice, the least number, words."""
+    from ortlab.options.switches import ALL_BUT_MATMULS
+
+    if one.name == "recompute":
+        return (ALL_BUT_MATMULS,)
     if one.type is bool:
         return not one.default
     others = [value for value in one.choices if value != one.default]

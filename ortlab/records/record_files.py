@@ -204,7 +204,7 @@ def _is_of(kind: Any, value: object) -> bool:  # noqa: C901, PLR0911 - one kind 
     wanted = origin or kind
     if wanted is float:
         return isinstance(value, float | int)
-    if wanted is _Anything or not isinstance(wanted, type):
+    if wanted in {_Anything, Any} or not isinstance(wanted, type):
         return True
     if wanted is tuple:  # which JSON knows as a list
         wanted = (tuple, list)

@@ -330,8 +330,8 @@ def _recomputed(bench: Bench, plain: Configuration) -> list[tuple[float, float, 
 
     found = []
     for words in _RECOMPUTED:
-        bench.configure(plain.changed({"recompute": [words]}, bench.have))
         try:
+            bench.configure(plain.changed({"recompute": [words]}, bench.have))
             trace = profile(bench, 1, progress=False)
         except OptionError:  # the model has no layers that repeat
             continue

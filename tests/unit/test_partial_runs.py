@@ -14,6 +14,7 @@ from torch import nn
 import ortlab
 from ortlab.records.runs import Ledger, Run
 from ortlab.render import html, text
+from ortlab.runs.experiment import _Optimizer
 from ortlab.runs.interrupts import undisturbed
 
 
@@ -112,19 +113,19 @@ def test_two_quick_presses_are_one(lab, training):
     assert [len(run.steps) for run in lab.runs] == [2]
 
 
-def test_a_press_while_weights_are_put_back_comes_after_that(lab, training):
-    """The optimizer's state is loaded in the middle of it."""
+def test_a_press_while_weights_are_put_back_comes_after_that(lab, training, monkeypatch):
+    """The optimizer's state is put back in the middle of it."""
     lab.step(training.step, n=2)
     lab.restore()
     start = training.state()
     lab.rerun()
-    load = training.optimizer.load_state_dict
+    put_back = _Optimizer.put_back
 
-    def pressed(state):
+    def pressed(self, state):
         os.kill(os.getpid(), signal.SIGINT)
-        load(state)
+        put_back(self, state)
 
-    training.optimizer.load_state_dict = pressed
+    monkeypatch.setattr(_Optimizer, "put_back", pressed)
     with pytest.raises(KeyboardInterrupt):
         lab.restore()
     assert same(training.state(), start)
