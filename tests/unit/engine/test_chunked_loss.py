@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 
 import numpy as np
 import pytest
@@ -411,6 +412,21 @@ def test_a_cache_of_keys_and_values_is_returned_beside():
     lab.unwrap()
 
 
+@pytest.fixture
+def accelerate_forgotten():
+    """Forget precision and device, which accelerate keeps for the process, and the variables that it sets."""
+    before = dict(os.environ)
+    yield
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+@pytest.mark.usefixtures("accelerate_forgotten")
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
 def test_transformers_trainer_trains_with_it_and_evaluates_the_logits(tmp_path, bf16):
     ids = batch()["input_ids"]

@@ -301,6 +301,8 @@ def test_the_table_has_a_row_per_finding():
     broken = BROKEN["Item"]()
     report = ortlab.preflight(broken.model, broken.batch, search=False, progress=False)
     table = report.table()
-    assert list(table["module"]) == [broken.guilty]
-    assert list(table["level"]) == [Level.WRONG.value]
+    # What is wrong comes first; that PyTorch computes the maximum is worth knowing only.
+    assert set(table["module"]) == {broken.guilty}
+    assert list(table["level"])[0] == Level.WRONG.value
+    assert list(table["level"]).count(Level.WRONG.value) == 1
     assert report.to_dict()["findings"][0]["place"]["module"] == broken.guilty
