@@ -15,10 +15,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from memory_measurement import MAPPED, MIB, resident
 from report import THREADS, Report, arguments, in_own_process
 
-MIB = 2**20
-MAPPED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 CONFIGURATIONS = ("eager", "level 0", "every plan at once", "level 1")
 FAMILIES = ("BERT", "GPT-2", "Llama")
 
@@ -93,12 +92,6 @@ def one(setting: dict[str, Any]) -> dict[str, Any]:
     assert lab.status.executed_by == engine
     level_set = lab.plan().level_set if name == "level 1" else None
     return {"rise": max(rises), "words": level_set.sentence() if level_set else ""}
-
-
-def resident(field: str) -> int:
-    """Read a line of the kernel's status of this process, in bytes."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 if __name__ == "__main__":

@@ -14,10 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from memory_measurement import MAPPED, MIB, resident
 from report import THREADS, Report, arguments, in_own_process
 
-MIB = 2**20
-MAPPED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "eager": {"engine": "eager"},
     "checkpointed layers": {"engine": "checkpoint"},
@@ -104,12 +103,6 @@ def one(setting: dict[str, Any]) -> float:
         rises.append(resident("VmHWM") - start)
     assert lab.status.executed_by == wished["engine"]
     return max(rises)
-
-
-def resident(field: str) -> int:
-    """Read a line of the kernel's status of this process, in bytes."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 if __name__ == "__main__":

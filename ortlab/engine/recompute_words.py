@@ -12,11 +12,12 @@ import fnmatch
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
 
 from ortlab.engine.baselines import find_layers
 from ortlab.engine.passes.recompute import WITHOUT_VALUES, ForwardPass, Recomputing, recomputing
+from ortlab.engine.passes.training_graph import GraphInfo
 from ortlab.errors import OptionError, did_you_mean
 from ortlab.graphs.nodes import executed_operator, joined, path_in, scopes_in
 from ortlab.options.switches import ALL_BUT_MATMULS, LAYERS
@@ -161,16 +162,7 @@ def _built_of(built: BuiltGraph, made: Recomputing) -> BuiltGraph:
     models = copy.copy(built.models)
     models.optimized_model = made.model
     digest = sha256(made.model.SerializeToString()).hexdigest()
-    return replace(built, models=models, info=_GraphInfo(built.info, made.returned), digest=digest)
-
-
-class _GraphInfo:
-    """ORT's facts about a graph, with the outputs that copies read among those that its backward reads."""
-
-    def __init__(self, info: Any, read: Sequence[int]) -> None:
-        self._info = info
-        known = info.module_output_indices_requires_save_for_backward
-        self.module_output_indices_requires_save_for_backward = sorted({*known, *read})
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._info, name)
+    # What copies read of the outputs is read by the backward.
+    saved = {*built.info.module_output_indices_requires_save_for_backward, *made.returned}
+    info = GraphInfo(built.info, module_output_indices_requires_save_for_backward=sorted(saved))
+    return replace(built, models=models, info=info, digest=digest)

@@ -27,7 +27,7 @@ from ortlab.engine.passes.graph_edits import (
     kernel_call,
     put_calls,
 )
-from ortlab.engine.passes.training_graph import hand_over, leave_short_sums, mend_layer_gradients
+from ortlab.engine.passes.training_graph import GraphInfo, hand_over, leave_short_sums, mend_layer_gradients
 
 if TYPE_CHECKING:
     import onnx
@@ -61,7 +61,7 @@ class TorchBackward:
                 free_outputs = choose_kernels(models.optimized_model)
                 choose_exact(models.optimized_model)
                 choose_quick(models.optimized_model)
-                self._graph_info = _GraphInfo(self._graph_info, free_outputs)
+                self._graph_info = _with_free_outputs(self._graph_info, free_outputs)
         hand_over(models.optimized_model)
         saved = self._debug_options.save_onnx_models  # type: ignore[attr-defined]
         if saved.save:  # ORTModule has saved the graph as it was
@@ -73,22 +73,15 @@ class TorchBackward:
             self._execution_agent = _BufferedAgent(self._execution_agent)
 
 
-class _GraphInfo:
-    """ORT's facts about a gradient graph, without the outputs whose missing gradient need not be zeros.
+def _with_free_outputs(info: Any, free_outputs: list[int]) -> GraphInfo:
+    """Return ORT's facts about a gradient graph, without the outputs whose missing gradient need not be zeros.
 
     ``_ORTModuleFunction.backward`` makes a tensor of zeros for each output that no gradient comes for, if the graph
     has to see its shape; for the logits of a language model these are more bytes than for everything else together.
     """
-
-    def __init__(self, info: Any, free_outputs: list[int]) -> None:
-        self._info = info
-        indices = info.output_grad_indices_require_full_shape
-        self.output_grad_indices_require_full_shape = [
-            index for index in indices if index not in free_outputs
-        ]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._info, name)
+    indices = info.output_grad_indices_require_full_shape
+    needed = [index for index in indices if index not in free_outputs]
+    return GraphInfo(info, output_grad_indices_require_full_shape=needed)
 
 
 class _BufferedAgent:

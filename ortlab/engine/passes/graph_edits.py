@@ -129,6 +129,15 @@ class GraphAdditions:
         tensor = helper.make_tensor(f"{output}_value", TensorProto.INT64, [len(values)], values)
         return self.node(before, "Constant", [], output, value=tensor)
 
+    def apart(self, before: onnx.NodeProto, name: str, output: str, axis: int = 0) -> str:
+        """Add a pair of nodes that change a value's shape and change it back; return the name of the same value.
+
+        Optimizers of ORT that look for what makes a value, or for what reads it, stop at the pair.
+        """
+        along = self.vector(before, f"{output}_axis", [axis])
+        wider = self.node(before, "Unsqueeze", [name, along], f"{output}_wider")
+        return self.node(before, "Squeeze", [wider, along], output)
+
     def drop(self, node: onnx.NodeProto) -> None:
         """Leave `node` out; nodes in front of it have to make its outputs."""
         self._dropped.add(node.output[0])

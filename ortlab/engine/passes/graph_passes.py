@@ -429,9 +429,7 @@ def isolate_choices(model: onnx.ModelProto) -> bool:
             continue
         stem = f"{node.output[0]}_isolated"
         # Equal pairs in front of both kinds would be merged into one.
-        axis = additions.vector(node, f"{stem}_axis", [0 if leads_out else -1])
-        wider = additions.node(node, "Unsqueeze", [node.input[0], axis], f"{stem}_wider")
-        node.input[0] = additions.node(node, "Squeeze", [wider, axis], stem)
+        node.input[0] = additions.apart(node, node.input[0], stem, 0 if leads_out else -1)
     return additions.apply()
 
 
@@ -449,10 +447,7 @@ def isolate_losses_of_bfloat16(model: onnx.ModelProto) -> bool:
         if cast is None or cast.op_type != "Cast":
             continue
         if facts.element_types.get(cast.input[0]) in {TensorProto.BFLOAT16, None}:
-            stem = f"{node.output[0]}_isolated"
-            axis = additions.vector(node, f"{stem}_axis", [0])
-            wider = additions.node(node, "Unsqueeze", [node.input[0], axis], f"{stem}_wider")
-            node.input[0] = additions.node(node, "Squeeze", [wider, axis], stem)
+            node.input[0] = additions.apart(node, node.input[0], f"{node.output[0]}_isolated")
     return additions.apply()
 
 
@@ -470,10 +465,7 @@ def isolate_inputs(model: onnx.ModelProto) -> bool:
         for name in dict.fromkeys(read):
             if read.count(name) == 1 and not (node.op_type in _LOSSES and node.input[0] == name):
                 continue
-            stem = f"{node.output[0]}_apart_{name}"
-            axis = additions.vector(node, f"{stem}_axis", [0])
-            wider = additions.node(node, "Unsqueeze", [name, axis], f"{stem}_wider")
-            apart = additions.node(node, "Squeeze", [wider, axis], stem)
+            apart = additions.apart(node, name, f"{node.output[0]}_apart_{name}")
             node.input[:] = [apart if one == name else one for one in node.input]
     return additions.apply()
 

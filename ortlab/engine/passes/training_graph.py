@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import onnx
 from onnx import TensorProto, helper
@@ -195,3 +195,14 @@ def leaving_alone(model: onnx.ModelProto, kept: Iterable[Sequence[str]]) -> tupl
     del graph.node[:]
     graph.node.extend(nodes)
     return copied, sorted(wanted)
+
+
+class GraphInfo:
+    """ORT's facts about a gradient graph, of which some are replaced."""
+
+    def __init__(self, info: Any, **replaced: Any) -> None:
+        self._info = info
+        vars(self).update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._info, name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 
 import numpy as np
 import pytest
@@ -410,20 +409,6 @@ def test_a_cache_of_keys_and_values_is_returned_beside():
     with pytest.raises(ExecutionError, match="'logits' was read"):
         found.logits.sum()
     lab.unwrap()
-
-
-@pytest.fixture
-def accelerate_forgotten():
-    """Forget precision and device, which accelerate keeps for the process, and the variables that it sets."""
-    before = dict(os.environ)
-    yield
-    from accelerate.state import AcceleratorState, GradientState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]
-    os.environ.update(before)
 
 
 @pytest.mark.usefixtures("accelerate_forgotten")

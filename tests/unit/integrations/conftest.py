@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
@@ -12,17 +10,8 @@ ROWS, LENGTH, WORDS, LABELS = 24, 8, 48, 3
 
 
 @pytest.fixture(autouse=True)
-def accelerate_forgotten():
-    """Forget precision and device, which accelerate keeps for the process, and the variables that it sets."""
-    before = dict(os.environ)
-    yield
-    from accelerate.state import AcceleratorState, GradientState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]
-    os.environ.update(before)
+def _accelerate_forgotten(accelerate_forgotten):
+    """Any test in here may make an Accelerator."""
 
 
 @pytest.fixture
