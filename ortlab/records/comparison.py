@@ -339,7 +339,9 @@ def _sentence(contrast: Contrast, baseline: str) -> str:
         return f"{name} {' and '.join(filter(None, (memory, shown)))}."
     if contrast.verdict == UNSTEADY:
         shown = (
-            f"takes {'more' if contrast.time_ratio > 1 else 'less'} time, it seems, too unsteadily to tell"
+            "is too unsteady in time to tell"
+            if contrast.time_low <= 1 <= contrast.time_high
+            else f"takes {'more' if contrast.time_ratio > 1 else 'less'} time, it seems, too unsteadily to tell"
         )
         rounds = "; more rounds would show it" if contrast.time.in_turns else ""
         return f"{name} {' and '.join(filter(None, (memory, shown)))} ({_interval(contrast)}{rounds})."

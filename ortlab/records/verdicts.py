@@ -41,6 +41,12 @@ Chosen: between two measurements of the same switches buffers lie elsewhere, and
 `bench/verdicts.py` found no verdict in 20 comparisons of equal settings.
 """
 
+ALIKE: Final = 0.1
+"""Share of a step's time within which the whole interval has to lie before two times are called alike.
+
+Chosen: an interval from -35 % to 53 % shows no difference, and no likeness either: it is too wide to tell.
+"""
+
 _SURE: Final = 0.99
 """Confidence at which equal times have to be excluded, too: a table holds many comparisons."""
 
@@ -89,7 +95,7 @@ class TimeRatio:
     ratio: float  # 0.9 is a tenth less time
     low: float  # ends of the 95 % interval; nan where there are too few steps or rounds
     high: float
-    verdict: str  # a constant of this module, FASTER to TOO_FEW; UNSTEADY: more rounds may show a difference
+    verdict: str  # a constant of this module, FASTER to TOO_FEW; UNSTEADY: more rounds would tell
     reason: str = ""  # why it is not comparable, one sentence without a full stop
     in_turns: bool = False  # whether the interval is over rounds, not over steps of runs one after another
 
@@ -200,13 +206,14 @@ def _one_after_another(base: Sequence[Run], runs: Sequence[Run]) -> TimeRatio:
 
 
 def _beyond(low: float, high: float) -> str:
-    """Say what an interval shows: it has to lie beyond the margin as a whole."""
+    """Say what an interval shows: as a whole it has to lie beyond the margin, or near equal times."""
     if high < 1 / (1 + MARGIN):
         return FASTER
     if low > 1 + MARGIN:
         return SLOWER
-    excluded = high < 1 or low > 1
-    return UNSTEADY if excluded and (low < 1 / (1 + MARGIN) or high > 1 + MARGIN) else NO_DIFFERENCE
+    excluded = (high < 1 or low > 1) and (low < 1 / (1 + MARGIN) or high > 1 + MARGIN)
+    alike = low >= 1 / (1 + ALIKE) and high <= 1 + ALIKE
+    return NO_DIFFERENCE if alike and not excluded else UNSTEADY
 
 
 def _times(runs: Sequence[Run], part: str) -> list[float]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 from ortlab import units
 from ortlab.records.comparison import MEASURE_IN_TURNS, short_name
 from ortlab.records.verdicts import (
+    ALIKE,
     FASTER,
     FELL_BACK,
     LESS_MEMORY,
@@ -159,7 +160,7 @@ def _how_compared(comparison: Comparison) -> Note:
         )
     return Note(
         f"{against} {how} A difference counts beyond {100 * MARGIN:.0f} % of time, {100 * MEMORY_MARGIN:.0f} % of "
-        "memory.",
+        f"memory; none is said of an interval within {100 * ALIKE:.0f} %.",
         Mark.QUIET,
     )
 

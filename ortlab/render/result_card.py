@@ -119,7 +119,9 @@ def _reason(contrast: Contrast) -> str:
     if contrast.verdict == TOO_FEW:
         return f"An interval needs {MINIMUM_STEPS} warm steps: run more, n=20."
     if contrast.verdict == UNSTEADY:
-        return f"It seems to differ ({_interval(contrast)}), too unsteadily for a verdict. Measure in turns to tell."
+        seems = "" if contrast.time_low <= 1 <= contrast.time_high else "It seems to differ. "
+        turns = "More rounds would tell" if contrast.time.in_turns else "Measure in turns to tell"
+        return f"{seems}The {_interval(contrast)} is too wide for a verdict. {turns}."
     return ""
 
 

@@ -19,6 +19,7 @@ from ortlab.records.verdicts import (
     NOT_COMPARABLE,
     SLOWER,
     TOO_FEW,
+    UNSTEADY,
     compare_times,
     memory_verdict,
     settled,
@@ -226,3 +227,11 @@ def test_other_batches_and_steps_are_compared_and_said():
         "other number of steps: 11 and 21",
         "other data: the model did not see the same inputs",
     )
+
+
+def test_a_wide_interval_around_equal_times_is_not_called_alike():
+    wide = compare_times(*in_turns(1.0, noise=0.3, seed=5))
+    assert wide.low < 0.9
+    assert wide.high > 1.1
+    assert wide.verdict == UNSTEADY
+    assert compare_times(*in_turns(1.0, noise=0.005)).verdict == NO_DIFFERENCE
