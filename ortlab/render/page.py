@@ -66,13 +66,14 @@ class Note:
 
 @dataclass(frozen=True)
 class Folded:
-    """A long text, or tables and notes, that HTML keeps folded under a title; text shows all of it."""
+    """A long text, or tables and notes, that HTML keeps folded under a title; text shows it, or says where it is."""
 
     title: str
     text: str = ""
     blocks: tuple[Table | Note, ...] = ()  # below the text
     is_open: bool = False  # whether HTML unfolds it at first
     repeats: bool = False  # shows again, in another order, what stands elsewhere; text leaves it out then
+    instead: str = ""  # what text says in place of `text`, where that would push away what stands above
 
 
 @dataclass(frozen=True)

@@ -285,7 +285,12 @@ def sizes_text(plan: MemoryPlan) -> str:
 
 
 def _report(plan: MemoryPlan) -> tuple[Folded, ...]:
-    return (Folded("ORT's own report", plan.report),) if plan.report else ()
+    lines = units.many(len(plan.report.splitlines()), "line")
+    return (
+        (Folded("ORT's own report", plan.report, instead=f"print(plan.report), {lines}"),)
+        if plan.report
+        else ()
+    )
 
 
 # ---- plans that were read -------------------------------------------------------------------------------------------

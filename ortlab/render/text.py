@@ -78,6 +78,8 @@ def _block(block: Block) -> str:
 def _folded(block: Folded) -> str:
     if block.repeats:
         return ""
+    if block.instead:
+        return f"{units.printable(block.title)}: {units.printable(block.instead)}"
     lines = [f"{units.printable(block.title)}:", *(units.printable(line) for line in block.text.splitlines())]
     return "\n".join([*lines, *(_block(one) for one in block.blocks)])
 

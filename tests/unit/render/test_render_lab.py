@@ -33,7 +33,10 @@ def test_the_plan_says_that_its_savings_are_predicted(lab):
     # 32 rows of 64 floats of 4 bytes
     assert re.search(r"Gelu\+:1:-1 +- +1 +8\.00 KiB +Recompute GELU in 1 place", written)
     assert "Predicted by ORT for the first batch (input_dim0 = 32" in written
-    assert "MemoryInsight" in written
+    assert written.endswith(
+        f"ORT's own report: print(plan.report), {len(lab.plan().report.splitlines())} lines"
+    )
+    assert "MemoryInsight Summary" in html.render(lab.plan())
 
 
 def test_a_plan_without_rows_and_one_with_ten_thousand(lab):
