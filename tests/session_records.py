@@ -221,7 +221,7 @@ def _of_graphs(lab: Lab, deep: Lab, folder: Path, monkeypatch: Any) -> dict[type
     pairs = list(zip(found[lab], found[deep], strict=True))
     kernels = _kernels(lab, folder, monkeypatch)
     kernel = kernels.kernel(1)
-    saved = lab.flops(against={"compute_optimizer": False})
+    saved = lab.flops(baseline={"compute_optimizer": False})
     measured = lab.memory(n=1)
     pairs += [(kernels, grown(kernels)), (kernel, replace(kernel, nodes=kernel.nodes * MANY))]
     pairs += [

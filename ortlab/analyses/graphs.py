@@ -353,15 +353,20 @@ def count_flops(bench: Bench, part: str | None = None, n: int = 1, *, progress: 
 
 
 def flops_saved(
-    bench: Bench, against: Mapping[str, object], part: str | None = None, n: int = 1, *, progress: bool = True
+    bench: Bench,
+    baseline: Mapping[str, object],
+    part: str | None = None,
+    n: int = 1,
+    *,
+    progress: bool = True,
 ) -> FlopSavings:
     """Compare the FLOPs of the last step as the lab is set with those of other options; see `Lab.flops`."""
     bench.check_usable("count FLOPs")
     present = bench.configuration
-    other = present.changed(dict(against), bench.have)
+    other = present.changed(dict(baseline), bench.have)
     if other == present:
         raise OptionError(
-            f"The lab is set so already: {_settings(against)}.",
+            f"The lab is set so already: {_settings(baseline)}.",
             why="There is nothing to compare.",
             fix="Set the switch the other way first: lab.set(compute_optimizer=True).",
         )
@@ -370,5 +375,5 @@ def flops_saved(
         bench.configure(other)
         compared = count_flops(bench, part, n, progress=progress)
         same = dict(diff(graph(bench, part=part), drawn).matched)
-    now = {name: getattr(present.options, name, present.engine) for name in against}
-    return FlopSavings(compared, having, same, f"{_settings(now)} against {_settings(against)}")
+    now = {name: getattr(present.options, name, present.engine) for name in baseline}
+    return FlopSavings(compared, having, same, f"{_settings(now)} against {_settings(baseline)}")

@@ -253,18 +253,18 @@ class Lab(ShownAsPanel):
 
     @overload
     def flops(
-        self, *, against: None = None, part: str | None = None, n: int = 1, progress: bool = True
+        self, *, baseline: None = None, part: str | None = None, n: int = 1, progress: bool = True
     ) -> Flops: ...
 
     @overload
     def flops(
-        self, *, against: Mapping[str, object], part: str | None = None, n: int = 1, progress: bool = True
+        self, *, baseline: Mapping[str, object], part: str | None = None, n: int = 1, progress: bool = True
     ) -> FlopSavings: ...
 
     def flops(
         self,
         *,
-        against: Mapping[str, object] | None = None,
+        baseline: Mapping[str, object] | None = None,
         part: str | None = None,
         n: int = 1,
         progress: bool = True,
@@ -275,7 +275,7 @@ class Lab(ShownAsPanel):
 
         Parameters
         ----------
-        against
+        baseline
             Options by name, as in `{"label_sparse_optimizer": False}`: what the lab as it is set calculates is held
             against a step with these.
         part
@@ -288,20 +288,20 @@ class Lab(ShownAsPanel):
         Returns
         -------
         Flops or FlopSavings
-            With `against`: what each node calculates with and without, and what was moved.
+            With `baseline`: what each node calculates with and without, and what was moved.
 
         Raises
         ------
         OptionError
-            If the engine is not "ort", it is not clear which part is meant, or an option of `against` is unknown or has
-            that value already.
+            If the engine is not "ort", it is not clear which part is meant, or an option of `baseline` is unknown or
+            has that value already.
         ExecutionError
             If PyTorch executed the step, as a fallback, or the step does not train.
         StepError
             If no step has run yet, or one is running.
         """
-        if against is not None:
-            return stages.flops_saved(self._bench, against, part, n, progress=progress)
+        if baseline is not None:
+            return stages.flops_saved(self._bench, baseline, part, n, progress=progress)
         return stages.count_flops(self._bench, part, n, progress=progress)
 
     # ---- look at the lab ----------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def bisect(
     metric: str | Own = "loss",
     *,
     changes: Mapping[str, object] | None = None,
-    against: Mapping[str, object] | None = None,
+    baseline: Mapping[str, object] | None = None,
     n: int | None = None,
     rounds: int = ROUNDS,
     tolerance: float | None = None,
@@ -62,7 +62,7 @@ def bisect(
         measures it. Or a function that takes a `Run` and returns a number or a truth.
     changes
         What may be responsible, by option, as `set` takes it; the baseline is then the lab as it is set.
-    against
+    baseline
         The baseline, by option; what is not named stands as it is set. By default all switches at their defaults.
     n
         Steps of each run; by default as many as the last step call had, and at least 5 where they are timed.
@@ -102,7 +102,7 @@ def bisect(
     experiment = bench.last_experiment()
     measured = Metric.read(metric, tolerance)
     if resume is not None:
-        if (changes, against, n, tolerance) != (None, None, None, None):
+        if (changes, baseline, n, tolerance) != (None, None, None, None):
             raise OptionError(
                 "A bisection that is resumed has its changes, baseline, steps and tolerance already.",
                 fix="lab.bisect(resume=...) alone; with the metric, where that is a function.",
@@ -119,7 +119,7 @@ def bisect(
         check_rounds(rounds, 2)  # for an interval
         least = _TIMED_STEPS if measured.own is None and measured.name == STEP_MS else 1
         count = experiment.times(max(experiment.count, least) if n is None else n).count
-        base, differing = read_changes(Configuration("ort", bench.options), changes, against, bench.have)
+        base, differing = read_changes(Configuration("ort", bench.options), changes, baseline, bench.have)
         bisection = Bisection(
             len(bench.bisections) + 1,
             bench.name,
@@ -157,18 +157,18 @@ def _bisected(
 def read_changes(
     present: Configuration,
     changes: Mapping[str, object] | None,
-    against: Mapping[str, object] | None,
+    baseline: Mapping[str, object] | None,
     have: Collection[Need],
 ) -> tuple[Options, dict[str, Value]]:
     """Return the baseline's switches, and the values that differ from them, by option.
 
-    With `changes`, the baseline is `present`. With `against`, it is `present` changed so, without either the defaults;
+    With `changes`, the baseline is `present`. With `baseline`, it is `present` changed so, without either the defaults;
     then `present` is what differs. Options that act latest come first: what is tried first then needs no new export.
 
     Raises OptionError if both are given, one is no dict, names the engine or an unknown option, has a wrong value or
     one that cannot act here, or if nothing differs.
     """
-    for given, word in ((changes, "changes"), (against, "against")):
+    for given, word in ((changes, "changes"), (baseline, "baseline")):
         if given is not None and not isinstance(given, Mapping):
             raise OptionError(
                 f"{word} is a dict of values by option, not {given!r}.",
@@ -179,17 +179,17 @@ def read_changes(
                 "The engine is no switch of ONNX Runtime.",
                 fix='To hold ONNX Runtime against PyTorch: lab.bisect("parity").',
             )
-    if changes is not None and against is not None:
+    if changes is not None and baseline is not None:
         raise OptionError(
-            "changes and against do not go together.",
+            "changes and baseline do not go together.",
             why="With changes, the baseline is the lab as it is set.",
             fix="Leave one of the two out.",
         )
     base = whole = present.options
     if changes is not None:
         whole = present.changed(changes, have).options
-    elif against is not None:
-        base = present.changed(against, have).options
+    elif baseline is not None:
+        base = present.changed(baseline, have).options
     else:
         base = _defaults(present.options)
     check_needs(base, have)
@@ -197,7 +197,7 @@ def read_changes(
     if not names:
         raise OptionError(
             "Nothing differs from the baseline, so there is nothing responsible.",
-            why="" if changes or against else "All switches stand at their defaults.",
+            why="" if changes or baseline else "All switches stand at their defaults.",
             fix='Name suspects: lab.bisect("loss", changes={"memory_level": 1, "aten_backward": False}).',
         )
     return base, {name: getattr(whole, name) for name in names}

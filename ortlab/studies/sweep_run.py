@@ -127,6 +127,7 @@ _MEMORY_ROUNDS: Final = 2  # that measure step memory
 @interrupts_kept()
 def sweep(
     bench: Bench,
+    /,
     grid: object = None,
     *,
     n: int | None = None,
@@ -136,6 +137,7 @@ def sweep(
     memory: bool | None = None,
     repeats: bool = False,
     progress: bool = True,
+    **changes: object,
 ) -> Sweep:
     """Try many configurations from the start of the last step call, and leave the lab as it was.
 
@@ -163,6 +165,8 @@ def sweep(
         Whether a point that does the same as the baseline is run beside it, which tells what noise there is.
     progress
         Whether to show a progress bar on a terminal.
+    **changes
+        The grid as options, each with a value or a list of values: `lab.sweep(memory_level=[0, 1])`.
 
     Returns
     -------
@@ -184,6 +188,13 @@ def sweep(
     """
     bench.check_usable("sweep")
     experiment = bench.last_experiment().times(n)
+    if changes:
+        if grid is not None:
+            raise OptionError(
+                "A grid and options by name cannot be swept in one call.",
+                fix='lab.sweep({"memory_level": [0, 1], "engine": ["ort", "eager"]}), or both by name.',
+            )
+        grid = {name: each_value(name, values) for name, values in changes.items()}
     if resume is None:
         made = lay_out(
             grid,

@@ -34,7 +34,7 @@ def test_flops_and_what_is_saved(stepped_shell):
     found = stepped_shell.run("%ort_flops")
     assert isinstance(found, Flops)
     assert found.total > 0
-    saved = stepped_shell.run("%ort_flops --against compute_optimizer=False")
+    saved = stepped_shell.run("%ort_flops --baseline compute_optimizer=False")
     assert isinstance(saved, FlopSavings)
     assert saved.changed == "compute_optimizer=True against compute_optimizer=False"
     assert saved.having.total == found.total

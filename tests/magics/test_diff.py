@@ -14,10 +14,10 @@ def test_stages_and_switches_are_compared(stepped_shell):
     assert stages.sentences[0] in shown["text/plain"].replace("\n", " ")
     assert "Difference of graphs: processed" in shown["text/html"]
     assert stepped_shell.run("%ort_graph_diff opset=20 --stage exported").after.name == "opset=20"
-    one = stepped_shell.run("%ort_graph_diff opset=20 --against opset=16 --stage exported")
+    one = stepped_shell.run("%ort_graph_diff opset=20 --baseline opset=16 --stage exported")
     assert (one.before.name, one.after.name) == ("opset=16", "opset=20")
     stepped_shell.user_ns["old"] = {"opset": 16}
-    assert stepped_shell.run("%ort_graph_diff opset=20 --against $old --stage exported") == one
+    assert stepped_shell.run("%ort_graph_diff opset=20 --baseline $old --stage exported") == one
     view = stepped_shell.run("%ort_graph_diff processed optimized --view")
     assert view.marks == stages.colours()[1]
     view.close()

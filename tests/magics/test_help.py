@@ -30,7 +30,7 @@ PYTHON = {
     "%ort_messages": 'lab.messages.of(run=2, level="WARNING")',
     "%ort_preflight": "report = ortlab.preflight(model, batch)",
     "%ort_density": "lab.density(batch)\n    lab.set(print_input_density=True)  # on\n    lab.density(measure=3)",
-    "%ort_flops": 'lab.flops()\n    lab.flops(against={"label_sparse_optimizer": False})',
+    "%ort_flops": 'lab.flops()\n    lab.flops(baseline={"label_sparse_optimizer": False})',
     "%ort_balance": "record = balance(lengths, 8, ranks=2)\n    with Cluster(2) as cluster:",
     "%ort_cluster": "cluster = Cluster(2).start()",
     "%ort_ranks": "ranks = cluster.gather()\n    ranks = ortlab.load(folder)  # --from",

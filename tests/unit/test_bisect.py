@@ -136,7 +136,7 @@ def test_the_defaults_are_the_baseline_if_none_is_given(ready):
     try:
         bisection = lab.bisect(progress=False)
         assert set(bisection.changes) == {"custom_autograd", "cpu_memory_arena"}
-        against = lab.bisect("loss", against={"custom_autograd": True}, progress=False)
+        against = lab.bisect("loss", baseline={"custom_autograd": True}, progress=False)
     finally:
         lab.set(custom_autograd=True, cpu_memory_arena=True)
     assert [one.names for one in bisection.culprits] == [("custom_autograd",)]
@@ -326,7 +326,7 @@ def test_a_record_comes_back_from_its_file(ready, tmp_path):
         ({"metric": "loss", "changes": {}}, "Nothing differs"),
         ({"metric": "loss"}, "Nothing differs"),
         ({"metric": "loss", "changes": {"memory_levle": 1}}, "no option 'memory_levle'"),
-        ({"metric": "loss", "changes": {"memory_level": 1}, "against": {"memory_level": 1}}, "go together"),
+        ({"metric": "loss", "changes": {"memory_level": 1}, "baseline": {"memory_level": 1}}, "go together"),
         ({"metric": "loss", "changes": {"engine": "eager"}}, "engine is no switch"),
         ({"metric": "loss", "changes": ["memory_level"]}, "a dict of values"),
         ({"metric": "loss", "changes": {"memory_level": 1}, "tolerance": -1}, "tolerance must be"),

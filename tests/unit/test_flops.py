@@ -64,7 +64,7 @@ def bert():
 @pytest.fixture(scope="module")
 def plain(bert):
     lab, _ = bert
-    saved = lab.flops(against={"label_sparse_optimizer": False})
+    saved = lab.flops(baseline={"label_sparse_optimizer": False})
     lab.set(label_sparse_optimizer=False)
     whole = lab.flops()
     lab.set(label_sparse_optimizer=True)
@@ -120,7 +120,7 @@ def test_the_head_of_roberta_lets_the_last_layer_compute_one_token():
 
     lab.step(step)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    saved = lab.flops(against={"compute_optimizer": False})
+    saved = lab.flops(baseline={"compute_optimizer": False})
     after = model.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
     assert lab.options.compute_optimizer
@@ -171,7 +171,7 @@ def test_a_record_is_read_again_and_shown(plain):
 def test_what_makes_no_sense_is_refused(bert):
     lab, _ = bert
     with pytest.raises(OptionError, match="set so already"):
-        lab.flops(against={"compute_optimizer": True})
+        lab.flops(baseline={"compute_optimizer": True})
     with pytest.raises(OptionError, match="by 'colour'"):
         Flops(()).by("colour")
     fresh = ortlab.wrap(nn.Linear(2, 2))

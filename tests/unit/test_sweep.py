@@ -119,6 +119,17 @@ def test_what_eager_cannot_tell_apart_is_run_once(lab, experiment):
     assert sweep.points[1].skipped == "The same as point 1: eager reads no switches of ONNX Runtime."
 
 
+def test_a_grid_may_be_given_by_name(lab, experiment):
+    lab.step(experiment.step, n=2)
+    named = lab.sweep(memory_level=[0, 1], custom_autograd=False, memory=False)
+    assert [point.changes for point in named.points] == [
+        point.changes
+        for point in lab.sweep({"memory_level": [0, 1], "custom_autograd": [False]}, memory=False).points
+    ]
+    with pytest.raises(OptionError, match="in one call"):
+        lab.sweep({"memory_level": [0, 1]}, opset=16)
+
+
 def test_explicit_points_are_named_by_what_differs(lab, experiment):
     lab.set(engine="eager").step(experiment.step, n=2)
     sweep = lab.sweep([{"engine": "compile"}, {"engine": "ort", "memory_level": 1}, {"engine": "ort"}])

@@ -113,7 +113,7 @@ class GraphMagics(Magics):
 
     @line(
         takes("what", "STAGE|option=value", nargs="*"),
-        takes("--against", "option=value", nargs="+", default=[]),
+        takes("--baseline", "option=value", nargs="+", default=[]),
         takes("--stage", "STAGE"),
         PART,
         flag("--view"),
@@ -125,14 +125,14 @@ class GraphMagics(Magics):
         ::
 
             %ort_graph_diff STAGE STAGE [--part PART] [--view] [--lab NAME]
-            %ort_graph_diff option=value ... [--against option=value ...] [--stage STAGE] [--part PART] [--view]
+            %ort_graph_diff option=value ... [--baseline option=value ...] [--stage STAGE] [--part PART] [--view]
                       [--lab NAME]
 
         Arguments:
 
         - ``STAGE STAGE``: two of ``exported``, ``processed``, ``optimized``, ``gradient``, ``execution``.
         - ``option=value ...``: switches, as ``%ort_set`` takes them; the lab keeps its own. Or ``$name`` of a dict.
-        - ``--against option=value ...``: what they are compared with; the lab as it is set if not given.
+        - ``--baseline option=value ...``: what they are compared with; the lab as it is set if not given.
         - ``--stage STAGE``: which graph is compared, ``execution`` if not given.
         - ``--part PART``: path of the part to look at, where several parts of the model are wrapped.
         - ``--view``: draw both graphs node by node, what is different marked, in a view that is searched and clicked.
@@ -152,21 +152,21 @@ class GraphMagics(Magics):
         lab = args.lab
         stages = [word for word in args.what if "=" not in word and not word.startswith("$")]
         if stages or not args.what:
-            if len(args.what) != 2 or len(stages) != 2 or args.has("stage", "against"):  # noqa: PLR2004
+            if len(args.what) != 2 or len(stages) != 2 or args.has("stage", "baseline"):  # noqa: PLR2004
                 raise ArgumentError(
                     "%ort_graph_diff compares two stages, or sets of switches.",
                     fix="%ort_graph_diff gradient execution, or %ort_graph_diff memory_level=1 --stage execution",
                 )
             return _changes_shown(lab.graph_diff(*stages, part=args.part), in_view=args.view)
         sides = [
-            arguments.configurations([words], args.variables) for words in (args.against, args.what) if words
+            arguments.configurations([words], args.variables) for words in (args.baseline, args.what) if words
         ]
         if any(len(side) != 1 for side in sides):
             raise ArgumentError(
                 "Each side of a comparison is one set of switches.",
-                fix="%ort_graph_diff memory_level=1 --against memory_level=2",
+                fix="%ort_graph_diff memory_level=1 --baseline memory_level=2",
             )
-        before, after = (sides[0][0], sides[1][0]) if args.against else ({}, sides[0][0])
+        before, after = (sides[0][0], sides[1][0]) if args.baseline else ({}, sides[0][0])
         difference = lab.graph_diff(before, after, stage=args.stage or "", part=args.part)
         return _changes_shown(difference, in_view=args.view)
 
@@ -234,7 +234,7 @@ class GraphMagics(Magics):
         return args.lab.profile(**args.given("n"), part=args.part)
 
     @line(
-        takes("--against", "option=value", nargs="+", action="extend", default=[], read=arguments.changes),
+        takes("--baseline", "option=value", nargs="+", action="extend", default=[], read=arguments.changes),
         PART,
         LAB,
     )
@@ -243,11 +243,11 @@ class GraphMagics(Magics):
 
         ::
 
-            %ort_flops [--against option=value ...] [--part PART] [--lab NAME]
+            %ort_flops [--baseline option=value ...] [--part PART] [--lab NAME]
 
         Arguments:
 
-        - ``--against option=value ...``: hold the step as the lab is set against one with these options.
+        - ``--baseline option=value ...``: hold the step as the lab is set against one with these options.
         - ``--part PART``: path of the part, where several parts of the model are wrapped.
         - ``--lab NAME``: variable of the lab; the one wrapped last if not given.
 
@@ -255,14 +255,14 @@ class GraphMagics(Magics):
 
         Example::
 
-            %ort_flops --against label_sparse_optimizer=False
+            %ort_flops --baseline label_sparse_optimizer=False
 
         The same in Python::
 
             lab.flops()
-            lab.flops(against={"label_sparse_optimizer": False})
+            lab.flops(baseline={"label_sparse_optimizer": False})
         """
-        found: Flops | FlopSavings = args.lab.flops(**args.given("against"), part=args.part)
+        found: Flops | FlopSavings = args.lab.flops(**args.given("baseline"), part=args.part)
         return found
 
 
