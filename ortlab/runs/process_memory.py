@@ -370,21 +370,20 @@ class Gaps:
         """Occupy the gaps that there are now, and return how many bytes that took, which are not resident.
 
         The sizes tried go down from all that is free to `LARGEST_IN_HEAP`, a quarter at a time; a size that malloc
-        answers with a new mapping fits into no gap any more.
+        answers with a new mapping fits into no gap any more. malloc's statistics walk over every gap, so they are
+        asked once: in the heap of a notebook that has run for long, each time takes a twentieth of a second.
         """
         libc, filled = self._libc, 0
         libc.malloc_trim(0)  # the pages of the gaps go back to the system
-        before = libc.mallinfo2()
-        size = max(before.fordblks, LARGEST_IN_HEAP)
+        free = libc.mallinfo2().fordblks
+        size = max(free, LARGEST_IN_HEAP)
         while size >= LARGEST_IN_HEAP:
-            block = libc.malloc(size)
-            after = libc.mallinfo2()
-            if block and (before.hblks, before.arena) == (after.hblks, after.arena):
+            block = libc.malloc(size) if filled + size <= free else None
+            if block and not _is_mapped(block):
                 self._held.append(block)
                 filled += size
                 continue
             libc.free(block)
-            before = libc.mallinfo2()
             size = size * 3 // 4
         return filled
 
@@ -427,13 +426,18 @@ def _libc() -> Any:
     return libc
 
 
+def _is_mapped(block: int) -> bool:
+    """Say whether malloc has mapped a block on its own: the second bit of the size before it (glibc's malloc.c)."""
+    return bool(ctypes.c_size_t.from_address(block - ctypes.sizeof(ctypes.c_size_t)).value & 2)
+
+
 def _maps(libc: Any) -> bool:
     """Say whether malloc is the one that the statistics describe, and maps a block larger than all that is free."""
     before = libc.mallinfo2()
     block = libc.malloc(before.fordblks + _TRIAL)
-    mapped = libc.mallinfo2().hblks - before.hblks
+    mapped = bool(block) and libc.mallinfo2().hblks > before.hblks and _is_mapped(block)
     libc.free(block)
-    return bool(block) and mapped > 0
+    return mapped
 
 
 def _put_thresholds_back(libc: Any) -> None:

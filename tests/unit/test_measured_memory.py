@@ -262,6 +262,40 @@ def test_systems_that_cannot_tell_say_why(lab, monkeypatch):
     assert lab._bench.configuration == before
 
 
+@only_linux
+def test_gaps_are_filled_and_malloc_is_asked_for_its_statistics_once(monkeypatch):
+    """They walk over every gap: asked a hundred times a step, a heap of many made a step take half a minute."""
+    asked, kib = [], 1024
+    with process_memory.following_live_buffers() as gaps:
+        libc = gaps._libc
+        gaps.fill()  # so that what follows stands side by side
+        blocks = [libc.malloc(60 * kib) for _ in range(400)]
+        for number, block in enumerate(blocks):
+            if number % 4:
+                libc.free(block)  # leaves gaps of 180 KiB
+
+        class Counted:
+            def __getattr__(self, name):
+                asked.append(name)
+                return getattr(libc, name)
+
+        def mapped(size: int) -> bool:
+            block = libc.malloc(size)
+            try:
+                return process_memory._is_mapped(block)
+            finally:
+                libc.free(block)
+
+        assert not mapped(100 * kib)
+        monkeypatch.setattr(gaps, "_libc", Counted())
+        assert gaps.fill() >= 50 * 180 * kib
+        assert mapped(100 * kib)
+        assert asked.count("mallinfo2") == 1
+        monkeypatch.undo()
+        for block in blocks[::4]:
+            libc.free(block)
+
+
 def test_another_c_library_is_named(monkeypatch):
     monkeypatch.setattr(process_memory, "_libc", lambda: object().mallinfo2)
     if sys.platform == "linux":
