@@ -77,7 +77,6 @@ class Kind(Enum):
 _LEVELS: Final = {
     Kind.BRANCH: Level.WRONG,
     Kind.NUMBER: Level.WRONG,
-    Kind.RANDOM: Level.WRONG,
     Kind.ATTRIBUTE: Level.WRONG,
     Kind.GLOBAL: Level.WRONG,
     Kind.HOOK: Level.WRONG,

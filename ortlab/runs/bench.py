@@ -64,6 +64,12 @@ def latest() -> Bench | None:
     return next((bench for bench in reversed(living) if bench.wrapped), living[-1] if living else None)
 
 
+def bench_of(module: torch.nn.Module) -> Bench | None:
+    """Return the bench that holds a module's forward; None if there is none."""
+    benches = (reference() for reference in _wrapped)
+    return next((one for one in benches if one and one.wrapped and one.takeover.holds(module)), None)
+
+
 def _check_options(module: torch.nn.Module, options: Options, have: Collection[Need]) -> None:
     """Raise OptionError for options that cannot act here, or where a model has not what `recompute` names."""
     check_needs(options, have)

@@ -33,6 +33,7 @@ _KINDS: Final = {
     ("torch", "OptimizedModule"): _COMPILE,
     ("deepspeed", "DeepSpeedEngine"): _DEEPSPEED,
     ("onnxruntime", "ORTModule"): _ORT,
+    ("ortlab", "ORTModule"): _ORT,
 }
 """Wrappers by package and class; by name, so that neither DeepSpeed nor torch.distributed is imported for it."""
 

@@ -17,10 +17,12 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 
+from ortlab.engine.patching import set_to
 from ortlab.errors import WrapError
 
 Dispatch = Callable[[Sequence[Any], Mapping[str, Any]], Any]
@@ -43,6 +45,8 @@ class Takeover:
         self.instance_forward: Callable[..., Any] | None = None
         self._dispatch = dispatch
         self._inside = False
+        # An ORTModule's: only calls inside `entered` are the lab's; all others of the model are PyTorch's.
+        self.door: ContextVar[bool] | None = None
         # Calls from several threads take turns: what ORTModule prepares for a run belongs to one call.
         self._one_call = threading.RLock()
         self.take()
@@ -79,6 +83,8 @@ class Takeover:
         check_call(module)
         if not self.holds(module):
             return self._original_class.forward(module, *args, **kwargs)
+        if self.door is not None and not self.door.get():
+            return self.original_forward(*args, **kwargs)
         with self._one_call:
             if self._inside:
                 return self.original_forward(*args, **kwargs)
@@ -92,6 +98,15 @@ class Takeover:
                 self._inside = False
                 if around is not None:
                     module.__dict__["forward"] = around
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Let this thread's calls in the block be the lab's, where only those of an ORTModule are."""
+        if self.door is None:
+            yield
+            return
+        with set_to(self.door, value=True):
+            yield
 
     @property
     def original_forward(self) -> Callable[..., Any]:
@@ -160,7 +175,8 @@ def check_wrappable(module: object) -> None:
             why="Its forward is compiled by TorchScript already.",
             fix="Wrap the module that it was scripted from.",
         )
-    if type(module).__module__.startswith("onnxruntime.training") or is_wrapped(module):
+    ours = ("onnxruntime.training", "ortlab.ortmodule")
+    if type(module).__module__.startswith(ours) or is_wrapped(module):
         raise WrapError(
             f"This {name} is wrapped already.",
             why="One module has one forward, and one lab decides who runs it.",

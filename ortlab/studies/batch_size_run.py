@@ -111,7 +111,7 @@ def find_batch_size(  # noqa: PLR0913 - a limit is of one thing or the other
     if train is not None:
         check_callable(train, "train")
     check_weights(bench.module)
-    step = plain_step(bench.module) if train is None else train
+    step = plain_step(bench) if train is None else train
     where = next((tensor.device for tensor in bench.module.parameters()), None)
     if where is None:
         raise OptionError("The model has no parameters, so there is nothing to train.")
@@ -311,18 +311,20 @@ def check_callable(thing: object, name: str) -> None:
         raise OptionError(f"{name} must be a function, not a {type(thing).__name__}.", fix=_EXAMPLE)
 
 
-def plain_step(module: torch.nn.Module) -> Train:
+def plain_step(bench: Bench) -> Train:
     """Return the step that is taken where the user gives none: forward, loss, backward, gradients cleared.
 
     The loss is `output.loss`, `output["loss"]`, the first of a tuple, or the output itself, whichever is a scalar. The
     step has no optimizer, so no peak contains optimizer state.
     """
+    module = bench.module
 
     def train(batch: Any) -> torch.Tensor:
-        if isinstance(batch, Mapping):
-            output = module(**batch)
-        else:
-            output = module(*batch) if isinstance(batch, (tuple, list)) else module(batch)
+        with bench.takeover.entered():
+            if isinstance(batch, Mapping):
+                output = module(**batch)
+            else:
+                output = module(*batch) if isinstance(batch, (tuple, list)) else module(batch)
         loss = _loss(output)
         loss.backward()  # type: ignore[no-untyped-call]
         module.zero_grad(set_to_none=True)

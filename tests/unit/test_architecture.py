@@ -35,7 +35,7 @@ ROOMS = (
 )
 """From the one that knows nobody to the one that may know all."""
 
-OUTSIDE = {"ortlab", "ortlab.loading", "ortlab.optim"}
+OUTSIDE = {"ortlab", "ortlab.loading", "ortlab.optim", "ortlab.ortmodule"}
 """The package's own names, what reads any record, and what users import by itself: these stand in no room."""
 
 EXCEPTIONS = {

@@ -118,6 +118,7 @@ _HOOKED: Final = re.compile(r"(?P<module>[\w.]+)[^:]*? has a backward hook")
 
 _KINDS: Final = (
     (r"^(Writing|Assigning|Reading a tensor)", Kind.WRITE),
+    (r"^A random number that Python or numpy draws", Kind.RANDOM),
     (r"changes buffers", Kind.BUFFER),
     (r"returns something that is no tensor|returned no tensor", Kind.OUTPUT),
     (r"checkpoint", Kind.CHECKPOINT),

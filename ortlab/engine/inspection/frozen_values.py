@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
 from ortlab.engine.tracing.source_lines import in_onnx_runtime
@@ -23,9 +22,8 @@ from ortlab.engine.tracing.traced_values import (
     function_name,
     holds_numbers,
     is_certain_of_uniform,
-    random_states,
 )
-from ortlab.records.preflight import Finding, Kind, Place
+from ortlab.records.preflight import Finding, Kind
 
 if TYPE_CHECKING:
     from ortlab.engine.inspection.places import Places
@@ -48,14 +46,11 @@ class FrozenValues(TorchFunctionMode):
         self._report = report
         self._known: dict[int, torch.Tensor] = {}  # kept alive, so that ids stay theirs
         self._uniform: dict[int, torch.Tensor] = {}
-        self._random: tuple[Any, ...] | None = None
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch._C._get_tracing_state() is None:
-            self._random = None
             return function(*args, **kwargs)
-        self._random = self._random or random_states()
         result = function(*args, **kwargs)
         self._look(function_name(function), args, kwargs, result)
         return result
@@ -63,22 +58,13 @@ class FrozenValues(TorchFunctionMode):
     @contextmanager
     def on(self) -> Iterator[None]:
         """Watch the block."""
-        self._random = None
-        # A draw shows at the next operator, which may be in another module, or else where its own module ends.
-        ends = register_module_forward_hook(self._end_of_module)
         try:
             with self:
                 yield
         finally:
-            ends.remove()
             self._known, self._uniform = {}, {}
 
-    def _end_of_module(self, part: torch.nn.Module, *_: Any) -> None:
-        if torch._C._get_tracing_state() is not None:
-            self._look_at_random_numbers(self._places.find(part))
-
     def _look(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
-        self._look_at_random_numbers()
         given = [one for one in flat((args, kwargs)) if isinstance(one, torch.Tensor)]
         made = [one for one in flat(result) if isinstance(one, torch.Tensor)]
         known = all(id(one) in self._known for one in given)
@@ -123,17 +109,6 @@ class FrozenValues(TorchFunctionMode):
                 "Use dense tensors here, or leave this module to PyTorch.",
             )
 
-    def _look_at_random_numbers(self, place: Place | None = None) -> None:
-        states = random_states()
-        if self._random is not None and states != self._random:
-            self._random = states
-            self._add(
-                Kind.RANDOM,
-                "Python or numpy draws a random number in the forward, and the graph keeps the first one.",
-                "Draw with torch, as a tensor that is not turned into a number.",
-                place,
-            )
-
     def _frozen(self, name: str) -> None:
         plain = name.strip("_")
         if name in _BRANCHES:
@@ -149,5 +124,5 @@ class FrozenValues(TorchFunctionMode):
                 "Compute with the tensor itself, or leave this module to PyTorch.",
             )
 
-    def _add(self, kind: Kind, what: str, fix: str, place: Place | None = None) -> None:
-        self._report(Finding.of(kind, what, place or self._places.here(), fix))
+    def _add(self, kind: Kind, what: str, fix: str) -> None:
+        self._report(Finding.of(kind, what, self._places.here(), fix))

@@ -4,15 +4,14 @@ A trace of ``if x.sum() > 0`` holds the branch that its batch took, and one of `
 ORTModule 1.19.2 trains every other batch with them, wrongly and without a word. Here the values that were read become
 one more output of the graph, and a step in which they are others ends in an error. Values made of sizes alone are left
 out, since an export that reads these is bound to the sizes of its batch (see `arguments`), and so
-are constants. A random number that is made of no input is refused: its first draw would decide every step. That
-Python or numpy drew one, which no trace sees, is said in the lab's messages.
+are constants. A random number that is made of no input is refused: its first draw would decide every step; so is one
+that Python or numpy draws (see `python_draws`).
 """
 
 from __future__ import annotations
 
 import math
 import os
-import warnings
 import weakref
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -27,8 +26,9 @@ from torch.utils import _pytree
 
 from ortlab.engine.patching import replace
 from ortlab.engine.tracing.outputs import Part
+from ortlab.engine.tracing.python_draws import PythonDraws
 from ortlab.engine.tracing.source_lines import TORCH, caller_outside, in_words, is_model_code
-from ortlab.engine.tracing.traced_values import function_name, is_certain_of_uniform, random_states
+from ortlab.engine.tracing.traced_values import function_name, is_certain_of_uniform
 from ortlab.engine.tracing.traced_writes import not_traced
 from ortlab.errors import BuildError, ExecutionError
 
@@ -54,11 +54,6 @@ _LOOSELY: Final = 1e-5
 _COUNTED: Final = 2.0**24
 """Below this a whole number is a count, a class or a place; above it float32 has no other numbers."""
 
-_DRAWN_BY_PYTHON: Final = (
-    "Python or numpy drew a random number in the forward while it was exported, and the graph holds what was drawn: "
-    "it is the same in every step. Draw with torch, as a tensor that is not turned into a number."
-)
-
 _PASSED_THROUGH: Final = (TORCH, f"{Path(__file__).parent}{os.sep}")
 """Folders of code that calls functions of tensors for somebody else."""
 
@@ -72,6 +67,7 @@ class _Reads:
     places: list[str] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
     index: int = -1
+    draws: PythonDraws = field(default_factory=PythonDraws)
 
 
 _reads: Final[ContextVar[_Reads | None]] = ContextVar("reads", default=None)
@@ -123,11 +119,8 @@ def _give_out_reads(original: Callable[..., Any]) -> Callable[..., Any]:
         if reads is None:
             return original(self, *args)
         traced = bool(torch._C._get_tracing_state())
-        drawn = random_states()
-        with _ReadValues() as mode:
+        with reads.draws.watched(self._original_module), _ReadValues() as mode:
             outputs = original(self, *args)
-        if traced and random_states() != drawn:
-            warnings.warn(_DRAWN_BY_PYTHON, stacklevel=2)
         if not traced:
             reads.any = reads.any or mode.any
         elif reads.any:

@@ -72,7 +72,11 @@ def caller_outside(*folders: str) -> FrameType | None:
 
 def in_words(frame: FrameType) -> str:
     """Return file, line and source of what a frame executes."""
-    name, line = frame.f_code.co_filename, frame.f_lineno
+    return words_of(frame.f_code.co_filename, frame.f_lineno)
+
+
+def words_of(name: str, line: int) -> str:
+    """Return a file, a line of it, and what stands there."""
     return f"{name}, line {line}: {linecache.getline(name, line).strip()}"
 
 

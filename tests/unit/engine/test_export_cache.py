@@ -11,7 +11,6 @@ import sys
 import warnings
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -167,7 +166,6 @@ def test_weights_are_never_those_of_the_entry(train):
         (lambda x: x * (2 if torch.equal(x, x.relu()) else 3), "which `equal` made a constant"),
         (lambda x: x * (x[x.detach() > 0].shape[0] + 0), None),
         (lambda x: x * (2 if x[x.detach() > 0].shape[0] > 2 else 3), "made a constant"),
-        (lambda x: x * np.random.rand(), "random numbers"),  # noqa: NPY002
         (Doubled.apply, "Doubled"),
     ],
 )

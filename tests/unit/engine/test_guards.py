@@ -1,4 +1,5 @@
 """What a forward decides by the values of a batch is checked in each step."""
+# ruff: noqa: NPY002 - models draw from numpy's global generator
 
 from __future__ import annotations
 
@@ -224,12 +225,116 @@ def test_a_number_made_of_a_size_is_that_of_the_size():
     lab.unwrap()
 
 
-@pytest.mark.parametrize("draw", [random.random, np.random.rand])
-def test_a_draw_that_no_trace_sees_is_said(draw):
-    lab = ortlab.wrap(Deciding(lambda h, _: h * draw()).train())
-    lab.module(torch.rand(3, 4))
-    assert ["drew a random number in the forward" in one.text for one in lab.messages].count(True) == 1
+def drawn_argument(h):
+    return h * random.uniform(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("decide", "line"),
+    [
+        (lambda h: h * random.random(), "random.random()"),
+        (lambda h: h * np.random.rand(), "np.random.rand()"),
+        (lambda h: h if random.random() < 0.3 else h * 2, "random.random() < 0.3"),
+        (lambda h: h if np.random.random() > 0.5 else h * 2, "np.random.random() > 0.5"),
+        (lambda h: h * random.choice([1, 2, 3, 4]), "random.choice"),
+        (lambda h: h[:, np.random.permutation(4)], "np.random.permutation"),
+        (lambda h: h * float(drawn_early(0.0, 1.0)), "drawn_early(0.0, 1.0)"),
+        (drawn_argument, "random.uniform(1, 2)"),
+    ],
+)
+def test_a_draw_that_no_trace_sees_is_refused_with_its_line(decide, line):
+    """As teacher forcing in the tutorials of seq2seq models: losses differed by up to 80 %."""
+    states = random.getstate(), np.random.get_state()[1].tolist()
+    lab = ortlab.wrap(Deciding(lambda h, _: decide(h)).train())
+    with pytest.raises(BuildError, match=r"Python or numpy draws .*test_guards.py, line \d+") as refusal:
+        lab.module(torch.rand(3, 4))
+    assert line in refusal.value.what
+    assert states == (random.getstate(), np.random.get_state()[1].tolist())
     lab.unwrap()
+
+
+drawn_early = random.uniform
+GENERATOR = np.random.default_rng(0)
+
+
+def by_its_own_seed(h):
+    """As BigBird chooses blocks: the same ones in each step."""
+    np.random.seed(0)
+    return h[:, np.random.permutation(4)] * np.random.rand()
+
+
+class OfItsOwn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.generator = random.Random(0)
+
+    def forward(self, h):
+        return h * self.generator.randint(2, 9)
+
+
+class OfItsModule(nn.Module):
+    def forward(self, h):
+        return h * GENERATOR.integers(1, 9)
+
+
+@pytest.mark.parametrize(
+    ("part", "line"),
+    [(OfItsOwn(), r"self\.generator\.randint"), (OfItsModule(), r"GENERATOR\.integers")],
+)
+def test_a_generator_that_a_part_holds_is_seen(part, line):
+    lab = ortlab.wrap(nn.Sequential(nn.Linear(4, 4), part))
+    with pytest.raises(BuildError, match=rf"line \d+: return h \* {line}"):
+        lab.module(torch.rand(3, 4))
+    lab.unwrap()
+
+
+def dropped(probability, draw):
+    def drop(h):
+        drawn = draw()
+        return h * 0 if drawn < probability else h * 2
+
+    return drop
+
+
+@pytest.mark.parametrize(
+    "decide",
+    [
+        dropped(0.0, lambda: random.random()),  # noqa: PLW0108 - looked up in each call
+        dropped(0.0, lambda: random.uniform(0, 1)),
+        dropped(-1, lambda: np.random.uniform(0, 1)),
+        lambda h: h * 2 if np.random.rand() > 1 or np.random.random() >= 0 else h,
+        by_its_own_seed,
+    ],
+)
+def test_draws_that_are_the_same_in_each_step_pass(decide):
+    torch.manual_seed(0)
+    model = Deciding(lambda h, _: decide(h)).train()
+    reference = copy.deepcopy(model)
+    lab = ortlab.wrap(model)
+    for _ in range(3):
+        x = torch.randn(3, 4)
+        torch.testing.assert_close(model(x), reference(x))
+    lab.unwrap()
+
+
+def test_a_draw_that_is_handed_over_has_a_graph_for_each_value():
+    model = Teaching()
+    reference, x = copy.deepcopy(model), torch.randn(3, 4)
+    lab = ortlab.wrap(model)
+    for forced in (True, False, True, True, False):
+        torch.testing.assert_close(model(x, forced), reference(x, forced))
+    assert lab.status.executed_by == "ort"
+    lab.unwrap()
+
+
+class Teaching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, forced):
+        h = self.layer(x)
+        return self.layer(x) if forced else self.layer(h)
 
 
 def test_a_forward_that_draws_with_torch_says_nothing():

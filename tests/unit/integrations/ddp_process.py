@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ortlab
+from ortlab.ortmodule import ORTModule
 
 STEPS, PARTS = 3, 2
 
@@ -41,9 +42,12 @@ def train(rank: int, order: str) -> tuple[nn.Module, list[float], str]:
     torch.manual_seed(0)
     model = Classifier()
     lab = ortlab.wrap(model) if order == "wrapped first" else None
-    parallel = DistributedDataParallel(model)
+    around = ORTModule(model) if order == "ORTModule" else model
+    parallel = DistributedDataParallel(around)
     if order == "wrapped inside":
         lab = ortlab.wrap(parallel.module)
+    elif order == "ORTModule":
+        lab = around.lab
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1, momentum=0.9)
     data = torch.Generator().manual_seed(rank)
     losses = []
@@ -68,7 +72,7 @@ def found(rank: int) -> dict[str, object]:
     """Hold ORT inside DDP, wrapped before and after DDP was made, against PyTorch."""
     expected, losses, _ = train(rank, "not wrapped")
     results = {}
-    for order in ("wrapped first", "wrapped inside"):
+    for order in ("wrapped first", "wrapped inside", "ORTModule"):
         model, measured, executed_by = train(rank, order)
         pairs = zip(model.state_dict().values(), expected.state_dict().values(), strict=True)
         results[order] = {
