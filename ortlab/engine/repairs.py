@@ -21,6 +21,7 @@ from ortlab.engine.tracing import (
     arguments,
     autograd,
     buffers,
+    carried,
     gradient_stops,
     guards,
     outputs,
@@ -36,6 +37,7 @@ def install_all() -> None:
     """Install every repair that replaces a function; a second call changes nothing."""
     arguments.install()
     buffers.install()
+    carried.install()  # around `buffers`, which puts these back
     gradient_stops.install()
     outputs.install()
     guards.install()

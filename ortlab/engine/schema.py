@@ -15,6 +15,7 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from ortlab.engine.tracing import baked_in
+from ortlab.engine.tracing.reached import Reached
 from ortlab.engine.tracing.taps import Looker
 
 Entry: TypeAlias = tuple[str, str]
@@ -57,8 +58,9 @@ def module_schema(module: torch.nn.Module, functions: Iterable[object] = ()) -> 
     - Of each parameter and buffer its dtype, shape, device, `requires_grad` and the name it is tied to; not its values,
       which ORT reads anew in each step. Buffers that are not in the `state_dict` are constants, with their values.
 
-    `functions` are more functions that its forward consists of. Out of sight are global variables and functions that a
-    forward uses, and what is inside objects of other classes.
+    - Of global variables and of attributes of objects and classes those that the forward reaches; see `Reached`.
+
+    `functions` are more functions that its forward consists of.
     """
     entries: list[Entry] = [
         (f"config.{key}", baked_in.describe(value)) for key, value in _settings(module).items()
@@ -92,6 +94,7 @@ def module_schema(module: torch.nn.Module, functions: Iterable[object] = ()) -> 
                 if key in constant and key in part._buffers:
                     entries.append((f"{path} (not in the state_dict)", baked_in.digest_of_tensor(tensor)))
     entries += [(f"the code of {kind.__qualname__}", _digest_of_body(kind)) for kind in kinds]
+    entries += Reached(module, functions).described()
     return tuple(entries)
 
 
@@ -110,10 +113,11 @@ class ModuleReader:
         self._kinds: dict[type, None] = {}
         self._code: list[tuple[Mapping[str, object], tuple[str, ...]]] = []
         self._cells: list[CellType] = []
+        self._reached: Reached | None = None
 
     def state(self) -> tuple[object, ...]:
         """Read the present state."""
-        state: list[object] = [baked_in.state(value) for value in _settings(self._module).values()]
+        state = baked_in.states(_settings(self._module).values())
         pending, seen, kinds = [self._module], set[int](), len(self._kinds)
         while pending:
             part = pending.pop()
@@ -128,6 +132,9 @@ class ModuleReader:
         for body, names in self._code:
             state += [body.get(name) for name in names]
         state += [baked_in.state(baked_in.content(cell)) for cell in self._cells]
+        if self._reached is None or len(self._kinds) > kinds:
+            self._reached = Reached(self._module, self._functions)
+        state += self._reached.state()
         return tuple(state)
 
     def _add_part(self, state: list[object], part: torch.nn.Module) -> None:

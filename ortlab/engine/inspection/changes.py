@@ -31,12 +31,12 @@ class Changes:
         self._places = places
         self._module = module
         self._attributes = {
-            (part, name): (value, _kept(value), _content(value))
+            (part, name): (value, _kept(value), content_of(value))
             for part in module.modules()
             for name, value in _own(part)
         }
         self._globals = {
-            (id(function.__globals__), name): (function, value, _kept(value), _content(value))
+            (id(function.__globals__), name): (function, value, _kept(value), content_of(value))
             for function in _functions(module)
             for name in function.__code__.co_names
             if baked_in.matters(value := function.__globals__.get(name)) and name in function.__globals__
@@ -73,10 +73,10 @@ class Changes:
             if known is None:
                 del part.__dict__[name]
             else:
-                part.__dict__[name] = _refilled(known[0], known[2])
+                part.__dict__[name] = refilled(known[0], known[2])
         for function, name in list(self._changed_globals()):
             _, value, _, content = self._globals[id(function.__globals__), name]
-            function.__globals__[name] = _refilled(value, content)
+            function.__globals__[name] = refilled(value, content)
 
     def _changed(self) -> Iterator[tuple[torch.nn.Module, str]]:
         for part in self._module.modules():
@@ -117,11 +117,13 @@ def _kept(value: object) -> object:
     return (state, len(value)) if isinstance(value, (list, dict, set)) else state
 
 
-def _content(value: object) -> object:
+def content_of(value: object) -> object:
+    """Return a copy of what a container holds; None for other values."""
     return copy.copy(value) if isinstance(value, (list, dict, set)) else None
 
 
-def _refilled(value: object, content: object) -> object:
+def refilled(value: object, content: object) -> object:
+    """Return a container with the content that `content_of` has copied; another value as it is."""
     if isinstance(value, list) and isinstance(content, list):
         value[:] = content
     elif isinstance(value, (dict, set)) and isinstance(content, (dict, set)) and value != content:

@@ -6,27 +6,40 @@ long as it is held. `describe` makes text that means the same in another process
 
 from __future__ import annotations
 
+import enum
 import functools
 import hashlib
 import types
-from collections.abc import Iterable, Mapping
+import zlib
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 PLAIN: Final = frozenset(
-    {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice}
+    {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice, range}
 )
 """Types whose values are compared as they are."""
 
-CONTAINERS: Final = frozenset({list, tuple, dict, set, frozenset})
+CONTAINERS: Final = (list, tuple, dict, set, frozenset, deque)
+"""Classes of containers; those that are derived from them, such as OrderedDict, count as well."""
+
+_SETS: Final = (set, frozenset)
 
 FUNCTIONS: Final = frozenset(
     {types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial}
 )
 
 _LONGEST: Final = 64
-"""Longer containers are tables of labels or words; they are told apart by identity and length."""
+"""Longer containers of other than plain values are told apart by identity and length."""
+
+_LONGEST_PLAIN: Final = 4096
+"""Longer ones are tables of words, and told apart in the same way."""
+
+_FEW_BYTES: Final = 4096
+"""Tensors up to here are compared by content, too: what is written through `.data` or numpy counts no version."""
 
 _DEEPEST: Final = 4
 
@@ -49,39 +62,86 @@ class Same:
 def matters(value: object) -> bool:
     """Tell whether an attribute with this value can end up in a graph."""
     kind = type(value)
-    return kind in PLAIN or kind in CONTAINERS or kind in FUNCTIONS or isinstance(value, torch.Tensor)
+    return kind in PLAIN or kind in FUNCTIONS or isinstance(value, (torch.Tensor, *CONTAINERS, *_OTHERS))
 
 
-def state(value: object, depth: int = 0) -> object:
+_OTHERS: Final = (np.ndarray, np.generic, enum.Enum)
+
+
+def state(value: object, depth: int = 0) -> object:  # noqa: PLR0911 - one case each
     """Return what is equal as long as a trace would find the same value; `depth` counts the containers around it."""
     kind = type(value)
     if kind in PLAIN:
         return (kind, value) if kind in (bool, int, float) else value  # 1 == 1.0 == True
-    if kind in CONTAINERS and depth < _DEEPEST:
-        if len(value) > _LONGEST:  # type: ignore[arg-type]
-            return Same(value, len(value))  # type: ignore[arg-type]
+    if kind in FUNCTIONS and kind is not functools.partial:
+        return getattr(value, "__func__", value)
+    if isinstance(value, CONTAINERS) and depth < _DEEPEST:
+        if len(value) > _LONGEST:
+            return _state_of_long(value)
         items = value.items() if isinstance(value, dict) else value
-        return (kind, [state(item, depth + 1) for item in items])  # type: ignore[attr-defined]
+        return (kind, [state(item, depth + 1) for item in items])
     if isinstance(value, torch.Tensor):
+        if value.nbytes <= _FEW_BYTES and kind is torch.Tensor and value.device.type == "cpu":
+            return (Same(value, 0 if value.is_inference() else value._version), _content(value))
         return Same(value, 0 if value.is_inference() else value._version)
+    if isinstance(value, np.ndarray):
+        return (kind, value.dtype.str, value.shape, _checksum(value))
+    if isinstance(value, (np.generic, enum.Enum)):
+        return (kind, repr(value))
     if kind is functools.partial:
         return (value.func, state(value.args, depth), state(value.keywords, depth))  # type: ignore[attr-defined]
-    return getattr(value, "__func__", value) if kind in FUNCTIONS else kind
+    return kind
 
 
-def describe(value: object, depth: int = 0) -> str:
+def states(values: Collection[object]) -> list[object]:
+    """Return what is equal as long as each of some values has the same state; quick where most are plain."""
+    kinds = list(map(type, values))
+    plain = [value for value, kind in zip(values, kinds, strict=True) if kind in PLAIN]
+    others = [state(value) for value, kind in zip(values, kinds, strict=True) if kind not in PLAIN]
+    return [kinds, plain, others]  # 1 == 1.0 == True, but their kinds differ
+
+
+def _state_of_long(value: Any) -> object:
+    """Return the state of a container with many items: of plain ones their values, of others only how many."""
+    if len(value) <= _LONGEST_PLAIN and not isinstance(value, dict):
+        items = tuple(value)
+        kinds = tuple(map(type, items))
+        if PLAIN.issuperset(kinds):
+            return (type(value), kinds, items)
+    return Same(value, len(value))
+
+
+def _content(tensor: torch.Tensor) -> bytes | None:
+    try:
+        return tensor.detach().numpy().tobytes()
+    except (RuntimeError, TypeError):  # sparse, quantised, of a type that numpy lacks, or without data
+        return None
+
+
+def _checksum(array: np.ndarray[Any, Any]) -> int:
+    if array.dtype.hasobject:
+        return id(array)
+    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+def describe(value: object, depth: int = 0) -> str:  # noqa: PLR0911 - one case each
     """Return text that tells values apart in every process; `depth` counts the containers and closures around it."""
     kind = type(value)
     if kind in PLAIN:
         return repr(value)
     if isinstance(value, torch.Tensor):
         return f"tensor {list(value.shape)} {digest_of_tensor(value)}"
-    if kind in CONTAINERS and depth < _DEEPEST:
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        content = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
+        return f"array {value.dtype.str} {list(value.shape)} {content[:16]}"
+    if isinstance(value, (np.generic, enum.Enum)):
+        return repr(value)
+    if isinstance(value, CONTAINERS) and depth < _DEEPEST:
         if isinstance(value, Mapping):
             inside = ", ".join(f"{key!r}: {describe(item, depth + 1)}" for key, item in value.items())
         else:
-            texts = [describe(item, depth + 1) for item in value]  # type: ignore[attr-defined]
-            inside = ", ".join(sorted(texts) if kind in (set, frozenset) else texts)
+            texts = [describe(item, depth + 1) for item in value]
+            inside = ", ".join(sorted(texts) if isinstance(value, _SETS) else texts)
         return f"{kind.__name__}({inside})"
     if kind is functools.partial:
         parts = (value.func, value.args, value.keywords)  # type: ignore[attr-defined]
