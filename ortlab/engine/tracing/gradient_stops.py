@@ -27,7 +27,8 @@ from ortlab.engine.operators.symbolic_words import aten, is_training_export
 from ortlab.engine.passes.graph_edits import ATEN, STOP
 from ortlab.engine.patching import replace
 from ortlab.engine.tracing.source_lines import in_words, is_model_code
-from ortlab.engine.tracing.traced_writes import ExpandedWrites, TracedWrites, memory
+from ortlab.engine.tracing.taps import is_tracing
+from ortlab.engine.tracing.traced_writes import ExpandedWrites, TracedWrites, memory, tensors_in
 from ortlab.errors import BuildError
 
 if TYPE_CHECKING:
@@ -68,9 +69,9 @@ def _trace_with_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
     from onnxruntime.training import ortmodule
 
     def forward(self: Any, *args: Any) -> Any:
-        if not (ortmodule.ORTMODULE_ONNX_EXPORT_CONTEXT[0] and self.training):
+        if not ortmodule.ORTMODULE_ONNX_EXPORT_CONTEXT[0]:
             return original(self, *args)
-        with torch.enable_grad(), TracedStops().on():
+        with torch.set_grad_enabled(self.training), TracedStops(training=self.training).on():
             return original(self, *args)
 
     return forward
@@ -148,9 +149,10 @@ def _numbers_for_booleans(function: Any, args: tuple[Any, ...], given: list[torc
 class TracedStops(TorchFunctionMode):
     """Put a recorded `detach` on each result that torch cuts off without recording it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, training: bool) -> None:
         super().__init__()
         self.in_function = False  # on while an autograd Function runs, whose inside is not part of the graph
+        self._training = training  # a graph for inference has no gradients to stop, only writes to show
         self._writes = TracedWrites()
         self._expanded = ExpandedWrites()
         self._sharing: dict[int, list[weakref.ref[torch.Tensor]]] = {}
@@ -159,11 +161,11 @@ class TracedStops(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.in_function:
             return function(*args, **kwargs)
+        if not self._training:
+            return self._with_writes(function, args, kwargs, _written_by(function, args, kwargs))
         if function in (_GET_DATA, _SET_DATA):
             return self._data(*args)
-        given = list(_tensors((args, kwargs)))
-        args = _numbers_for_booleans(function, args, given)
-        if self._expanded.stale(given):
+        if self._expanded.stale(tensors_in((args, kwargs))):
             _refuse(
                 "Reading an expanded tensor that was written to",
                 "read what the write returned, as `y = y | x` does, or expand a copy",
@@ -178,22 +180,36 @@ class TracedStops(TorchFunctionMode):
             if not torch.is_grad_enabled():
                 rest, kwargs = _mapped(_detached, (args[1:], kwargs))
                 args = (args[0], *rest)
+        result = self._with_writes(function, args, kwargs, written)
+        sources = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        if function in _DETACH:
+            return self._cut(result, sources)
+        return self.stopped(result, sources)
+
+    def _with_writes(self, function: Any, args: Any, kwargs: Any, written: torch.Tensor | None) -> Any:
+        """Call a function with tensors that show what was written to their memory, and note what it writes."""
+        given = list(tensors_in((args, kwargs)))
+        args = _numbers_for_booleans(function, args, given)
+        if written is not None:
+            self._refresh(given)
         result = function(*args, **kwargs)
-        results = list(_tensors(result))
-        if (results or written is not None) and self._writes.stale(
-            given, [] if written is not None else results
-        ):
+        results = list(tensors_in(result))
+        if written is not None:
+            self._writes.note_write(written)
+        elif results and self._writes.stale(given, results):
+            self._refresh(given)
+            result = function(*args, **kwargs)
+            results = list(tensors_in(result))
+        self._writes.note_result(function, args, kwargs, given, results)
+        return result
+
+    def _refresh(self, given: list[torch.Tensor]) -> None:
+        """Give tensors the values that were written to their memory through others."""
+        if is_tracing() and not self._writes.refreshed(given):
             _refuse(
                 "Reading a tensor whose memory was written through another one",
                 "read what was written, or write to a copy: `y = y * 3` for `y.mul_(3)`",
             )
-        if written is not None:
-            self._writes.note_write(written)
-        self._writes.note_result(getattr(function, "__name__", ""), given, results)
-        sources = [tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad]
-        if function in _DETACH:
-            return self._cut(result, sources)
-        return self.stopped(result, sources)
 
     def _data(self, x: torch.Tensor, *assigned: torch.Tensor) -> torch.Tensor | None:
         """Return the `.data` of a tensor, or check what is assigned to it."""
@@ -216,7 +232,7 @@ class TracedStops(TorchFunctionMode):
             return self._cut(tensor.detach(), sources) if is_stopped(tensor) else tensor
 
         # A result that needs nothing is returned as it is: a traced torch.Size loses its values when it is rebuilt.
-        return _mapped(stop, result) if sources and any(map(is_stopped, _tensors(result))) else result
+        return _mapped(stop, result) if sources and any(map(is_stopped, tensors_in(result))) else result
 
     def _cut(self, cut: torch.Tensor, sources: list[torch.Tensor]) -> torch.Tensor:
         """Remember which tensors share the memory of one that was cut off."""
@@ -259,9 +275,9 @@ class TracedStops(TorchFunctionMode):
             result = call(*args, **kwargs)
         finally:
             self.in_function = False
-        if torch.is_grad_enabled():  # its backward says where gradients go, in PyTorch and in ORT
-            return result
-        return self.stopped(result, [tensor for tensor in _tensors(args) if tensor.requires_grad])
+        if torch.is_grad_enabled() or not self._training:
+            return result  # its backward says where gradients go, in PyTorch and in ORT
+        return self.stopped(result, [tensor for tensor in tensors_in(args) if tensor.requires_grad])
 
 
 _on: Final[ContextVar[TracedStops | None]] = ContextVar("on", default=None)
@@ -324,16 +340,6 @@ def _check_data(x: torch.Tensor, data: torch.Tensor) -> None:
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach() if tensor.requires_grad and tensor.is_floating_point() else tensor
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from _tensors(part)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
 
 
 def _mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

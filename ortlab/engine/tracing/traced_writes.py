@@ -1,10 +1,12 @@
-"""Find reads, in a trace, of memory that was written through another tensor: an ONNX graph would have the old value.
+"""Give what is read in a trace, of memory that was written through another tensor, the value that it has in PyTorch.
 
 Torch's exporter turns a write such as ``y.mul_(3)`` into a new value that takes the place of `y`
 (``torch/csrc/jit/passes/onnx/remove_inplace_ops_for_onnx.cpp``). A write through a slice that was made on the same
 line of source, as in ``y[0] += 1``, reaches the tensor that was sliced; one through any other view does not, and
 neither reaches views that were made before. Most models never look at those again - a ReLU in place after a flatten is
-common - so it is the reading that is refused, not the write. Views of what was not written to may be made.
+common - so nothing is done at the write. Who is read later gets its value then: what was written is put back, view by
+view, into the tensor that all are views of, and views are made anew of that. Where a kind of view is not known, or how
+two tensors share their memory, the reading is refused. Views of what was not written to may be made as they are.
 
 PyTorch refuses to write to an expanded tensor, whose entries share memory. Models have branches for traces in which
 they do it nevertheless: transformers 4.56 beside torch 2.4 joins a mask with ``mask |= ...``
@@ -19,15 +21,28 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import torch
 
 from ortlab.engine.tracing.source_lines import caller_outside
+from ortlab.engine.tracing.taps import is_tracing
+from ortlab.engine.tracing.traced_values import function_name
 
 _SLICES: Final = frozenset({"__getitem__", "select"})
 """Views through which the exporter writes to the tensor that they are views of, if all is on one line."""
+
+_SAME_ELEMENTS: Final = frozenset(
+    "view reshape flatten unflatten unsqueeze squeeze view_as reshape_as ravel".split()  # noqa: SIM905
+)
+_SAME_SIZES: Final = frozenset({"contiguous", "detach", "alias", "to", "type_as", "float"})
+_ORDERS: Final = frozenset(
+    "t T mT transpose swapaxes swapdims permute movedim moveaxis transpose_".split()  # noqa: SIM905
+)
+_PARTS: Final = frozenset({"chunk", "split", "unbind", "tensor_split"})
+"""Views of all elements of a tensor in their order, in another one, and in several parts."""
 
 _OURS: Final = f"{Path(__file__).parents[1]}{os.sep}"
 """The folder of the engine, whose frames are not the model's."""
@@ -48,8 +63,62 @@ def not_traced() -> Iterator[None]:
         internals._set_tracing_state(trace)
 
 
+@dataclass
+class _View:
+    """How a tensor was made as a view of another one: the call, and which of its results it is."""
+
+    tensor: weakref.ref[torch.Tensor]
+    source: torch.Tensor
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    position: int
+
+    def of(self, source: torch.Tensor) -> torch.Tensor:
+        """Make the view of another source."""
+        results = tensors_in(self.function(source, *self.args[1:], **self.kwargs))
+        return list(results)[self.position]
+
+    def put_back(self, source: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
+        """Return `source` with `new` in the place of the view; None if that is not known of this kind of view."""
+        name = function_name(self.function)
+        if name in _SAME_ELEMENTS and new.dtype == source.dtype:
+            return new.reshape_as(source)
+        if name in _SAME_SIZES:
+            return new
+        if name in _ORDERS:
+            with torch._C.DisableTorchFunction(), not_traced():
+                order = self.of(torch.empty(tuple(range(source.dim())), device="meta")).shape
+            return new.permute([order.index(axis) for axis in range(source.dim())])
+        if name in _PARTS:
+            parts = list(self.function(source, *self.args[1:], **self.kwargs))
+            parts[self.position] = new
+            axis = self._argument("dim", 2 if name != "unbind" else 1, 0)
+            return torch.stack(parts, axis) if name == "unbind" else torch.cat(parts, axis)
+        place = self._place(name, source.dim())
+        if place is None:
+            return None
+        copy = source.clone()
+        copy[place] = new
+        return copy
+
+    def _argument(self, name: str, position: int, default: Any) -> Any:
+        return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
+
+    def _place(self, name: str, dimensions: int) -> Any:
+        """Return the index by which the view is one; None if it is none."""
+        if name == "__getitem__":
+            return self.args[1]
+        if name not in {"select", "narrow"}:
+            return None
+        axis = self._argument("dim", 1, 0) % dimensions
+        first = self._argument("index" if name == "select" else "start", 2, 0)
+        there = first if name == "select" else slice(first, first + self._argument("length", 3, 0))
+        return (*(slice(None),) * axis, there)
+
+
 class TracedWrites:
-    """Which tensors still show the memory they share with a tensor that was written to."""
+    """Which tensors still show the memory they share with a tensor that was written to, and what the others show."""
 
     def __init__(self) -> None:
         # Each list holds the tensors that may be read of a memory that was written to; weakly, so that a trace
@@ -57,30 +126,54 @@ class TracedWrites:
         self._readable: dict[int, list[weakref.ref[torch.Tensor]]] = {}
         self._slices: list[tuple[weakref.ref[torch.Tensor], Line]] = []
         self._written: dict[int, list[range]] = {}
+        self._views: dict[int, _View] = {}
+        # By memory: the views through which was written since its first tensor had its value, and the values.
+        self._pending: dict[int, list[tuple[torch.Tensor, Any]]] = {}
 
     def note_result(
-        self, name: str, sources: Iterable[torch.Tensor], results: Iterable[torch.Tensor]
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        sources: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
     ) -> None:
         """Note what an operator, such as "view", has returned: it shows its memory as it is now."""
         sliced = (
             {memory(source) for source in sources if self._reaches_its_base(source)}
-            if name in _SLICES
+            if getattr(function, "__name__", "") in _SLICES
             else set()
         )
-        for result in results:
+        for position, result in enumerate(results):
             place = memory(result)
             if place in sliced:
                 self._slices.append((weakref.ref(result), _line()))
             if place in self._readable:
                 self._readable[place].append(weakref.ref(result))
+            source = args[0] if args else None
+            if (
+                isinstance(source, torch.Tensor)
+                and source is not result
+                and place
+                and memory(source) == place
+            ):
+                number = id(result)
+                gone = weakref.ref(result, lambda _, number=number: self._views.pop(number, None))  # type: ignore[misc]
+                self._views[number] = _View(gone, source, function, args, kwargs, position)
 
     def note_write(self, written: torch.Tensor) -> None:
-        """Note that a tensor was written to; the others that share its memory may not be read from now on."""
-        readable = [written]
-        if written._base is not None and self._reaches_its_base(written):
+        """Note that a tensor was written to; the others that share its memory are to be made anew from now on."""
+        place = memory(written)
+        readable, reaches = [written], self._reaches_its_base(written)
+        if written._base is not None and reaches:
             readable.append(written._base)
-        self._readable[memory(written)] = [weakref.ref(tensor) for tensor in readable]
-        self._written.setdefault(memory(written), []).append(_extent(written))
+        self._readable[place] = [weakref.ref(tensor) for tensor in readable]
+        self._written.setdefault(place, []).append(_extent(written))
+        if not reaches and self._view(written) is not None and is_tracing():
+            internals: Any = torch._C
+            self._pending.setdefault(place, []).append((written, internals._get_value_trace(written)))
+        else:
+            self._pending.pop(place, None)
 
     def stale(self, tensors: Iterable[torch.Tensor], results: Sequence[torch.Tensor]) -> bool:
         """Tell whether one of the tensors that an operator takes would show an old value in the graph.
@@ -88,12 +181,72 @@ class TracedWrites:
         `results` is what the operator returns: it may make views of what was not written to.
         """
         return any(
-            place in self._readable
-            and not _holds(self._readable[place], tensor)
-            and not self._shows_nothing_written(place, results)
+            self._is_stale(tensor) and not self._shows_nothing_written(memory(tensor), results)
             for tensor in tensors
-            if (place := memory(tensor))
         )
+
+    def refreshed(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Give tensors the values in the trace that they have in PyTorch; False if that is not known of one."""
+        return all(self._refreshed(tensor) for tensor in tensors if self._is_stale(tensor))
+
+    def _is_stale(self, tensor: torch.Tensor) -> bool:
+        place = memory(tensor)
+        return place in self._readable and not _holds(self._readable[place], tensor)
+
+    def _refreshed(self, tensor: torch.Tensor) -> bool:
+        if not self._is_stale(tensor):
+            return True
+        view = self._view(tensor)
+        if view is None:
+            return self._gathered(tensor)
+        if not self._refreshed(view.source):
+            return False
+        self._take(tensor, view.of(view.source))
+        return True
+
+    def _gathered(self, first: torch.Tensor) -> bool:
+        """Let the tensor that all others are views of have what was written through these."""
+        pending = self._pending.get(memory(first), [])
+        if not pending or any(self._first(written) is not first for written, _ in pending):
+            return False
+        internals: Any = torch._C
+        value = first
+        for written, traced in pending:
+            with torch._C.DisableTorchFunction(), not_traced():
+                new = written.detach().clone()
+            internals._set_value_trace(new, traced)
+            put = self._put(written, new, value)
+            if put is None:
+                return False
+            value = put
+        del self._pending[memory(first)]
+        self._take(first, value)
+        return True
+
+    def _put(self, tensor: torch.Tensor, new: torch.Tensor, first: torch.Tensor) -> torch.Tensor | None:
+        """Return what the first tensor is once a view of it is `new`."""
+        view = self._view(tensor)
+        if view is None:
+            return new
+        source = view.put_back(self._value(view.source, first), new)
+        return None if source is None else self._put(view.source, source, first)
+
+    def _value(self, tensor: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+        view = self._view(tensor)
+        return first if view is None else view.of(self._value(view.source, first))
+
+    def _take(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        internals: Any = torch._C
+        internals._set_value_trace(tensor, internals._get_value_trace(value))
+        self._readable[memory(tensor)].append(weakref.ref(tensor))
+
+    def _view(self, tensor: torch.Tensor) -> _View | None:
+        view = self._views.get(id(tensor))
+        return view if view is not None and view.tensor() is tensor else None
+
+    def _first(self, tensor: torch.Tensor) -> torch.Tensor:
+        view = self._view(tensor)
+        return tensor if view is None else self._first(view.source)
 
     def _shows_nothing_written(self, place: int, results: Sequence[torch.Tensor]) -> bool:
         """Tell whether all results are views of a memory that begin and end outside of what was written to."""
@@ -138,6 +291,17 @@ def _line() -> Line:
 
 def _holds(references: list[weakref.ref[torch.Tensor]], tensor: torch.Tensor) -> bool:
     return any(reference() is tensor for reference in references)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from tensors_in(part)
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
 
 
 class ExpandedWrites:

@@ -248,10 +248,10 @@ class WritesParameter(Faulty):
         return y * self.scale
 
 
-class WritesThroughView(Faulty):
+class WritesThroughDiagonal(Faulty):
     def fault(self, y):
         flat = y * 1.0
-        view = flat.view(-1)
+        view = flat.diagonal()
         view.mul_(3)
         return flat + y
 
@@ -377,7 +377,7 @@ BROKEN: dict[str, Callable[[], Broken]] = {
         for kind in (
             *(ReadsMemoryByLayout, OperatorWithoutRule, OperatorWithoutGradient, OwnOperatorWithoutGradient),
             *(FunctionWithWrongBackward, Branch, Loop, Item, ToList, Numpy, TryOnValues, RandomOfPython),
-            *(Counter, Global, OwnStatistics, WritesParameter, WritesThroughView, AssignsData, Sparse),
+            *(Counter, Global, OwnStatistics, WritesParameter, WritesThroughDiagonal, AssignsData, Sparse),
             *(TensorHook, Checkpointed, FailsItself, Quantized, Float8),
         )
     },
