@@ -153,6 +153,7 @@ class Recording:
             step_memory_bytes=self._step_memory(),
             others_cores=self._others.cores(),
             planned_steps=self._planned_steps,
+            unkept=start.unkept,
         )
 
     @property
@@ -177,6 +178,7 @@ class Recording:
         exchange = exchange_watched(self._module, self._stopwatch, self._device)
         with (
             exchange,
+            self._experiment.start.steps_watched(),
             self._stopwatch.watching(),
             self._progress.task(count, evenly=True, show=show) as task,
         ):
