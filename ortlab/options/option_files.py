@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
@@ -35,7 +36,7 @@ def with_files(options: Options, changed: Collection[str]) -> Options:
 
 
 def check_export_folder(options: Options) -> None:
-    """Raise OptionError for a folder for exports that no file can be made in; an absent folder is made."""
+    """Raise OptionError for a folder for exports that no file can be made in, or others can; an absent one is made."""
     folder = Path(options.export_cache_dir).absolute()
     if reason := _no_file_in(folder, make=True):
         raise OptionError(
@@ -43,6 +44,38 @@ def check_export_folder(options: Options) -> None:
             why=reason,
             fix="Set export_cache_dir to a folder that can be written, or leave it empty.",
         )
+    if reason := writable_by_others(folder):
+        raise OptionError(
+            f"Exports are not kept in {str(folder)!r}: others could put graphs there, and your model would run them.",
+            why=reason,
+            fix=f"Make it yours alone (chmod go-w {folder}), or set export_cache_dir to a folder in your home.",
+        )
+
+
+def writable_by_others(path: Path) -> str:
+    """Say who else than this user and root can write a file, or to a folder; empty where nobody can."""
+    if os.name != "posix":
+        return ""
+    state = path.stat()
+    if state.st_uid not in (0, os.geteuid()):
+        return f"{path} belongs to user {state.st_uid}."
+    if state.st_mode & stat.S_IWOTH:
+        return f"Every user can write to {path}."
+    if state.st_mode & stat.S_IWGRP and not _is_own_group(state.st_gid):
+        return f"Group {state.st_gid} can write to {path}."
+    return ""
+
+
+def _is_own_group(number: int) -> bool:
+    """Tell whether a group has nobody but this user in it, as many systems make one for each user."""
+    import grp
+    import pwd
+
+    try:
+        user, group = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(number)
+    except KeyError:
+        return False
+    return group.gr_name == user and set(group.gr_mem) <= {user}
 
 
 def with_usable_export_folder(options: Options) -> tuple[Options, str]:
@@ -79,7 +112,7 @@ def _no_file_in(folder: Path, *, make: bool = False) -> str:
     """Say why no file can be made in a folder, which `make` makes first; empty where one can."""
     try:
         if make:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o755, parents=True, exist_ok=True)
         # The permission bits do not tell: they say nothing to root, and nothing about /proc or a full disk.
         with TemporaryFile(dir=folder):
             return ""

@@ -196,6 +196,8 @@ class Run(Shown, JsonRecord, noun="run", layout=SCHEMA):
     planned_steps
         How many steps were asked for; there are fewer in `steps` if Ctrl-C stopped the run. 0 where nobody knew, as in
         a training that somebody else's loop runs.
+    unkept
+        What the step changes and a rerun cannot put back, such as ``ticks, a count of itertools``.
     """
 
     number: int
@@ -222,6 +224,7 @@ class Run(Shown, JsonRecord, noun="run", layout=SCHEMA):
     no_step_memory: str = ""
     others_cores: float | None = None
     planned_steps: int = 0
+    unkept: tuple[str, ...] = ()
 
     @property
     def is_partial(self) -> bool:

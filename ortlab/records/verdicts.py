@@ -284,6 +284,8 @@ def cautions(run: Run) -> tuple[str, ...]:
         found.append(
             "trained in eval mode: without dropout, and with the running statistics of batch normalisation"
         )
+    if run.unkept:
+        found.append(f"cannot be repeated from its start: nothing puts back {'; '.join(run.unkept)}")
     strange = first_strange_loss(run)
     if strange is not None:
         found.append(f"has a loss of {run.losses[strange - 1]} from step {strange} on")

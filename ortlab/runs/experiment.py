@@ -9,7 +9,7 @@ import io
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from ortlab.engine.random_state import RandomState
 from ortlab.errors import StepError
 from ortlab.runs.interrupts import undisturbed
+from ortlab.runs.python_state import PythonState
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,9 @@ class Experiment:
                 fix="Pass a function: lab.step(lambda: train(batch), n=20).",
             )
         check_count(count)
-        stateful = [thing for thing in (*watch, *mentioned(step)) if is_stateful(thing)]
+        python = PythonState(step, module, is_stateful)
+        stateful = [thing for thing in (*watch, *mentioned(step), *python.found) if is_stateful(thing)]
+        stateful.append(python)  # last: it refers to what the others hold
         return cls(step, count, Snapshot(module, stateful), source)
 
     def times(self, count: int | None) -> Experiment:
@@ -157,9 +160,10 @@ class _Optimizer:
 class Snapshot:
     """Everything that decides how the next steps go, as far as Python can reach it.
 
-    What cannot be reached is an iterator that a step draws its batches from: it goes on where it stands, and the
-    runs' data digests then differ. Besides the module's parameters, gradients, buffers and training flags, the states
-    of the objects in `stateful` are kept: optimizers, schedulers, gradient scalers, other modules.
+    What cannot be put back is an iterator that a step draws its batches from: it goes on where it stands, and the
+    runs' data digests then differ; `unkept` says what else. Besides the module's parameters, gradients, buffers and
+    training flags, the states of the objects in `stateful` are kept: optimizers, schedulers, gradient scalers, other
+    modules, and what the step has in Python.
     """
 
     def __init__(self, module: torch.nn.Module, stateful: Iterable[Any] = ()) -> None:
@@ -226,6 +230,22 @@ class Snapshot:
         if inside is not None:
             inside.put_back()
         thing.load_state_dict(copy.deepcopy(state))
+
+    @contextmanager
+    def steps_watched(self) -> Iterator[None]:
+        """Let steps run in the block, and learn what of their state in Python they change."""
+        with ExitStack() as stack:
+            for thing in self.stateful:
+                if isinstance(thing, PythonState):
+                    stack.enter_context(thing.steps_watched())
+            yield
+
+    @property
+    def unkept(self) -> tuple[str, ...]:
+        """What decides how the next steps go, and cannot be put back."""
+        return tuple(
+            words for thing in self.stateful if isinstance(thing, PythonState) for words in thing.unkept
+        )
 
     @property
     def number_of_bytes(self) -> int:

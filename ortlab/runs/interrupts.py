@@ -46,7 +46,8 @@ def interrupts_kept(*, errors: bool = True) -> Iterator[Callable[[], None]]:
     if wraps and not around:
         _pending = False  # of an earlier call, which came to its end all the same
         _raised_at = -_TWICE_SECONDS
-    sys.unraisablehook = _raising_again(hook)
+    if is_main:  # another thread's end would put back what was there before the main thread's
+        sys.unraisablehook = _raising_again(hook)
     if wraps and not around:  # one of the contexts is enough to write interrupts down
         _watched = True
         signal.signal(signal.SIGINT, _noting(handler))
@@ -64,7 +65,8 @@ def interrupts_kept(*, errors: bool = True) -> Iterator[Callable[[], None]]:
         if wraps and not around:
             signal.signal(signal.SIGINT, handler)
             _watched = False
-        sys.unraisablehook = hook
+        if is_main:
+            sys.unraisablehook = hook
 
 
 def _noting(handler: Any) -> Callable[[int, FrameType | None], None]:

@@ -102,6 +102,7 @@ class Recording:
             synchronize=synchronizer(self._device),
             on_optimizer=self._note_optimizer,
             on_backward=self._check_root,
+            module=module,
         )
         self._original_forward = original_forward
         self._density: DensityProbe | None = None
@@ -153,6 +154,7 @@ class Recording:
             step_memory_bytes=self._step_memory(),
             others_cores=self._others.cores(),
             planned_steps=self._planned_steps,
+            unkept=start.unkept,
         )
 
     @property
@@ -177,6 +179,7 @@ class Recording:
         exchange = exchange_watched(self._module, self._stopwatch, self._device)
         with (
             exchange,
+            self._experiment.start.steps_watched(),
             self._stopwatch.watching(),
             self._progress.task(count, evenly=True, show=show) as task,
         ):
@@ -417,11 +420,11 @@ class LoopRecording(Recording):
         else:
             self._add_build(done)
 
-    def _optimizer_stepped(self, *_: Any) -> None:
+    def _optimizer_stepped(self, optimizer: Any, *_: Any) -> None:
         """Measure the open step as it is now; another optimizer may follow before the next forward."""
-        if not self._is_open:
-            return
         watch = self._stopwatch
+        if not self._is_open or not watch.steps(optimizer):
+            return
         with watch.excluded():
             self._note_loss()
         self._measured = self._timed(watch.elapsed_ms(), sum(self._losses) if self._losses else None)

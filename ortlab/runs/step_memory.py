@@ -73,7 +73,9 @@ class Measuring:
         self._optimizers = [
             thing for thing in experiment.start.stateful if isinstance(thing, torch.optim.Optimizer)
         ]
-        self._stopwatch = Stopwatch(synchronize=synchronizer(self._device), on_optimizer=self._meet)
+        self._stopwatch = Stopwatch(
+            synchronize=synchronizer(self._device), on_optimizer=self._meet, module=module
+        )
         self._built = False
         self._executed_by = ""
         self._filled = 0

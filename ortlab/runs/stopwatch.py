@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -26,9 +28,9 @@ class Stopwatch:
 
     Forward is timed by the lab, which runs it. Backward is timed by wrapping `torch.autograd.backward`, which
     `Tensor.backward` looks up at each call, and the optimizer by torch's global step hooks; both only while
-    `watching()`, and both whatever library makes the calls. `clock` returns seconds. `synchronize` waits for a device's
-    queue, so that its work is counted where it was asked for; None on the CPU. `on_optimizer` and `on_backward` are
-    called before an optimizer steps and before a backward starts.
+    `watching()`, and both whatever library makes the calls. `module` is what is trained; None for whatever is. `clock`
+    returns seconds. `synchronize` waits for a device's queue, so that its work is counted where it was asked for; None
+    on the CPU. `on_optimizer` and `on_backward` are called before an optimizer steps and before a backward starts.
     """
 
     def __init__(
@@ -37,7 +39,10 @@ class Stopwatch:
         synchronize: Callable[[], None] | None = None,
         on_optimizer: Callable[[Any], None] = lambda _: None,
         on_backward: Callable[[torch.Tensor], None] = lambda _: None,
+        module: torch.nn.Module | None = None,
     ) -> None:
+        self._module = module
+        self._thread = 0
         self._clock = clock
         self._synchronize = synchronize
         self._on_optimizer = on_optimizer
@@ -92,37 +97,53 @@ class Stopwatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Time every backward and every optimizer step of this process while the block runs."""
-        original = torch.autograd.backward
+        """Time the backwards and optimizer steps that are this one's while the block runs.
 
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            if self._depth:  # a backward within a backward, as reentrant checkpointing makes
-                original(tensors, *args, **kwargs)
-                return
-            if isinstance(tensors, torch.Tensor):
-                self._on_backward(tensors)
-            self._depth += 1
-            self.backward_calls += 1
-            self.backward_root = tensors if isinstance(tensors, torch.Tensor) else None
-            self._reach("pre_backward")
-            start = self.now_ms()
-            try:
-                original(tensors, *args, **kwargs)
-            finally:
-                end = self.now_ms()
-                self.backward_ms += end - start
-                if self._last_gradient is not None:
-                    self.exchange_ms = (self.exchange_ms or 0.0) + end - self._last_gradient
-                    self._last_gradient = None
-                self._depth -= 1
-            self._reach("post_backward")
-
-        with ExitStack() as stack:
-            torch.autograd.backward = backward
-            stack.callback(setattr, torch.autograd, "backward", original)
-            stack.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
-            stack.callback(register_optimizer_step_post_hook(self._after_optimizer).remove)
+        They are those of the thread that is here, and of other threads those that train a parameter of `module`. So
+        other models may be trained meanwhile, under stopwatches of their own or under none.
+        """
+        self._thread = threading.get_ident()
+        try:
+            _watch(self)
             yield
+        finally:
+            _unwatch(self)
+
+    def run_backward(self, backward: Callable[[], None], tensors: Any) -> None:
+        """Run a backward, timed unless it is one within a backward, as reentrant checkpointing makes."""
+        if self._depth:
+            backward()
+            return
+        if isinstance(tensors, torch.Tensor):
+            self._on_backward(tensors)
+        self._depth += 1
+        self.backward_calls += 1
+        self.backward_root = tensors if isinstance(tensors, torch.Tensor) else None
+        self._reach("pre_backward")
+        start = self.now_ms()
+        try:
+            backward()
+        finally:
+            end = self.now_ms()
+            self.backward_ms += end - start
+            if self._last_gradient is not None:
+                self.exchange_ms = (self.exchange_ms or 0.0) + end - self._last_gradient
+                self._last_gradient = None
+            self._depth -= 1
+        self._reach("post_backward")
+
+    def steps(self, optimizer: Any) -> bool:
+        """Tell whether the step that an optimizer makes in this thread is one of this stopwatch's."""
+        return self.owns(lambda: (one for group in optimizer.param_groups for one in group["params"]))
+
+    def owns(self, find: Callable[[], Iterator[Any]]) -> bool:
+        """Tell whether what this thread is about to do is its own; `find` yields the tensors that it trains."""
+        if self._thread == threading.get_ident():
+            return True
+        if self._module is None:
+            return True
+        mine = {id(one) for one in self._module.parameters()}
+        return any(id(one) in mine for one in find())
 
     def gradient_arrived(self) -> None:
         """Note that a parameter has its gradient; what a backward takes after the last of them is the exchange."""
@@ -133,7 +154,8 @@ class Stopwatch:
             with self.excluded():
                 self.on_phase(phase)
 
-    def _before_optimizer(self, optimizer: Any, *_: Any) -> None:
+    def before_optimizer(self, optimizer: Any) -> None:
+        """Note that an optimizer begins its step."""
         self._optimizer_depth += 1
         if self._optimizer_depth == 1:  # a subclass's step and the step that it calls both run the hooks
             with self.excluded():
@@ -141,11 +163,71 @@ class Stopwatch:
             self._reach("pre_optimizer")
             self._optimizer_start = self.now_ms()
 
-    def _after_optimizer(self, *_: Any) -> None:
+    def after_optimizer(self) -> None:
+        """Note that an optimizer has made its step."""
         self._optimizer_depth -= 1
         if not self._optimizer_depth:
             self.optimizer_ms += self.now_ms() - self._optimizer_start
             self._reach("post_optimizer")
+
+
+# ---- whose a call is ---------------------------------------------------------------------------------------------
+
+_lock: Final = threading.Lock()
+_watching: Final[list[Stopwatch]] = []
+_undo: Final = ExitStack()  # of what is around torch's functions, as long as somebody watches
+
+
+def _watch(watch: Stopwatch) -> None:
+    with _lock:
+        if not _watching:
+            original = torch.autograd.backward
+            torch.autograd.backward = partial(_backward, original)
+            _undo.callback(setattr, torch.autograd, "backward", original)
+            _undo.callback(register_optimizer_step_pre_hook(_before_optimizer).remove)
+            _undo.callback(register_optimizer_step_post_hook(_after_optimizer).remove)
+        _watching.append(watch)
+
+
+def _unwatch(watch: Stopwatch) -> None:
+    with _lock:
+        if watch in _watching:  # it is not where Ctrl-C came first
+            _watching.remove(watch)
+        if not _watching:
+            _undo.close()
+
+
+def _backward(original: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
+    call = partial(original, tensors, *args, **kwargs)
+    for watch in tuple(_watching):  # another thread may begin or end meanwhile
+        if watch.owns(partial(_trained_by, tensors)):
+            call = partial(watch.run_backward, call, tensors)
+    call()
+
+
+def _trained_by(tensors: Any) -> Iterator[Any]:
+    """Yield the tensors that get a gradient from a backward of these."""
+    roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    nodes, seen = [one.grad_fn for one in roots if isinstance(one, torch.Tensor)], set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            if hasattr(node, "variable"):
+                yield node.variable
+            nodes += [one for one, _ in node.next_functions]
+
+
+def _before_optimizer(optimizer: Any, *_: Any) -> None:
+    for watch in tuple(_watching):  # another thread may begin or end meanwhile
+        if watch.steps(optimizer):
+            watch.before_optimizer(optimizer)
+
+
+def _after_optimizer(optimizer: Any, *_: Any) -> None:
+    for watch in tuple(_watching):  # another thread may begin or end meanwhile
+        if watch.steps(optimizer):
+            watch.after_optimizer()
 
 
 @contextmanager

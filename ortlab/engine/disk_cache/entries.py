@@ -25,6 +25,7 @@ from filelock import FileLock, Timeout
 from ortlab.engine.disk_cache import Uncovered
 from ortlab.engine.disk_cache.installed_code import named
 from ortlab.engine.tracing.outputs import Part
+from ortlab.options.option_files import writable_by_others
 
 if TYPE_CHECKING:
     from ortlab.engine.kept_builds import Export
@@ -207,9 +208,12 @@ class ExportFolder:
         return self.path / f"{key}{SUFFIX}"
 
     def read(self, key: str) -> bytes | None:
-        """Return an entry, None if there is none; raise OSError if it cannot be read."""
+        """Return an entry, None if there is none; raise OSError or UnusableEntry if it cannot be read or trusted."""
         file = self.file(key)
         try:
+            reason = writable_by_others(file)
+            if reason:
+                raise UnusableEntry(f"others could have written it: {reason.removesuffix('.')}")
             data = file.read_bytes()
         except FileNotFoundError:
             return None
@@ -220,7 +224,7 @@ class ExportFolder:
     def write(self, key: str, data: bytes) -> Path:
         """Put an entry in its place and make room for it; raise OSError if the folder stays locked or unwritable."""
         file = self.file(key)
-        self.path.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(mode=0o755, parents=True, exist_ok=True)
         try:
             with FileLock(self.path / _LOCK, timeout=_PATIENCE_S):
                 self._replace(file, data)

@@ -19,6 +19,7 @@ from ortlab.engine.inspection.frozen_values import FrozenValues
 from ortlab.engine.inspection.places import Places
 from ortlab.engine.operators.untrained_operators import WATCHER
 from ortlab.engine.ort import OrtEngine
+from ortlab.engine.tracing.carried import CarriedStateError
 from ortlab.engine.tracing.traced_values import function_name
 from ortlab.records.preflight import Finding, Findings, Kind
 
@@ -88,11 +89,14 @@ class Builder:
             part=self._path,
         )
         built = False
+        carried: CarriedStateError | None = None
         token = WATCHER.set(translation)
         try:
             with kept_builds.set_aside(self._module), FrozenValues(self._places, self._findings.add).on():
                 engine.prepare(args, kwargs)
             built = True
+        except CarriedStateError as error:
+            carried = error
         except Exception as error:  # noqa: BLE001 - whatever stops a build is a finding
             if not any(one.kind in _SAY_ALL for one in self._findings.all):
                 self._findings.add(finding_of(error, self._places, translation))
@@ -107,8 +111,12 @@ class Builder:
                 GradientsAsked(names, self._places, self._findings.add),
             ):
                 run_original(*args, **kwargs)
-        if changes.any:
+        if changes.any or carried is not None:
             self._see_changes(changes, run_original, args, kwargs)
+        if carried is not None and not any(
+            one.kind in (Kind.ATTRIBUTE, Kind.GLOBAL) for one in self._findings.all
+        ):
+            self._findings.add(finding_of(carried, self._places, translation))
         return Outcome(
             self._path, built, self._findings.all, time.perf_counter() - started, self._export_seconds
         )

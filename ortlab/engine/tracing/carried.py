@@ -32,6 +32,10 @@ _DEEPEST: Final = 3
 _LONGEST: Final = 64
 
 
+class CarriedStateError(BuildError):
+    """Raised where a forward computes with what an earlier call of it has left in Python."""
+
+
 def install() -> None:
     """Look at each export of ORTModule. Calling it again changes nothing."""
     from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
@@ -74,7 +78,7 @@ def _look_closer(before: _Moment, first: _Moment, flattened: Any, inputs: Sequen
         before.put_back()
         unsettled = flattened(*inputs)
     if not _alike(settled, unsettled):
-        raise BuildError(
+        raise CarriedStateError(
             f"The first call of this module computes something else than later ones: it settles {_listed(labels)}.",
             why="A graph holds one of the two.",
             fix="Call the model once before ONNX Runtime runs it: lab.set(engine='eager'), one step, then "
@@ -187,7 +191,7 @@ def _check(again: list[_Known], used: _Used, reached: Reached) -> None:
     carried = [one.label for one in tensors if id(one.value) in used.ids]
     carried += [one.label for one in plain if reached.uses(one.variable.name)]
     if carried:
-        raise BuildError(
+        raise CarriedStateError(
             f"The forward changes {_listed(carried)} in every call, and uses it.",
             why="A graph holds the value of the call that was exported: every later step would compute with that one.",
             fix="Hand it in as an argument of the forward, or leave the module that owns it to PyTorch: "

@@ -152,7 +152,7 @@ class Reached:
 
     def uses(self, name: str) -> bool:
         """Tell whether the code reads an attribute or a global of that name for more than to count it up or fill it."""
-        return any(name in _uses_in(one.__code__) for one in self._functions.values())
+        return any(name in used_names(one.__code__) for one in self._functions.values())
 
     # ---- how it is found ----------------------------------------------------------------------------------------
 
@@ -338,13 +338,23 @@ _NEAR: Final = 4
 """Instructions from one that adds to one that stores."""
 
 
+def written_by_users(function: types.FunctionType) -> bool:
+    """Tell whether a function is neither torch's, ONNX Runtime's or ours nor that of an installed package."""
+    return is_model_code(function.__code__.co_filename) and not _is_installed(function)
+
+
+def global_names(code: types.CodeType) -> set[str]:
+    """Return the names of globals that code reads, also in functions inside it."""
+    return {path[0] for path in _names_in(code)[1]}
+
+
 @lru_cache(maxsize=1024)
-def _uses_in(code: types.CodeType) -> frozenset[str]:
-    """Return the names of attributes and globals that code reads, but for ``self.n += 1`` and ``self.found.append``."""
+def used_names(code: types.CodeType) -> frozenset[str]:
+    """Return the names of variables and attributes that code reads, but for ``self.n += 1`` and ``found.append``."""
     found: set[str] = set()
     instructions = [one for one in dis.get_instructions(code) if one.opname not in _BETWEEN]
     for position, one in enumerate(instructions):
-        if one.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME"):
+        if one.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"):
             after = instructions[position + 1 : position + 2 + _NEAR]
             adds = len(after) > 1 and after[1].opname.startswith(("BINARY_", "INPLACE_"))
             adds &= any(
@@ -354,7 +364,7 @@ def _uses_in(code: types.CodeType) -> frozenset[str]:
                 found.add(str(one.argval))
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            found |= _uses_in(constant)
+            found |= used_names(constant)
         elif isinstance(constant, str):
             found.add(constant)
     return frozenset(found)

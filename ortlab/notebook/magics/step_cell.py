@@ -33,13 +33,18 @@ class StepCell:
         self.source = cell
         self._globals: dict[str, Any] = shell.user_global_ns
         self._variables: dict[str, Any] = shell.user_ns
-        self._code = _compile(shell, f"%%ort_step {line}".rstrip(), cell)
+        self.code = _compile(shell, f"%%ort_step {line}".rstrip(), cell)
+
+    @property
+    def namespace(self) -> dict[str, Any]:
+        """The variables that the cell reads and writes."""
+        return self._variables
 
     def __call__(self) -> object:
         """Run the cell once and return the `loss` it assigned, or None if it assigned none."""
         __tracebackhide__ = True
         before = self._variables.get(LOSS)
-        exec(self._code, self._globals, self._variables)  # noqa: S102 - it is the user's own cell
+        exec(self.code, self._globals, self._variables)  # noqa: S102 - it is the user's own cell
         after = self._variables.get(LOSS)
         return None if after is before else after
 
@@ -60,7 +65,7 @@ class StepCell:
         They are in the order of the names in the code, each once.
         """
         found: dict[str, object] = {}
-        _collect(self._code, self._variables, found)
+        _collect(self.code, self._variables, found)
         return list(found.values())
 
 

@@ -341,6 +341,37 @@ def test_a_folder_that_cannot_be_written_is_refused_beforehand(tmp_path):
     lab.unwrap()
 
 
+@pytest.mark.skipif(os.name != "posix", reason="asks for permission bits")
+def test_a_folder_that_others_can_write_to_is_refused(tmp_path, monkeypatch):
+    folder, module = tmp_path / "exports", net()
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(OptionError, match="others could put graphs there") as caught:
+        ortlab.wrap(module, export_cache_dir=str(folder))
+    assert "Every user" in caught.value.why
+    monkeypatch.setenv("ORTMODULE_CACHE_DIR", str(folder))
+    lab = ortlab.wrap(module)
+    assert lab.options.export_cache_dir == ""
+    assert any("others could put graphs there" in note for note in lab.notes)
+    lab.unwrap()
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    folder.chmod(0o755)
+    if folder.stat().st_uid:  # root is trusted
+        with pytest.raises(OptionError, match="belongs to user"):
+            ortlab.wrap(module, export_cache_dir=str(folder))
+
+
+@pytest.mark.skipif(os.name != "posix", reason="asks for permission bits")
+def test_an_entry_that_others_could_have_written_is_ignored_and_said(train):
+    expected, _ = train(net())
+    (entry,) = entries(train.folder)
+    entry.chmod(0o666)
+    output, said = train(net())
+    assert "others could have written it" in said
+    assert "was read from" not in said
+    assert torch.equal(output, expected)
+
+
 def test_a_folder_that_disappears_does_not_stop_a_training(train, tmp_path):
     module = net()
     train.folder.mkdir()
