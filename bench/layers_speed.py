@@ -6,11 +6,10 @@ step spends most of its time: this is the list to work down.
 
 from __future__ import annotations
 
-import json
 import statistics
 from typing import Any
 
-from report import THREADS, Report, arguments
+from report import THREADS, Report, arguments, one_by_one
 from rounds import ratio
 from turns import Answer, Candidate, in_turns, is_child, serve, slowest_nodes, turn
 
@@ -26,7 +25,7 @@ def main() -> None:
     if is_child():
         serve(Layer(is_child()).commands())
         return
-    read = arguments(__doc__, rounds=9, only="layers")
+    read = arguments(__doc__, rounds=7, resumes=True, only="layers")
     from layer_list import layers
 
     report = Report("layers_speed", read)
@@ -34,10 +33,7 @@ def main() -> None:
     if unknown := set(chosen) - set(layers()):
         raise SystemExit(f"There is no layer {', '.join(sorted(unknown))}; there are {', '.join(layers())}.")
     engines = [Candidate(__file__, engine) for engine in ("PyTorch", "ORT")]
-    rows = []
-    for name in chosen:
-        rows.append(compared(engines, name, read.rounds))
-        print(json.dumps(rows[-1]), flush=True)
+    rows = one_by_one("layers_speed", read, chosen, lambda name: compared(engines, name, read.rounds))
     for engine in engines:
         engine.close()
     failed = [row for row in rows if "failed" in row]
@@ -54,6 +50,7 @@ def main() -> None:
 
 def compared(engines: list[Candidate], name: str, rounds: int) -> dict[str, Any]:
     """Build a layer on each engine, and time them in turns; return a row."""
+    engines[:] = [Candidate(__file__, one.name) if one.ended else one for one in engines]
     for engine in engines:
         answer = engine.ask("build", name)
         if "failed" in answer:

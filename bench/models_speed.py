@@ -7,15 +7,14 @@ a discriminator and a recommender (`model_list.py`), at sizes where PyTorch take
 
 from __future__ import annotations
 
-import json
 import statistics
 from typing import Any
 
-from report import THREADS, Report, arguments
+from report import THREADS, Report, arguments, one_by_one
 from rounds import ratio
 from turns import Answer, Candidate, in_turns, is_child, serve, slowest_nodes, turn
 
-TURN_SECONDS = 1.0
+TURN_SECONDS = 0.7
 
 
 def main() -> None:
@@ -23,7 +22,9 @@ def main() -> None:
     if is_child():
         serve(Model(is_child()).commands())
         return
-    read = arguments(__doc__, rounds=7, only="models", also={"compile": "torch.compile as well"})
+    read = arguments(
+        __doc__, rounds=5, resumes=True, only="models", also={"compile": "torch.compile as well"}
+    )
     from model_list import MODELS
 
     report = Report("models_speed", read)
@@ -31,10 +32,7 @@ def main() -> None:
     if unknown := set(chosen) - set(MODELS):
         raise SystemExit(f"There is no model {', '.join(sorted(unknown))}; there are {', '.join(MODELS)}.")
     names = ["PyTorch", "ORT", *(["torch.compile"] if read.compile else [])]
-    rows = []
-    for model in chosen:
-        rows.append(compared(names, model, read.rounds))
-        print(json.dumps(rows[-1]), flush=True)
+    rows = one_by_one("models_speed", read, chosen, lambda model: compared(names, model, read.rounds))
     failed = [row for row in rows if "failed" in row]
     rows = sorted((row for row in rows if "failed" not in row), key=lambda row: -row["ORT / PyTorch"])
     report.table("Forward, backward and AdamW, worst first", rows)

@@ -10,7 +10,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
 THREADS = int(os.environ.get("ORTLAB_BENCH_THREADS", "2"))
 """Threads of OpenMP, PyTorch and ONNX Runtime each."""
+CLOCK = os.environ.get("ORTLAB_BENCH_CLOCK", "wall")
+"""What steps are timed by; "processor" is the time of this process's threads, for a machine that does other things."""
 PACKAGES = ("torch", "onnxruntime-training-cpu", "onnxruntime-training", "onnx", "numpy", "transformers")
 
 
@@ -124,8 +126,46 @@ class Report:
         self._output.mkdir(parents=True, exist_ok=True)
         file = self._output / f"{self._name}.json"
         file.write_text(json.dumps(self._content, indent=1) + "\n", encoding="utf-8")
+        _rows_file(self._name, self._output).unlink(missing_ok=True)
         print(f"\nWritten to {file}")
         return file
+
+
+def one_by_one(
+    name: str, read: argparse.Namespace, cases: Sequence[str], measure: Callable[[str], dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Measure each case, keep its row at once, and return all rows; `--resume` takes those that are kept.
+
+    Parameters
+    ----------
+    name
+        Of the benchmark; `Report.write` removes what it has kept.
+    read
+        What `arguments` returned.
+    cases
+        Names of what is measured.
+    measure
+        Returns the row of one, which has JSON's types.
+    """
+    kept = _rows_file(name, read.output)
+    how = [read.rounds, read.quick, THREADS, CLOCK]
+    lines = kept.read_text(encoding="utf-8").splitlines() if read.resume and kept.exists() else []
+    known = [json.loads(line) for line in lines if line.endswith("}")]  # the last one may be cut
+    known = [one for one in known if one["how"] == how]
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.write_text("".join(json.dumps(one) + "\n" for one in known), encoding="utf-8")
+    rows = {one["case"]: one["row"] for one in known}
+    for case in cases:
+        if case not in rows:
+            rows[case] = measure(case)
+            print(json.dumps(rows[case]), flush=True)
+            with kept.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"case": case, "row": rows[case], "how": how}) + "\n")
+    return [rows[case] for case in cases]
+
+
+def _rows_file(name: str, output: Path) -> Path:
+    return output / f"{name}-rows.jsonl"
 
 
 def in_own_process(script: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Any:
@@ -157,6 +197,7 @@ def machine() -> dict[str, object]:
         "cores": psutil.cpu_count(logical=False),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "threads": THREADS,
+        "clock": CLOCK,
         "system": platform.platform(),
         "python": platform.python_version(),
         "versions": {

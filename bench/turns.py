@@ -8,6 +8,7 @@ settled.
 from __future__ import annotations
 
 import json
+import math
 import resource
 import statistics
 import subprocess
@@ -15,12 +16,15 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
+
+from report import CLOCK
 
 SETTLE_AT_MOST = 8
 """Steps that a turn may leave out."""
-FEW_FAULTS = 64
-"""Page faults of a step that count as none."""
+FEW_FAULTS, ALIKE = 64, 1.1
+"""Page faults of a step that count as none, and how many times fewer a step before them may count as as many."""
 
 Answer = dict[str, Any]
 
@@ -30,6 +34,7 @@ class Candidate:
 
     def __init__(self, script: str, name: str) -> None:
         self.name = name
+        self.ended = False
         self._process = subprocess.Popen(
             [sys.executable, script, "--child", name],
             stdin=subprocess.PIPE,
@@ -46,18 +51,23 @@ class Candidate:
             process.stdin.write(json.dumps([command, *arguments]) + "\n")
             process.stdin.flush()
         except BrokenPipeError:
-            return {"failed": f"{self.name}: its process has ended with {process.wait()}"}
+            return self._gone()
         for line in process.stdout:
             if line.startswith(_MARK):
                 answer: Answer = json.loads(line.removeprefix(_MARK))
                 return answer
-        return {"failed": f"{self.name}: its process ended with {process.wait()}"}
+        return self._gone()
 
     def close(self) -> None:
         """End the process."""
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
         self._process.wait()
+
+    def _gone(self) -> Answer:
+        self.ended = True
+        return {"failed": f"{self.name}: its process ended with {self._process.wait()}"}
 
 
 _MARK = "ANSWER "
@@ -80,20 +90,28 @@ def serve(commands: dict[str, Callable[..., Answer]]) -> None:
 
 
 def turn(step: Callable[[], object], seconds: float) -> Answer:
-    """Take steps until their page faults have settled, then time as many as fit into a turn, at least three."""
+    """Take steps until their page faults have settled, then time as many as fit into a turn, at least three.
+
+    They have settled where a step has none, or as many as the step before: PyTorch takes the memory of large
+    convolutions anew in each step.
+    """
     settled = False
+    former = math.inf
     for _ in range(SETTLE_AT_MOST):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         step()
-        settled = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before <= FEW_FAULTS
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        settled = faults <= FEW_FAULTS or former / ALIKE <= faults <= former * ALIKE
         if settled:
             break
+        former = faults
+    clock = time.process_time if CLOCK == "processor" else time.perf_counter
     times: list[float] = []
     end = time.perf_counter() + seconds
     while len(times) < 3 or time.perf_counter() < end:  # noqa: PLR2004 - fewer have no median
-        start = time.perf_counter()
+        start = clock()
         step()
-        times.append(time.perf_counter() - start)
+        times.append(clock() - start)
     return {"seconds": statistics.median(times), "settled": settled}
 
 

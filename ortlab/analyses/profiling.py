@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from ortlab.analyses.builds import engine_of, on_ort
-from ortlab.errors import ExecutionError
+from ortlab.errors import ExecutionError, OrtlabError
 from ortlab.records.runs import EXECUTED_BY_ORT, EXECUTED_BY_PARTS
 from ortlab.runs.experiment import check_count, leaving_no_trace
 from ortlab.runs.interrupts import interrupts_kept
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from ortlab.engine.ort import OrtEngine
     from ortlab.engine.profiling import Profile
     from ortlab.memory.trace import Trace
+    from ortlab.options.configuration import Configuration
     from ortlab.runs.bench import Bench
     from ortlab.runs.experiment import Experiment
 
@@ -67,6 +69,22 @@ def profile(
         return seen.trace(engine.execution.plans, "memory efficient" if in_order else "default")
 
 
+def spent_on(bench: Bench, configuration: Configuration, *, progress: bool) -> str:
+    """Profile the last step under a configuration, and say what most of its time goes to; "" where that fails.
+
+    The lab is then as it was.
+    """
+    from ortlab import units
+
+    try:
+        with bench.as_before(bench.last_experiment()):
+            bench.configure(configuration)
+            shares = profile(bench, progress=progress).slowest()
+    except OrtlabError:
+        return ""
+    return ", ".join(f"{name} ({units.rounded_percent(share)})" for name, share in shares.items())
+
+
 @contextmanager
 def profiled_step(
     bench: Bench,
@@ -87,12 +105,24 @@ def profiled_step(
         if engine.pending_stage():
             repeat(bench, experiment, 1, "Building", progress=progress)
         with profiled(engine.execution, memory_efficient_order=memory_efficient_order) as seen:
-            repeat(bench, experiment, steps, "Profiling", progress=progress)
+            timing = partial(seen.timing, "step")
+            repeat(bench, experiment, steps, "Profiling", progress=progress, timing=timing)
         yield seen, engine
 
 
-def repeat(bench: Bench, experiment: Experiment, count: int, what: str, *, progress: bool) -> None:
-    """Run steps on ONNX Runtime, from the start of an experiment, and record nothing; PyTorch does not step in."""
+def repeat(
+    bench: Bench,
+    experiment: Experiment,
+    count: int,
+    what: str,
+    *,
+    progress: bool,
+    timing: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> None:
+    """Run steps on ONNX Runtime, from the start of an experiment, and record nothing; PyTorch does not step in.
+
+    Each runs inside a context that `timing` makes.
+    """
     experiment.start.put_back()
     with (
         leaving_no_trace(experiment.step),
@@ -101,7 +131,8 @@ def repeat(bench: Bench, experiment: Experiment, count: int, what: str, *, progr
     ):
         for number in range(1, count + 1):
             raise_lost()
-            experiment.step()
+            with timing():
+                experiment.step()
             if bench.executed_by not in (EXECUTED_BY_ORT, EXECUTED_BY_PARTS):
                 raise ExecutionError(
                     "ONNX Runtime did not execute the step that was to be profiled.",

@@ -232,7 +232,8 @@ class Execution(ExecutionView):
             self._state = state
         self.has_run = True
         collecting = self._manager.collecting
-        with device_made_current(self._export.device), collecting() if collecting else nullcontext():
+        timed = self._profile.timing("model") if self._profile else nullcontext()
+        with timed, device_made_current(self._export.device), collecting() if collecting else nullcontext():
             outputs = self._manager.forward(*args, **kwargs)
         if self._profile is not None:
             self._profile.watch(outputs)

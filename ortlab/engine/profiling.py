@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+import time
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import onnx
 import torch
@@ -37,6 +39,21 @@ if TYPE_CHECKING:
 
 _KERNEL: Final = "_kernel_time"
 _END: Final = "SequentialExecutor::Execute"
+_BY_TORCH: Final = frozenset({"ATen", "PythonOp", "PythonOpGrad"})
+
+_Timed = Literal["step", "model", "session"]
+"""What of a step is timed beside its kernels."""
+
+_BESIDE: Final = (
+    "between kernels: memory, order, profiler",
+    "feeds and results of the session",
+    "Python around the session",
+    "the rest of the step: loss, optimizer, data",
+)
+"""What a step takes beside its kernels, from the inside out."""
+
+_BORDER: Final = "_ORTModuleFunctionBackward"
+"""Name of the node of PyTorch's graph that runs the session's backward."""
 
 _BYTES: Final = {
     "float": 4,
@@ -79,15 +96,32 @@ class Profile:
         self._held: frozenset[int] = frozenset()
         self._given: tuple[int, ...] = ()
         self._events: list[Mapping[str, Any]] = []
+        self._times: list[defaultdict[str, float]] = []
         self._graph = onnx.GraphProto()
 
+    @contextmanager
+    def timing(self, what: _Timed) -> Iterator[None]:
+        """Time a step, or a part of one."""
+        if what == "step":
+            self._times.append(defaultdict(float))
+        before = time.perf_counter()
+        yield
+        self._add(what, before)
+
+    def _add(self, what: _Timed, before: float) -> None:
+        if self._times:
+            self._times[-1][what] += (time.perf_counter() - before) * 1000
+
     def watch(self, outputs: Any) -> None:
-        """Take note of what a forward has returned, to see later whether the user keeps it."""
-        self._outputs = [
-            (leaf.data_ptr(), weakref.ref(leaf))
-            for leaf in tree_leaves(outputs)
-            if isinstance(leaf, torch.Tensor)
-        ]
+        """Take note of what a forward has returned, to see later whether the user keeps it, and time its backward."""
+        tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+        self._outputs = [(leaf.data_ptr(), weakref.ref(leaf)) for leaf in tensors]
+        nodes = [leaf.grad_fn for leaf in tensors if leaf.grad_fn is not None]
+        border = next((node for node in nodes if node.name() == _BORDER), None)
+        if border is not None:
+            before: list[float] = []
+            border.register_prehook(lambda _: before.append(time.perf_counter()))
+            border.register_hook(lambda *_: self._add("model", before.pop()))
 
     def after_forward(self, outputs: Any) -> None:
         """Take note of the results that ORT hands over, in the order of the YieldOp's inputs."""
@@ -123,9 +157,9 @@ class Profile:
                 "Nothing was profiled: no forward was followed by its backward.",
                 fix="Profile a step that trains: forward, backward, optimizer.",
             )
-        last, behind = rounds[-1]
+        last, behind, _ = rounds[-1]
         for position, (event, node) in enumerate(zip(last, _in_order(last, self._graph), strict=True)):
-            yield node, event, position >= behind, min(one[position]["dur"] for one, _ in rounds) / 1000
+            yield node, event, position >= behind, min(one[position]["dur"] for one, *_ in rounds) / 1000
 
     def trace(self, plans: Sequence[str], order: str) -> Trace:
         """Return what the profiler saw as the trace of one step; raises ExecutionError as `kernels`."""
@@ -144,6 +178,7 @@ class Profile:
                     backward=backward,
                     ms=ms,
                     recomputes=repeats(node),
+                    by_torch=node.op_type in _BY_TORCH,
                 )
             )
         boundary = next(node for node in self._graph.node if node.op_type == YIELD)
@@ -157,9 +192,28 @@ class Profile:
             plans=tuple(plans),
             engine_order=order,
             steps=len(self._rounds()),
+            beside=self._beside(),
         )
 
-    def _rounds(self) -> list[tuple[list[Mapping[str, Any]], int]]:
+    def _beside(self) -> dict[str, float]:
+        """Return what the quickest step took beside its kernels; nothing where the steps cannot be told apart."""
+        rounds = self._rounds()
+        if len(rounds) != len(self._times):
+            return {}
+        ms, (events, _, executor) = min(
+            zip(self._times, rounds, strict=True), key=lambda pair: pair[0]["step"]
+        )
+        # Each holds the one before; ORT's clock and Python's may differ by some microseconds.
+        inner = [
+            sum(event["dur"] for event in events) / 1000,
+            executor,
+            ms["session"],
+            ms["model"],
+            ms["step"],
+        ]
+        return {name: max(b - a, 0.0) for name, (a, b) in zip(_BESIDE, pairwise(inner), strict=True)}
+
+    def _rounds(self) -> list[tuple[list[Mapping[str, Any]], int, float]]:
         return _steps(self._events, len(self._graph.node) - 1)
 
 
@@ -202,20 +256,24 @@ def _in_order(events: Sequence[Mapping[str, Any]], graph: onnx.GraphProto) -> li
     return found
 
 
-def _steps(events: Sequence[Mapping[str, Any]], count: int) -> list[tuple[list[Mapping[str, Any]], int]]:
-    """Return the kernels of each step, and how many of them ran before its backward.
+def _steps(
+    events: Sequence[Mapping[str, Any]], count: int
+) -> list[tuple[list[Mapping[str, Any]], int, float]]:
+    """Return of each step its kernels, how many of them ran before its backward, and the ms of both passes.
 
     ORT writes an extra event at the end of each pass. A forward that no backward follows is left out.
     """
     passes: list[list[Mapping[str, Any]]] = [[]]
+    ms: list[float] = []
     for event in events:
         if event["name"] == _END:
             passes.append([])
+            ms.append(event["dur"] / 1000)
         elif event["name"].endswith(_KERNEL):
             passes[-1].append(event)
     return [
-        (forward + backward, len(forward))
-        for forward, backward in pairwise(passes)
+        (forward + backward, len(forward), sum(ms[number : number + 2]))
+        for number, (forward, backward) in enumerate(pairwise(passes))
         if len(forward) + len(backward) == count and forward[0]["name"] == passes[0][0]["name"]
     ]
 

@@ -248,12 +248,14 @@ class _ProfiledAgent(_WrappedAgent):
         self._profile = profile
 
     def run_forward(self, feeds: Any, fetches: Any, state: Any, cache: Any) -> None:
-        self._agent.run_forward(feeds, fetches, state, cache)
+        with self._profile.timing("session"):
+            self._agent.run_forward(feeds, fetches, state, cache)
         self._profile.after_forward(fetches)
 
     def run_backward(self, feeds: Any, fetches: Any, state: Any) -> None:
         self._profile.before_backward(feeds)
-        self._agent.run_backward(feeds, fetches, state)
+        with self._profile.timing("session"):
+            self._agent.run_backward(feeds, fetches, state)
 
 
 class _ReleasedAgent:

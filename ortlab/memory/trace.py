@@ -7,6 +7,7 @@ run. What this gives agrees with the measured resident set to about one per cent
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -33,6 +34,7 @@ class TracedNode:
     backward: bool  # whether it ran after the forward had returned its outputs
     ms: float  # time of its kernel, measured with ORT's profiler; the shortest of the profiled steps
     recomputes: str = ""  # name of the node that it repeats for backward; empty for all others
+    by_torch: bool = False  # whether its kernel is a call into PyTorch
 
 
 @dataclass(frozen=True, repr=False)
@@ -51,6 +53,8 @@ class Trace(Shown):
     plans: tuple[str, ...] = ()  # recompute plans that were applied
     engine_order: str = "default"  # how ORT ordered the nodes: "memory efficient" where plans are applied
     steps: int = 1  # how many were profiled
+    # What the quickest of them took beside its kernels, in ms: parts of `account`.
+    beside: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def forward_ms(self) -> float:
@@ -71,6 +75,29 @@ class Trace(Shown):
     def first_backward(self) -> int:
         """Position of the first node of the backward; the number of nodes if there is none."""
         return next((i for i, node in enumerate(self.nodes) if node.backward), len(self.nodes))
+
+    @property
+    def step_ms(self) -> float:
+        """Time of the step, in ms: of each kernel the shortest, and what the quickest step took beside them."""
+        return sum(self.account().values())
+
+    def account(self) -> dict[str, float]:
+        """Return where the time of a step goes, in ms by part; together they are `step_ms`."""
+        kernels = sum(node.ms for node in self.nodes)
+        called = sum(node.ms for node in self.nodes if node.by_torch)
+        return {
+            "kernels of ONNX Runtime": kernels - called,
+            "calls from its graph into PyTorch": called,
+            **self.beside,
+        }
+
+    def slowest(self, count: int = 3) -> dict[str, float]:
+        """Return what most of a step's time goes to, operators and parts beside kernels: names with shares of it."""
+        times = defaultdict(float, {part.partition(":")[0]: ms for part, ms in self.beside.items()})
+        for node in self.nodes:
+            times[node.operator.removeprefix("com.microsoft.")] += node.ms
+        most = sorted(times, key=lambda name: -times[name])[:count]
+        return {name: times[name] / self.step_ms for name in most if times[name]}
 
     def table(self) -> pd.DataFrame:
         """Return one row per operator and pass: how many nodes, their time in ms, the bytes of their results."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from ortlab.errors import LedgerError
@@ -18,6 +18,7 @@ from ortlab.records.verdicts import (
     MINIMUM_STEPS,
     NO_DIFFERENCE,
     NOT_COMPARABLE,
+    SLOW,
     SLOWER,
     UNSTEADY,
     Timed,
@@ -25,6 +26,8 @@ from ortlab.records.verdicts import (
     cautions,
     compare_times,
     memory_verdict,
+    never_settled,
+    times_of_pytorch,
 )
 from ortlab.shown import Shown
 
@@ -92,6 +95,15 @@ class Contrast(Timed):
         return _step_ms(self.runs)
 
 
+@dataclass(frozen=True)
+class Slow:
+    """A configuration of ONNX Runtime that takes much longer than PyTorch."""
+
+    run: Run  # of several in turns the first
+    name: str  # "the baseline", "memory_level=1"
+    times: float  # how many times PyTorch's time
+
+
 @dataclass(frozen=True, repr=False)
 class Comparison(Shown):
     """A baseline and the configurations held against it; `Lab.compare` makes it.
@@ -106,12 +118,26 @@ class Comparison(Shown):
         All runs of the baseline, one for each round.
     failed
         Name and reason of each configuration that could not be run.
+    spent
+        By number of a run on ONNX Runtime that takes much longer than PyTorch's: what its time goes to.
     """
 
     baseline: Run
     contrasts: tuple[Contrast, ...]
     runs: tuple[Run, ...] = ()
     failed: tuple[tuple[str, str], ...] = ()
+    spent: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def slow(self) -> tuple[Slow, ...]:
+        """Each configuration of ONNX Runtime that takes more than 1.3 times PyTorch's time, the worst first."""
+        found = []
+        for one in self.contrasts:
+            times = times_of_pytorch(one.run.engine, self.baseline.engine, one.time)
+            if times > SLOW and not one.fell_back:
+                ours = one.run if one.run.engine == "ort" else self.baseline
+                found.append(Slow(ours, self.name if ours is self.baseline else one.name, times))
+        return tuple(sorted(found, key=lambda one: -one.times))
 
     @property
     def in_turns(self) -> bool:
@@ -261,6 +287,11 @@ def remarks(base: Run, run: Run) -> list[str]:
         f"run {one.number} did not call the wrapped part {names(one.coverage.uncalled)}"
         for one in (base, run)
         if one.coverage.called and one.coverage.uncalled
+    ]
+    found += [
+        f"page faults a step had not settled in run {one.number}: more steps, n=20, time it better"
+        for one in (base, run)
+        if never_settled(one)
     ]
     if run.start_digest != base.start_digest:
         found.append("other start: weights, optimizer or random state differ")

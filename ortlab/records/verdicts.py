@@ -67,6 +67,10 @@ _FAULTS_ALIKE, _FEW_FAULTS = 1.5, 500
 """Page faults of a step that count as settled: so many times what is usual at the end of the run, and so many more."""
 
 
+SLOW: Final = 1.3
+"""From how many times PyTorch's time on a record says what ONNX Runtime spends it on."""
+
+
 class Timed:
     """What has a ratio of times, `time`, and shows it under names of its own."""
 
@@ -117,6 +121,11 @@ def settled(run: Run) -> tuple[Step, ...]:
     return warm[first:]
 
 
+def never_settled(run: Run) -> bool:
+    """Tell whether page faults a step had not settled in the first half of a run of some steps."""
+    return len(run.warm_steps) > MINIMUM_STEPS and len(settled(run)) < len(run.warm_steps) / 2
+
+
 def step_ms(run: Run) -> float:
     """Return the median time of a settled step, in ms."""
     return statistics.median(step.total_ms for step in settled(run))
@@ -131,6 +140,18 @@ def compare_times(base: Sequence[Run], runs: Sequence[Run]) -> TimeRatio:
     if rounds >= MINIMUM_ROUNDS:
         return _in_turns(base[:rounds], runs[:rounds])
     return _one_after_another(base, runs)
+
+
+def times_of_pytorch(engine: str, base: str, time: TimeRatio) -> float:
+    """Return how many times PyTorch's time ONNX Runtime takes, where one is held against the other and that is shown.
+
+    `time` is of the engine over that of the base. Returns nan where these are no such two, or there is no verdict.
+    """
+    if (engine, base, time.verdict) in {("ort", "eager", SLOWER), ("ort", "eager", FASTER)}:
+        return time.ratio
+    if (engine, base, time.verdict) in {("eager", "ort", SLOWER), ("eager", "ort", FASTER)}:
+        return 1 / time.ratio
+    return math.nan
 
 
 def memory_verdict(base: int | None, other: int | None) -> str:

@@ -110,6 +110,20 @@ _NAME = Column("run", meaning="what differs from the baseline; the runs in full 
 _SHORT_STEP_MS = 2.0
 
 
+def slow_words(times: float, spent: str = "", name: str = "ONNX Runtime") -> str:
+    """Say that ONNX Runtime takes much longer than PyTorch, and what `spent` says that the time goes to."""
+    name = f"{name[0].upper()}{name[1:]}"
+    where = f"Most of its step goes to {spent}" if spent else "lab.profile() says where a step's time goes"
+    return f"{name} takes {times:.2f} times PyTorch's time. {where}."
+
+
+def slow_notes(comparison: Comparison) -> list[str]:
+    """Say which configurations of ONNX Runtime take much longer than PyTorch, and what their time goes to."""
+    return [
+        slow_words(one.times, comparison.spent.get(one.run.number, ""), one.name) for one in comparison.slow
+    ]
+
+
 def comparison_page(comparison: Comparison) -> Page:
     """Say what came out in a sentence; then each run beside the baseline: time, step memory, loss."""
     base = comparison.baseline
@@ -121,6 +135,7 @@ def comparison_page(comparison: Comparison) -> Page:
     blocks: list[Block] = [
         Note(summary, Mark.PLAIN),
         Table("", columns, tuple(rows)),
+        *(Note(words, Mark.WARN) for words in slow_notes(comparison)),
         *reasons(unsaid, MEASURE_IN_TURNS),
     ]
     blocks += [Note(f"{name}: not run. {reason}", Mark.BAD) for name, reason in comparison.failed]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ortlab import units
 from ortlab.options.configuration import engine_kind
+from ortlab.records.verdicts import SLOW
 from ortlab.render.comparison_page import (
     COMPARED,
     MEMORY_MEASURED,
@@ -52,6 +53,8 @@ def engines_page(candidates: EngineComparison) -> Page:
         blocks.append(Table("", _COLUMNS, tuple(_row(candidates, candidate) for candidate in measured)))
     else:
         blocks.append(Note("No candidate could be measured.", Mark.BAD))
+    if (times := candidates.times_of_pytorch) > SLOW:
+        blocks.append(Note(f"ONNX Runtime takes {times:.2f} times PyTorch's time.", Mark.WARN))
     if not_run := [candidate for candidate in every if candidate.reason]:
         columns = (Column("candidate"), Column("what happened"), Column("reason"))
         rows = tuple(

@@ -23,11 +23,14 @@ OPERATORS_SHOWN: Final = 20
 def trace_page(trace: Trace) -> Page:
     """List operators by time, forward, backward and recomputed apart."""
     table = trace.table()
-    total = sum(node.ms for node in trace.nodes)
+    total = trace.step_ms
     columns = (
         Column("operator"),
         Column("pass"),
-        *(Column(name, numeric=True) for name in ("nodes", "time", "share", "results")),
+        Column("nodes", numeric=True),
+        Column("time", numeric=True),
+        Column("share", numeric=True, meaning="of the whole step"),
+        Column("results", numeric=True),
     )
     rows = tuple(
         row(
@@ -59,10 +62,23 @@ def trace_page(trace: Trace) -> Page:
         "Profile of a step",
         (
             Note(sentences),
+            *_account(trace),
             Table("Operators by time", columns, rows, left_out=left_out),
             Note(memory),
         ),
     )
+
+
+def _account(trace: Trace) -> list[Table]:
+    """Say where a step's time goes, in shares that add up, where the profiler saw whole steps."""
+    if not trace.beside:
+        return []
+    columns = (Column("part"), Column("time", numeric=True), Column("share", numeric=True))
+    rows = [
+        row(part, units.duration(ms), units.percent(ms / trace.step_ms if trace.step_ms else 0.0))
+        for part, ms in trace.account().items()
+    ]
+    return [Table("Where a step's time goes", columns, tuple(rows))]
 
 
 # ---- FLOPs ----------------------------------------------------------------------------------------------------------

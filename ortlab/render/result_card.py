@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from typing import TYPE_CHECKING, Final
 
@@ -20,6 +20,7 @@ from ortlab.records.verdicts import (
     TOO_FEW,
     UNSTEADY,
 )
+from ortlab.render.comparison_page import slow_notes
 from ortlab.render.page import Mark
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class ResultCard:
 
     title: str
     figures: tuple[Figure, ...]
-    reason: str = ""  # why something is not comparable, one sentence
+    reason: str = ""  # why something is not comparable, or slow, in one or two sentences
     remarks: tuple[str, ...] = ()  # what a reader must know before believing the figures
 
     @property
@@ -63,7 +64,8 @@ def result_card(comparison: Comparison) -> ResultCard:
     if not comparison.in_turns:
         title = f"Run {run.number} ({changed}) against run {base.number} ({short_name(base)})"
     figures = (_memory(contrast), _time(contrast), *_loss(contrast))
-    return ResultCard(title, figures, _reason(contrast), contrast.remarks)
+    reason = _reason(contrast) or " ".join(slow_notes(replace(comparison, contrasts=(contrast,))))
+    return ResultCard(title, figures, reason, contrast.remarks)
 
 
 def is_settled(card_of: Comparison) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from ortlab.analyses.profiling import spent_on
 from ortlab.errors import LedgerError, OptionError
 from ortlab.records import comparison
 from ortlab.records.runs import Run
@@ -145,7 +147,14 @@ def _compared_in_turns(
         repeats=True,
         progress=progress,
     )
-    return comparison.compare_in_turns(made)
+    found = comparison.compare_in_turns(made)
+    configurations = {run.number: point.configuration for point in made.points for run in point.runs}
+    spent = {
+        one.run.number: spent_on(bench, configuration, progress=progress)
+        for one in found.slow
+        if (configuration := configurations[one.run.number]) is not None
+    }
+    return replace(found, spent=spent)
 
 
 def _run_of(bench: Bench, run: int | Run) -> Run:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ortlab.errors import LedgerError
 from ortlab.memory.measured import MemoryMeasurement
 from ortlab.records.record_files import JsonRecord
+from ortlab.records.verdicts import times_of_pytorch
 from ortlab.shown import Shown
 from ortlab.studies.sweep import Sweep
 
@@ -36,7 +37,7 @@ class Candidate:
     no_memory
         Why its step memory is missing; "" otherwise.
     detail
-        What the engine did to this model: the layers that were checkpointed; "" for the others.
+        What the engine did to this model, such as the layers that were checkpointed, or what takes its time; mostly "".
     rise_ratio
         Its step memory over the baseline's, no unit; nan where a side has none.
     """
@@ -78,7 +79,8 @@ class EngineComparison(Shown, JsonRecord, noun="record of candidates", layout=1)
     no_memory
         By number of the point: why that is missing.
     details
-        By number of the point: what the engine did to this model.
+        By number of the point: what the engine did to this model; of ONNX Runtime, where it takes much longer than
+        PyTorch, what most of its step goes to.
     """
 
     sweep: Sweep
@@ -119,6 +121,14 @@ class EngineComparison(Shown, JsonRecord, noun="record of candidates", layout=1)
     def baseline(self) -> Candidate:
         """The candidate that the others are held against."""
         return next(candidate for candidate in self if candidate.point is self.sweep.baseline)
+
+    @property
+    def times_of_pytorch(self) -> float:
+        """How many times PyTorch's time the baseline takes; nan where that was not measured or shown."""
+        eager = next((one for one in self if one.engine == "eager" and one.outcome is not None), None)
+        if eager is None or eager.outcome is None or eager.outcome.fell_back:
+            return math.nan
+        return times_of_pytorch(eager.engine, self.baseline.engine, eager.outcome.time)
 
     def name(self, point: Point) -> str:
         """Name a point in a few words: "ort", "ort, memory_level=1", "checkpoint", "compile:0.5"."""

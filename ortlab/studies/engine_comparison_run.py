@@ -6,9 +6,11 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from ortlab.analyses import memory as measuring
+from ortlab.analyses.profiling import spent_on
 from ortlab.engine.diagnosis import reason
 from ortlab.errors import OptionError
 from ortlab.options.configuration import check_engine
+from ortlab.records.verdicts import SLOW
 from ortlab.runs.interrupts import interrupts_kept, say
 from ortlab.studies.engine_comparison import EngineComparison
 from ortlab.studies.sweep_run import sweep
@@ -100,7 +102,7 @@ def compare_engines(
                 bench, points, n=n, rounds=rounds, baseline=points[0], memory=memory, progress=progress
             )
             found = EngineComparison(made)
-            _say_details(bench, found)
+            _say_details(bench, found, progress=progress)
             if phases:
                 _measure_candidates(bench, found, progress=progress)
     except KeyboardInterrupt as interrupt:
@@ -110,7 +112,11 @@ def compare_engines(
     return found
 
 
-def _say_details(bench: Bench, found: EngineComparison) -> None:
+def _say_details(bench: Bench, found: EngineComparison, *, progress: bool) -> None:
+    ours = found.baseline.point
+    slow = ours.configuration if found.times_of_pytorch > SLOW else None
+    if slow is not None and (spent := spent_on(bench, slow, progress=progress)):
+        found.details[ours.number] = f"most of its step goes to {spent}"
     for point in found.sweep.points:
         if point.measured and point.configuration is not None and point.value("engine") != "ort":
             bench.configure(point.configuration)

@@ -22,9 +22,12 @@ from ortlab.records.verdicts import (
     UNSTEADY,
     compare_times,
     memory_verdict,
+    never_settled,
     settled,
+    times_of_pytorch,
 )
 from ortlab.render import text
+from ortlab.render.result_card import result_card
 
 MIB = 1 << 20
 
@@ -235,3 +238,39 @@ def test_a_wide_interval_around_equal_times_is_not_called_alike():
     assert wide.high > 1.1
     assert wide.verdict == UNSTEADY
     assert compare_times(*in_turns(1.0, noise=0.005)).verdict == NO_DIFFERENCE
+
+
+def test_what_takes_much_longer_than_pytorch_says_so_where_that_is_shown():
+    ours, eager = made(around(160, 0.01, 1)), made(around(100, 0.01, 2), 2, engine="eager")
+    forwards, backwards = compare([ours, eager]), compare([eager, ours])
+    for found in (forwards, backwards):
+        (slow,) = found.slow
+        assert slow.run is ours
+        assert slow.times == pytest.approx(1.6, abs=0.02)
+        assert "lab.profile() says where a step's time goes." in " ".join(text.render(found).split())
+        profiled = dataclasses.replace(found, spent={1: "LSTMGrad (93 %)"})
+        for said in (text.render(profiled), result_card(profiled).sentence):
+            words = " ".join(said.split())
+            assert (
+                f"takes {slow.times:.2f} times PyTorch's time. Most of its step goes to LSTMGrad (93 %)."
+                in words
+            )
+    quick = made(around(110, 0.01, 1))
+    assert not compare([quick, eager]).slow
+    assert not compare([ours, made(around(100, 0.01, 2), 2)]).slow  # both are ONNX Runtime
+    drifted = made(around(160, 0.01, 1), optimizer=40.0)
+    assert compare([drifted, eager]).contrasts[0].verdict == NOT_COMPARABLE
+    assert not compare([drifted, eager]).slow
+    assert math.isnan(times_of_pytorch("eager", "ort", compare([drifted, eager]).contrasts[0].time))
+
+
+def test_a_run_whose_page_faults_fall_until_its_end_says_so():
+    falling = made(
+        [900.0] * 9, faults=[800_000, 400_000, 200_000, 100_000, 50_000, 24_000, 12_000, 6_000, 2_000]
+    )
+    steady = made([900.0] * 9, number=2, faults=[200_000, 9_000, *[4_000] * 7])
+    assert never_settled(falling)
+    assert not never_settled(steady)
+    assert not never_settled(made([900.0] * 3, faults=[90_000, 9_000, 0]))  # too few to tell
+    (contrast,) = compare([falling, steady]).contrasts
+    assert "page faults a step had not settled in run 1: more steps, n=20, time it better" in contrast.remarks

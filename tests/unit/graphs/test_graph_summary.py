@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import re
 from dataclasses import replace
 
 import onnx
@@ -11,8 +12,10 @@ import torch
 import transformers
 
 import ortlab
+from ortlab.analyses.profiling import spent_on
 from ortlab.errors import BuildError, OptionError
 from ortlab.graphs import STAGES, Graph, node_names
+from ortlab.options.configuration import Configuration
 from ortlab.render import html, text
 
 VOCABULARY = 64
@@ -353,6 +356,38 @@ def test_times_are_those_of_the_profile_by_pass(bert_lab):
         assert "recomputed time" in written
     with pytest.raises(OptionError, match="profile is of another graph"):
         bert_lab.graph("exported").with_profile(trace)
+
+
+def test_a_profile_accounts_for_the_whole_step(bert_lab):
+    trace = bert_lab.profile(n=2, progress=False)
+    account = trace.account()
+    assert all(ms >= 0 for ms in account.values())
+    assert sum(account.values()) == pytest.approx(trace.step_ms)
+    called = sum(node.ms for node in trace.nodes if node.by_torch)
+    assert account["calls from its graph into PyTorch"] == pytest.approx(called)
+    ours = [node for node in trace.nodes if node.operator.startswith("ortlab::")]
+    assert ours
+    assert all(node.by_torch for node in ours)
+    assert not any(
+        node.by_torch for node in trace.nodes if node.operator in {"Gemm", "com.microsoft.Gelu", "MatMul"}
+    )
+    assert account["kernels of ONNX Runtime"] + called == pytest.approx(trace.forward_ms + trace.backward_ms)
+    beside = [part for part in account if part in trace.beside]
+    assert len(beside) == 4
+    assert account["Python around the session"] > 0
+    page = text.render(trace)
+    assert all(part in page for part in account)
+    slowest = trace.slowest()
+    assert len(slowest) == 3
+    assert 0 < sum(slowest.values()) <= 1
+
+
+def test_what_a_step_is_spent_on_is_said_of_another_configuration(bert_lab):
+    bench = bert_lab._bench
+    before = bench.configuration
+    said = spent_on(bench, Configuration("ort", before.options.replace(aten_backward=False)), progress=False)
+    assert len(re.findall(r"[^,]+ \([\d.e-]+ %\)", said)) == 3
+    assert bench.configuration == before
 
 
 def test_activations_edges_lead_from_forward_to_backward(bert_lab):
