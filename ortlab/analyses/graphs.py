@@ -17,13 +17,18 @@ from ortlab.graphs.diff import GraphDiff, diff
 from ortlab.graphs.flops import Flops, FlopSavings
 from ortlab.graphs.stages import STAGES, Graph, GraphSet
 from ortlab.graphs.triton_kernels import FOLDER, TritonKernels, fused_nodes, read_triton_kernels
+from ortlab.options.configuration import engine_kind
 from ortlab.options.options import Options, setting_words, unmet
+from ortlab.records.runs import Run
 
 if TYPE_CHECKING:
     from ortlab.engine.execution import Execution
     from ortlab.runs.bench import Bench
 
 Mode = Literal["training", "inference"]
+
+Compared = str | Mapping[str, object] | Graph | Run
+"""What `graph_diff` compares: a stage, switches, a graph, a run."""
 
 _MODES: Final[tuple[Mode, ...]] = ("training", "inference")
 
@@ -190,14 +195,14 @@ def check_stage(stage: str) -> None:
 def graph_diff(
     bench: Bench,
     /,
-    before: str | Mapping[str, object] | Graph | None = None,
-    after: str | Mapping[str, object] | Graph | None = None,
+    before: Compared | None = None,
+    after: Compared | None = None,
     *,
     stage: str = "",
     part: str | None = None,
     **changes: object,
 ) -> GraphDiff:
-    """Say what is different between two stages of the present build, or between the graphs of two sets of switches.
+    """Say what is different between two stages of the present build, or the graphs of two runs or sets of switches.
 
     Without anything to compare: what the present switches change against those of the first run, or, where they are
     the same, against the defaults.
@@ -210,10 +215,10 @@ def graph_diff(
     ----------
     before, after
         Two stages, "gradient" and "execution"; or two sets of switches, each a dict as `set` takes it, an empty one
-        for the switches as they are; or two graphs, as `graph` returns them. One set of switches alone is compared
-        with those of the lab.
+        for the switches as they are; or two runs of `lab.runs`, for the switches that they had; or two graphs, as
+        `graph` returns them. One set of switches alone is compared with those of the lab.
     stage
-        With switches: which graph is compared, "execution" if not given.
+        With switches or runs: which graph is compared, "execution" if not given.
     part
         Path of the part, where several parts of the model are wrapped.
     **changes
@@ -243,6 +248,7 @@ def graph_diff(
     >>> lab.graph_diff(memory_level=1)
     >>> lab.set(memory_level=1).graph_diff()
     >>> lab.graph_diff({"compute_optimizer": False}, {}, stage="optimized")
+    >>> lab.graph_diff(lab.runs[0], lab.runs[-1])
     """
     bench.check_usable("compare graphs")
     if before is None and after is None and not changes:
@@ -266,11 +272,13 @@ def graph_diff(
 
 
 def _graph_with(
-    bench: Bench, side: str | Mapping[str, object], stage: str, part: str | None
+    bench: Bench, side: str | Run | Mapping[str, object], stage: str, part: str | None
 ) -> tuple[Graph, str]:
-    """Return the graph of a stage, or of some switches, and what to call it."""
+    """Return the graph of a stage, of a run or of some switches, and what to call it."""
     if isinstance(side, str):
         return graph(bench, side, part), side
+    if isinstance(side, Run):
+        return _graph_of_run(bench, side, stage, part), f"run {side.title}"
     wished = bench.configuration.tried(side, bench.have)
     if "engine" in side and wished.engine != "ort":
         raise OptionError(
@@ -281,13 +289,29 @@ def _graph_with(
     return _graph_of(bench, wished.options, stage, part), _words(side, wished.options) or "as set"
 
 
-def _graph_of(bench: Bench, options: Options, stage: str, part: str | None) -> Graph:
+def _graph_of_run(bench: Bench, run: Run, stage: str, part: str | None) -> Graph:
+    """Return the graph that a run had, with what its forward keeps."""
+    if engine_kind(run.engine) != "ort" or run.fell_back:
+        raise OptionError(
+            f"Run {run.title} has no graph to compare.",
+            why="PyTorch executed it, and only ONNX Runtime runs ONNX graphs.",
+            fix="Take runs that ONNX Runtime executed.",
+        )
+    return _graph_of(bench, run.options, stage, part, activations=stage in {"", "execution"})
+
+
+def _graph_of(
+    bench: Bench, options: Options, stage: str, part: str | None, *, activations: bool = False
+) -> Graph:
     """Return the graph of some switches, built beside the lab's if it is not there."""
     engine_of(bench, part, "a graph")
     with builds(bench, part, options=options) as found:
         path, execution = found.only
         note = found.note if options == bench.options else ""
-        return replace(graph_of(bench, execution, stage or "execution", path), note=note)
+        made = replace(graph_of(bench, execution, stage or "execution", path), note=note)
+        if activations and made.mode == "training":
+            made = made.with_activations(memory.read_kept(bench, execution, path))
+        return made
 
 
 def _changes(bench: Bench, stage: str, part: str | None) -> GraphDiff:
@@ -308,9 +332,7 @@ def _changes(bench: Bench, stage: str, part: str | None) -> GraphDiff:
     return diff(before, after, names=names)
 
 
-def _sides(
-    before: object, after: object, changes: Mapping[str, object]
-) -> tuple[str | Mapping[str, object] | Graph, str | Mapping[str, object] | Graph]:
+def _sides(before: object, after: object, changes: Mapping[str, object]) -> tuple[Compared, Compared]:
     """Return what is compared with what."""
     if changes and (before is not None or after is not None):
         raise _unclear("switches by name beside something else")
@@ -319,7 +341,7 @@ def _sides(
     if after is None and isinstance(before, Mapping) and before:
         return {}, before
     for one in (before, after):
-        if not isinstance(one, (str, Mapping, Graph)):
+        if not isinstance(one, (str, Mapping, Graph, Run)):
             given = "one thing only" if one is None else f"a {type(one).__name__}"
             raise _unclear(given if before is not None else "nothing")
     if isinstance(before, str) != isinstance(after, str) and not isinstance(before, Graph | type(None)):

@@ -94,6 +94,11 @@ def _activations(
         return with_plans(kept, execution, bench.module, configs, part=path, tell=bar.report)
 
 
+def read_kept(bench: Bench, execution: Execution, path: str) -> SavedActivations:
+    """Read what the graph of a build keeps for its backward."""
+    return _activations(bench, execution, path, plans=False, sizes={}, progress=False)
+
+
 def memory(
     bench: Bench,
     /,

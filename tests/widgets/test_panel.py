@@ -248,7 +248,7 @@ def test_tabs_draw_what_is_expensive_when_they_are_opened(panel, run):
     assert panel.errors.text == ""
     assert not panel.messages.is_open
     run()
-    assert panel.graph.view is not None  # the tab is open, so it is what the user waits for
+    assert panel.graph.map is not None  # the tab is open, so it is what the user waits for
     panel.tabs.open("Messages")
     assert panel.messages.run.value == "all"
 
@@ -326,7 +326,7 @@ def test_every_button_works_after_every_other(panel, lab, run):
         assert panel.errors.text == ""
     panel.tabs.open("Graph")
     assert panel.errors.text == ""
-    assert panel.graph.view is not None
+    assert panel.graph.map is not None
 
 
 def test_an_error_goes_once_something_succeeds(panel, run):
@@ -692,7 +692,7 @@ def test_a_panel_with_all_its_parts_open_adds_little_to_a_notebook_saved_with_it
         assert set(dependency_state(panel)) <= set(
             made
         )  # those that nobody shows any more are in the notebook, too
-        assert len(json.dumps(made)) + len(json.dumps(panel._saved._bundle())) <= 112_000
+        assert len(json.dumps(made)) + len(json.dumps(panel._saved._bundle())) <= 100_000
     finally:
         panel.close()
         lab.unwrap()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -60,11 +61,19 @@ _NAMES: Final = ("_model_module", "_model_module_version", "_model_name")
 """What a browser needs to make a control at all."""
 
 
+def _short_id() -> str:
+    """Return an identifier for a widget: ipywidgets' own of 32 letters stands four times in what is saved of each."""
+    return secrets.token_hex(5)
+
+
 class Lean(widgets.Widget):
     """Sends its state without the values that are defaults; `ipywidgets.embed` leaves the same out of a page.
 
     A panel has more than a hundred controls, and most of the fifteen values of each are never set.
     """
+
+    def __init__(self, *args: Any, **traits: Any) -> None:
+        super().__init__(*args, **{"model_id": _short_id(), **traits})
 
     def get_state(
         self,
@@ -99,22 +108,29 @@ class Script(Lean):
     """Files of `static/`, by name with the style that goes with each, packed together."""
 
     source = traitlets.Unicode().tag(sync=True)
+    start = traitlets.Unicode().tag(sync=True)  # what unpacks it
 
     def __init__(self, files: Mapping[str, str]) -> None:
-        super().__init__(source=packed({"code": {name: compact(name) for name in files}, "css": dict(files)}))
+        code = {name: compact(name) for name in files}
+        super().__init__(source=packed({"code": code, "css": dict(files)}), start=compact("part.js"))
 
 
 class Part(anywidget.AnyWidget):  # type: ignore[misc]
     """A widget whose module for the browser only fetches the file of a script that it `runs`."""
 
     # Text and not a path: anywidget would watch the file, and for that keep alive every widget that was ever made.
-    _esm = compact("part.js")
+    # Each part carries it, so it only starts what its script has for all: "IPY_MODEL_" and an id refer to that widget.
+    _esm = (
+        "export default()=>{const h={};return{async render(c){const s=await c.model.widget_manager.get_model("
+        'c.model.get("script").slice(10));return(await(s.begun??=import(URL.createObjectURL(new Blob([s.get("start")],'
+        '{type:"text/javascript"}))))).render(c,s,h)}}}'
+    )
     script = traitlets.Instance(Script).tag(sync=True, **widgets.widget_serialization)
     runs = traitlets.Unicode().tag(sync=True)
 
     # Each part has a repr of its own, without an address that would change from run to run.
     def __init__(self, runs: str, script: Script, **traits: Any) -> None:
-        super().__init__(runs=runs, script=script, **traits)
+        super().__init__(runs=runs, script=script, **{"model_id": _short_id(), **traits})
 
     def get_state(
         self,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
+import traitlets
+
+from ortlab import units
 from ortlab.errors import BuildError, OptionError, OrtlabError
 from ortlab.graphs.diff import GraphDiff
 from ortlab.graphs.stages import STAGES, Graph
@@ -14,8 +17,12 @@ from ortlab.graphs.triton_kernels import TritonKernel
 from ortlab.lab.following import observe, recompute_places
 from ortlab.memory.recompute import COPY, EVERYWHERE
 from ortlab.notebook.widgets import controls
-from ortlab.notebook.widgets.graph_view import HEIGHT, HOPS, GraphSource, GraphView
+from ortlab.notebook.widgets.browser import Part, packed
+from ortlab.notebook.widgets.controls import Layout, close_tree
+from ortlab.notebook.widgets.graph_view import DUE, HEIGHT, HOPS, GraphSource, GraphView
+from ortlab.options.configuration import engine_kind
 from ortlab.render import html
+from ortlab.render.graph_map import graph_map
 from ortlab.render.kernel_pages import code_title
 from ortlab.render.page import Mark, Note, Page
 
@@ -24,6 +31,7 @@ if TYPE_CHECKING:
     from ortlab.lab.lab import Lab
     from ortlab.memory.recompute import RecomputePlace, RecomputePlaces
     from ortlab.notebook.widgets.controls import ErrorBox, Looks
+    from ortlab.records.runs import Run
 
 
 _of_labs: WeakKeyDictionary[Lab, dict[tuple[str, str | None, str | None], ref[GraphView]]] = (
@@ -226,45 +234,196 @@ def _follower(lab: ref[Lab], view: ref[GraphView]) -> Callable[[str], None]:
     return follow
 
 
-_PART_HEIGHT: Final = 400
-"""Of the view in a panel, in pixels: with its tools it fits the page of a tab."""
+_PART_HEIGHT: Final = 380
+"""Of netron's view in a panel, in pixels: with its tools it fits the page of a tab."""
 
 _NO_GRAPH: Final = "There is no graph yet. Run a step first: %%ort_step -n 20, or lab.step(fn, n=20)."
 
+_RUNS: Final = 30
+"""Runs that can be compared: the first, and the latest."""
+
+
+class GraphMap(Part):
+    """A graph by modules, as rows that open; see `render/graph_map.py` for what they say.
+
+    The rows go to the browser as a message, and not as a trait, which a saved notebook would hold.
+    """
+
+    shown = traitlets.Dict().tag(sync=True)  # `number` of the rows, and what stands above them
+
+    def __init__(self, looks: Looks, acts: Mapping[str, Callable[..., None]], errors: ErrorBox) -> None:
+        self._acts = {"map": self._send_rows, **acts}
+        self._errors = errors
+        self._told: dict[str, Any] = {}
+        super().__init__("graph_map.js", looks.script("graph_map.js", ""), layout=Layout())
+        self.on_msg(self._asked)
+
+    def show(self, drawing: Mapping[str, Any], *, colour: str = "", same: bool = False) -> None:
+        """Draw what `graph_map` returned; `same` keeps open what is open, where it is the same graph again."""
+        number = self._told.get("number", -1) + 1
+        self._told = {"number": number, "map": packed(drawing), "colour": colour, "same": same}
+        self.say(number=number)
+
+    def say(self, **words: object) -> None:
+        """Change what stands above the rows."""
+        self.shown = {**self.shown, **words}
+
+    def _asked(self, _widget: object, message: Any, _buffers: object) -> None:
+        if "do" in message:
+            with self._errors.watching():
+                self._acts[message["do"]](*message["with"])
+
+    def _send_rows(self) -> None:
+        self.send(self._told)
+
+    def __repr__(self) -> str:
+        return "GraphMap()"
+
 
 class GraphPart(controls.Column):
-    """The graph that runs, drawn from the first `opened` on; `ortlab.show_graph(lab)` shows it in a cell of its own."""
+    """The graph that runs, by modules from the first `opened` on, and node by node when that is asked for.
+
+    `ortlab.show_graph(lab)` shows the nodes in a cell of its own.
+    """
 
     def __init__(self, lab: Lab, errors: ErrorBox, looks: Looks) -> None:
         self._lab = lab
         self._errors = errors
-        self.view: GraphView | None = None
+        self.graph: Graph | None = None  # what the map shows
+        self.difference: GraphDiff | None = None
+        self.view: GraphView | None = None  # None until every node was asked for
         self._made: GraphView | None = None
+        self._looks = looks
         self._nothing = looks.html(_said(_NO_GRAPH))
+        self.map: GraphMap | None = None
+        self._back = looks.button("Back to the modules", "Show the graph by modules again")
+        self._back.on_click(lambda _: self._show_map())
+        self._about: list[str] = []  # what the difference is, in words
         super().__init__([self._nothing], layout=looks.layout)
 
     def opened(self) -> None:
-        """Draw the graph, unless it is there already or nothing has run."""
+        """Read the graph, unless it is shown already or nothing has run."""
         status = self._lab.status
-        if self.view is not None or not (status.can_repeat or status.executed_by):
+        if not (status.can_repeat or status.executed_by):
             return
-        self._nothing.value = _said("Drawing the graph.")
+        if self.map is None:
+            self._nothing.value = _said("Reading the graph.")
         with self._errors.watching():
-            known = open_views(self._lab)
-            self.view = show_graph(self._lab, height=_PART_HEIGHT)
-            self._made = None if self.view in known else self.view
-            self.set_trait("children", (self.view,))
-        if self._nothing in self.children:
-            self._nothing.value = _said("The graph could not be drawn; what went wrong stands above.")
-        else:
+            self._read()
+        if self.map is None:
+            self._nothing.value = _said("The graph could not be read; what went wrong stands above.")
+
+    def follow(self) -> None:
+        """Say whether the map is still the lab's."""
+        if self.map is not None:
+            self.map.say(stale=DUE if self._is_due() else "", runs=self._runs(), pair=self._pair())
+
+    def _is_due(self) -> bool:
+        return self._lab.engine == "ort" and self._lab.rebuild().stage in _BUILDS
+
+    def _read(self) -> None:
+        if self.graph is not None and self._is_due():
+            self.follow()
+            return
+        graph = self._lab.graph()
+        if self.graph is None or self.difference is not None or graph.digest != self.graph.digest:
+            if graph.mode == "training":
+                graph = graph.with_activations(self._lab.activations(progress=False))
+            self.difference = None
+            self._draw(graph, colour="operator")
+        self.follow()
+
+    def _draw(self, graph: Graph, *, colour: str = "", same: bool = False) -> None:
+        self.graph = graph
+        if self.map is None:
+            acts: dict[str, Callable[..., None]] = {
+                "time": self.time,
+                "plans": self.find_plans,
+                "compare": self.compare,
+                "nodes": self.every_node,
+            }
+            self.map = GraphMap(self._looks, acts, self._errors)
             self._nothing.close()
+            self._show_map()
+        about = self._about if self.difference is not None else []
+        drawing = {**graph_map(graph, self.difference), "about": about}
+        self.map.show(drawing, colour=colour, same=same)
+
+    def _show_map(self) -> None:
+        self.set_trait("children", (self.map,))
+
+    # ---- what the browser asks for ----------------------------------------------------------------------------
+
+    def time(self) -> None:
+        """Profile the last step, and colour by time."""
+        self._read()
+        graph = self._lab.graph(activations=True, profile=True)
+        self.difference = None
+        self._draw(graph, colour="time", same=True)
+
+    def find_plans(self) -> None:
+        """Ask which recompute plans remove each kept value."""
+        if self.graph is None:
+            return
+        self._draw(self.graph.with_activations(self._lab.activations(plans=True)), same=True)
+
+    def compare(self, first: str, second: str) -> None:
+        """Show what is different between the graphs of two runs."""
+        runs = self._lab.runs
+        difference = self._lab.graph_diff(runs.run(int(first)), runs.run(int(second)))
+        self.difference = difference
+        before, after = (one.activations for one in difference.graphs)
+        kept = []
+        if before is not None and after is not None:
+            sizes = [units.size(one.total_bytes - one.returned_bytes) for one in (before, after)]
+            kept = [f"Kept for backward: {sizes[0]} before, {sizes[1]} after."]
+        names = f"From {difference.before.name} to {difference.after.name}"
+        self._about = [names, *(difference.sentences or ("The graphs are the same.",)), *kept]
+        self._draw(difference.graphs[1], colour="difference")
+        self.follow()
+
+    def every_node(self, around: str = "") -> None:
+        """Draw every node with netron; with a name, the nodes around that one."""
+        known = open_views(self._lab)
+        self.view = show_graph(self._lab, height=_PART_HEIGHT)
+        if self.view not in known:
+            self._made = self.view
+        if around in self.view.names:
+            self.view.around(around)
+        self.set_trait("children", (self._back, self.view))
+
+    def _runs(self) -> list[list[str]]:
+        """List the runs that ONNX Runtime executed, by number and name."""
+        found = [
+            [str(run.number), _run_words(run)]
+            for run in self._lab.runs
+            if engine_kind(run.engine) == "ort" and not run.fell_back and not run.sweep
+        ]
+        return [*found[:1], *found[1:][-_RUNS + 1 :]]
+
+    def _pair(self) -> list[str]:
+        """Return the first run and the last one, which are compared unless others are chosen."""
+        runs = self._runs()
+        return [runs[0][0], runs[-1][0]] if runs else []
 
     def let_go(self) -> None:
-        """Close the view if the panel has made it; one that was there before stays."""
+        """Close what the panel has made; a view that was there before stays."""
         if self.view is not None:  # closed with the panel, it would go from other cells, too
             self.set_trait("children", ())
         if self._made is not None:
             self._made.close()
+        for part in (self.map, self._back):
+            if part is not None:
+                close_tree(part, self._looks)
+
+
+def _run_words(run: Run) -> str:
+    """Name a run of ONNX Runtime by what is switched."""
+    switched = run.title.partition(" ort")[2].strip(" ()")
+    return units.fold(f"#{run.number} {switched or 'defaults'}", _RUN_TITLE)
+
+
+_RUN_TITLE: Final = 60
 
 
 def _said(words: str) -> str:

@@ -198,7 +198,7 @@ class GraphView(Part):
         except OrtlabError as error:
             stale = f"There is no such graph any more. {error}"
         else:
-            stale = _DUE if rebuild_is_due else _BUILT if changed else ""
+            stale = DUE if rebuild_is_due else _BUILT if changed else ""
         if stale != self._stale:
             self._stale = stale
             self._show()
@@ -333,7 +333,7 @@ class GraphView(Part):
         close_tree(self)
 
 
-_DUE: Final = "The switches have changed: the next step builds another graph than this."
+DUE: Final = "The switches have changed: the next step builds another graph than this."
 
 _BUILT: Final = "The lab has built another graph since. Refresh shows that."
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ortlab.lab.following import observe, shown_ranks
 from ortlab.notebook.widgets import controls
 from ortlab.notebook.widgets.activations_explorer import ActivationsExplorer
-from ortlab.notebook.widgets.browser import living
+from ortlab.notebook.widgets.browser import compact, compacted_style, living
 from ortlab.notebook.widgets.budget_part import BudgetPart
 from ortlab.notebook.widgets.controls import Looks, close_tree
 from ortlab.notebook.widgets.display import note_shown
@@ -44,6 +44,7 @@ RANKS: Final = "Ranks"
 _FILES: Final = {
     "attendant.js": SHEET,
     **dict.fromkeys(("record_table.js", "picture.js", "scatter.js", "budget.js"), ""),
+    "graph_map.js": compacted_style(compact("graph_map.css")),
 }
 """Scripts of a panel, and their styles."""
 
@@ -252,6 +253,7 @@ class Panel(controls.Column):
         self.tabs.count(SWITCHES, f"{changed} changed" if changed else "")
         if self._plans is not None:
             self._plans.show(self.lab.options)
+        self.graph.follow()
 
     def _show_costs(self) -> None:
         """Show what a change of each switch takes now; that changes with what is built and what was measured."""
@@ -285,6 +287,8 @@ class Panel(controls.Column):
         self._show_messages()
         if self.tabs.chosen == GRAPH:
             self.graph.opened()
+        else:
+            self.graph.follow()
 
     def _show_progress(self, words: str, fraction: str) -> None:
         if self.actions.show_progress(words, float(fraction)) and words:

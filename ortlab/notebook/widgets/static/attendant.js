@@ -11,7 +11,7 @@ const PAUSE = 60; // ms without a change before the elements are looked at: many
 
 const NARROW = 560; // px of the panel, not of the window
 
-const HERE = ".ortlab-save, .ortlab-graph"; // what the browser does alone, and what says itself that it waits
+const HERE = ".ortlab-save, .ortlab-graph, .ortlab-here"; // what the browser does alone, and what says itself that it waits
 
 function set(node, name, value) {
   if (node.getAttribute(name) !== value) node.setAttribute(name, value);

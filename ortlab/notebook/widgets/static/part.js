@@ -1,12 +1,21 @@
-// Fetches the script of a part of the panel, which ortlab/notebook/widgets/browser.py carries once for all that run it.
-// Every part carries this file, so it is short: t is a packed text, s the model of a script, n a file's name, c a context.
-const unpack = async (t) => t ? new Response(new Blob([Uint8Array.from(atob(t), (a) => a.charCodeAt(0))])
-.stream().pipeThrough(new DecompressionStream("gzip"))).json() : null;
-const start = async (s, n) => { const { code, css } = await (s.all ??= unpack(s.get("source")));
-return { css: css[n], ...await import(URL.createObjectURL(new Blob([code[n]], { type: "text/javascript" }))) }; };
-export default () => { const held = {}; return { async render(c) {
-// A reference to another widget is "IPY_MODEL_" and its id.
-const script = await c.model.widget_manager.get_model(c.model.get("script").slice(10)), n = c.model.get("runs");
-const { render, css } = await ((script.ran ??= {})[n] ??= start(script, n));
-if (css) c.el.append(Object.assign(document.createElement("style"), { textContent: css }));
-return render(c, { held, unpack, script }); } }; };
+// Unpacks the scripts that ortlab/notebook/widgets/browser.py carries once for all parts of a panel, and runs that of a part.
+
+async function unpack(text) {
+  if (!text) return null;
+  const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
+}
+
+async function begin(script, name) {
+  const { code, css } = await (script.all ??= unpack(script.get("source")));
+  const source = URL.createObjectURL(new Blob([code[name]], { type: "text/javascript" }));
+  return { css: css[name], ...(await import(source)) };
+}
+
+// `held` is of the widget, and outlives a view of it.
+export async function render(context, script, held) {
+  const name = context.model.get("runs");
+  const { render: draw, css } = await ((script.ran ??= {})[name] ??= begin(script, name));
+  if (css) context.el.append(Object.assign(document.createElement("style"), { textContent: css }));
+  return draw(context, { held, unpack, script });
+}
