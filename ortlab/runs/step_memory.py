@@ -19,7 +19,7 @@ from ortlab.memory.measured import PHASE_NAMES, Known, MemoryMeasurement, PhaseP
 from ortlab.records.runs import EXECUTED_BY_FALLBACK, NOT_MEASURED, Initialization
 from ortlab.runs.experiment import Snapshot, iterator_of, leaving_no_trace
 from ortlab.runs.interrupts import interrupts_kept
-from ortlab.runs.process_memory import Gaps, Gauge, device_of, gauge_of, resident_bytes
+from ortlab.runs.process_memory import Gaps, Gauge, device_of, gauge_of, only_new_garbage, resident_bytes
 from ortlab.runs.stopwatch import Stopwatch, synchronizer
 
 if TYPE_CHECKING:
@@ -108,7 +108,12 @@ class Measuring:
         as `run` does, and where the process moved to swap meanwhile, so that its resident set says nothing.
         """
         self._stopwatch.on_phase = self._reach
-        with self._gauge.ready() as self._gaps, self._stopwatch.watching(), interrupts_kept() as raise_lost:
+        with (
+            only_new_garbage(),
+            self._gauge.ready() as self._gaps,
+            self._stopwatch.watching(),
+            interrupts_kept() as raise_lost,
+        ):
             for number in range(1, _EXTRA_AT_MOST + 1):
                 raise_lost()
                 self._progress(f"Step memory: step {number}", 1.0)

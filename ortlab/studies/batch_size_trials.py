@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,7 +13,7 @@ from ortlab.errors import OptionError, OrtlabError, PlanWarning
 from ortlab.memory.measured import RESIDENT
 from ortlab.options.options import Options
 from ortlab.runs.experiment import Experiment
-from ortlab.runs.process_memory import following_live_buffers, reason_unknown
+from ortlab.runs.process_memory import following_live_buffers, only_new_garbage, reason_unknown
 from ortlab.runs.recording import HeldRecording
 from ortlab.studies.batch_size import (
     FAILED,
@@ -137,14 +136,8 @@ class Trials:
     @contextmanager
     def lab_as_before(self, *, had_session: bool) -> Iterator[None]:
         """Leave the lab, when the block ends, as it is now; a session that it had is built again."""
-        # Garbage is collected around every run. Objects from before the search are none, and would take most of the
-        # time.
-        freezes = not gc.get_freeze_count()
         try:
-            if freezes:
-                gc.collect()
-                gc.freeze()
-            with self._bench.set_as_before():
+            with only_new_garbage(), self._bench.set_as_before():
                 try:
                     self._release()
                     yield
@@ -155,8 +148,6 @@ class Trials:
                 finally:
                     self._start.put_back()
         finally:
-            if freezes:
-                gc.unfreeze()
             self._room.free()
             self._bench.notify("options")  # sessions were freed, and one is there again: views look once more
 

@@ -13,6 +13,7 @@ from ortlab.errors import LedgerError, OptionError, did_you_mean
 from ortlab.options.configuration import check_engine
 from ortlab.options.options import check_needs, declaration, switches
 from ortlab.runs.interrupts import interrupts_kept
+from ortlab.runs.process_memory import only_new_garbage
 from ortlab.studies.study import check_rounds, check_same_ground, kept
 from ortlab.studies.sweep import Changes, Point, Sweep, same_work
 
@@ -245,6 +246,7 @@ def _swept(
             "go on with %ort_sweep --resume, or lab.sweep(resume={})",
         ),
         bench.as_before(experiment),
+        only_new_garbage(),
         bench.progress.task(made.runs_planned, done=made.runs_done, evenly=True, show=progress) as bar,
     ):
         while (following := next(made.missing(), None)) is not None:
