@@ -37,9 +37,18 @@ VOLATILE = {
 
 @pytest.fixture(autouse=True, scope="module")
 def earlier_modules_out_of_the_garbage():
-    """Keep what earlier test modules have left alive out of later collections of garbage.
+    """Keep what earlier test modules have left alive out of later collections of garbage."""
+    yield
+    gc.unfreeze()  # what this module's fixtures held is garbage now
+    gc.collect()
+    gc.freeze()
 
-    A run of the lab collects twice, and among the objects of a thousand tests that takes longer than most runs.
+
+@pytest.fixture(autouse=True)
+def earlier_tests_out_of_the_garbage(earlier_modules_out_of_the_garbage):
+    """Keep what is alive before a test out of its collections.
+
+    A run of the lab collects a few times, and among the objects of all packages that takes longer than most runs.
     """
     gc.collect()
     gc.freeze()
