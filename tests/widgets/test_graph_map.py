@@ -122,7 +122,7 @@ def test_every_node_is_drawn_on_demand_and_the_map_comes_back(panel, run):
     asked(panel, "nodes", node)
     assert panel.graph.view in panel.graph.children
     assert panel.graph.view.selected == [node]
-    panel.graph.children[0].click()
+    panel.graph.children[0].children[0].click()
     assert panel.graph.children == (panel.graph.map,)
     assert panel.errors.text == ""
 

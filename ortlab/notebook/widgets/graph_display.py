@@ -296,8 +296,9 @@ class GraphPart(controls.Column):
         self._looks = looks
         self._nothing = looks.html(_said(_NO_GRAPH))
         self.map: GraphMap | None = None
-        self._back = looks.button("Back to the modules", "Show the graph by modules again")
-        self._back.on_click(lambda _: self._show_map())
+        back = looks.button("Back to the modules", "Show the graph by modules again")
+        back.on_click(lambda _: self._show_map())
+        self._back = looks.row(back)
         self._about: list[str] = []  # what the difference is, in words
         super().__init__([self._nothing], layout=looks.layout)
 

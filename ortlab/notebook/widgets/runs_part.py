@@ -125,7 +125,7 @@ class RunsPart(controls.Column):
             words = "Change a switch or the engine and press Rerun: what that changes then stands here."
             self.card.value = html.fragment(Page("", (Note(words, Mark.QUIET),)))
         else:
-            self.card.value = ""
+            self.card.value = _FIRST
 
     def why_not_settle(self) -> str:
         """Say why the last run cannot, or need not, be measured in turns with the baseline; empty if it can."""
@@ -196,6 +196,16 @@ class RunsPart(controls.Column):
         shown = runs or list(self._lab.runs)[-plots.RUNS_SHOWN :]
         words = "Loss, step time and step memory of the ticked runs, or of the latest"
         self.picture.show(plots.overview(shown), words)
+
+
+_FIRST: Final = """\
+<div class="ortlab ortlab-card"><h5>Next: run a training step, in a cell of its own</h5>
+<pre>%%ort_step -n 20
+loss = model(**batch).loss
+loss.backward(); optimizer.step(); optimizer.zero_grad()</pre>
+<p>ortlab runs it 20 times, times it, and measures the memory that a step needs. Then change a switch or the engine
+and press Rerun: what that saves and what it costs stands here.</p></div>"""
+"""What stands in the place of the card before the first run."""
 
 
 class Picture(Part):
