@@ -23,7 +23,6 @@ _SOON_SECONDS: Final = 0.02
 _TOO_LATE: Final = "Ctrl-C came too late to stop anything: what you asked for is done, and kept."
 
 _pending = False
-_watched = False
 _raised = 0  # how many interrupts have been raised
 _raised_at = -_TWICE_SECONDS
 
@@ -41,19 +40,18 @@ def interrupts_kept(*, errors: bool = True) -> Iterator[Callable[[], None]]:
     and is forgotten. A second Ctrl-C while the first is on its way out is the same one. One that comes while something
     is put back (`protected`) is raised after that, and one that nobody has heard at the latest where this context ends.
     """
-    global _pending, _watched, _raised_at  # noqa: PLW0603 - signals are the process's
+    global _pending, _raised_at  # noqa: PLW0603 - signals are the process's
     hook, handler = sys.unraisablehook, signal.getsignal(signal.SIGINT)
     # Python lets only the main thread set handlers, and only it is interrupted.
     is_main = threading.current_thread() is threading.main_thread()
     wraps = callable(handler) and is_main
-    around = _watched
+    around = getattr(handler, "notes_interrupts", False)
     if wraps and not around:
         _pending = False  # of an earlier call, which came to its end all the same
         _raised_at = -_TWICE_SECONDS
     if is_main:  # another thread's end would put back what was there before the main thread's
         sys.unraisablehook = _raising_again(hook)
     if wraps and not around:  # one of the contexts is enough to write interrupts down
-        _watched = True
         signal.signal(signal.SIGINT, _noting(handler))
     try:
         yield _raise_lost
@@ -70,7 +68,6 @@ def interrupts_kept(*, errors: bool = True) -> Iterator[Callable[[], None]]:
     finally:
         if wraps and not around:
             signal.signal(signal.SIGINT, handler)
-            _watched = False
         if is_main:
             sys.unraisablehook = hook
 
@@ -86,6 +83,7 @@ def _noting(handler: Any) -> Callable[[int, FrameType | None], None]:
             _raised, _raised_at = _raised + 1, now
             handler(number, frame)
 
+    note.notes_interrupts = True  # type: ignore[attr-defined] # the handler itself says who is there already
     return note
 
 
@@ -93,6 +91,8 @@ _protected: Final[set[CodeType]] = set()
 _BORDERS: Final = tuple(
     method.__code__ for method in (_GeneratorContextManager.__enter__, _GeneratorContextManager.__exit__)
 )
+
+_protected.add(inspect.unwrap(interrupts_kept).__code__)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -116,7 +116,7 @@ def _is_held(frame: FrameType | None) -> bool:
         if (
             frame.f_code in _BORDERS
             and around
-            and str(around.f_globals.get("__name__")).startswith("ortlab.")
+            and str(around.f_globals.get("__name__")).startswith(("ortlab.", "contextlib"))
         ):
             return True
         frame = around
