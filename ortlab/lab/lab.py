@@ -15,6 +15,7 @@ from ortlab.records.coverage import names
 from ortlab.records.status import rebuild, rebuild_of_switch
 from ortlab.runs import bench, stepping
 from ortlab.runs.bench import Bench
+from ortlab.runs.interrupts import interrupts_kept
 from ortlab.runs.parts import PartsEngine
 from ortlab.shown import ShownAsPanel
 from ortlab.studies import (
@@ -137,6 +138,7 @@ class Lab(ShownAsPanel):
     rerun = OnBench(stepping.rerun)
     record = OnBench(stepping.record)
 
+    @interrupts_kept()
     def restore(self) -> Lab:
         """Go back to the start of the last step call: weights, buffers, gradients, optimizers, random state.
 

@@ -261,7 +261,7 @@ class Export:
             "Folder that keeps exported graphs for the next process, which then skips tracing the model. An export "
             "is used only if code, attributes, inputs, mode, options and versions are the same; one whose trace may "
             "depend on more is not kept, and `lab.messages` says on what. ORTModule's own cache checks the "
-            "model's printed form alone, so ortlab keeps files of its own. A folder that others can write is refused."
+            "model's printed form alone, so ortlab keeps files of its own. One that others can write is refused."
         ),
     )
     symbolic_shape_inference: bool = switch(

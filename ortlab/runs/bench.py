@@ -25,7 +25,7 @@ from ortlab.records.messages import MessageLog
 from ortlab.records.runs import EXECUTED_BY_PARTS, Initialization, Ledger, Run
 from ortlab.records.status import Status
 from ortlab.runs.experiment import Snapshot
-from ortlab.runs.interrupts import interrupts_kept, say
+from ortlab.runs.interrupts import interrupts_kept, protected, say
 from ortlab.runs.parts import PartsEngine, find_parts
 from ortlab.runs.progress import Progress
 from ortlab.runs.recording import Recording
@@ -156,6 +156,7 @@ class Bench:
         """Engine and switches together; `configure` takes them over again."""
         return Configuration(self.engine.name, self.options)
 
+    @protected
     def configure(self, configuration: Configuration) -> None:
         """Take over an engine and switches as a whole.
 

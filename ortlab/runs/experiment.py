@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from ortlab.engine.random_state import RandomState
 from ortlab.errors import StepError
-from ortlab.runs.interrupts import undisturbed
+from ortlab.runs.interrupts import protected, undisturbed
 from ortlab.runs.python_state import PythonState
 
 
@@ -204,6 +204,7 @@ class Snapshot:
         """The objects besides the module that are kept."""
         return [thing for thing, _ in self._states.values()]
 
+    @protected
     def put_back(self) -> None:
         """Make everything what it was, in place: parameters and optimizers stay the objects they are.
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import _thread
+import inspect
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import _GeneratorContextManager, contextmanager
 from functools import partial
-from types import FrameType
-from typing import Any, Final
+from types import CodeType, FrameType
+from typing import Any, Final, TypeVar
 
 _TWICE_SECONDS: Final = 1.0
 """A second Ctrl-C that comes so soon after the first means the same one."""
@@ -19,8 +20,9 @@ _TWICE_SECONDS: Final = 1.0
 _SOON_SECONDS: Final = 0.02
 """After which time an interrupt that came in a finaliser is raised again: that one has returned by then."""
 
+_TOO_LATE: Final = "Ctrl-C came too late to stop anything: what you asked for is done, and kept."
+
 _pending = False
-_watched = False
 _raised = 0  # how many interrupts have been raised
 _raised_at = -_TWICE_SECONDS
 
@@ -35,24 +37,26 @@ def interrupts_kept(*, errors: bool = True) -> Iterator[Callable[[], None]]:
     interrupt down before it raises it, and whoever runs many steps calls the yielded function before each. An error
     that leaves this context while an interrupt is written down is its consequence, and leaves as that interrupt, unless
     `errors` is False because somebody inside answers interrupts. An interrupt that leaves this context has been heard,
-    and is forgotten. A second Ctrl-C while the first is on its way out is the same one.
+    and is forgotten. A second Ctrl-C while the first is on its way out is the same one. One that comes while something
+    is put back (`protected`) is raised after that, and one that nobody has heard at the latest where this context ends.
     """
-    global _pending, _watched, _raised_at  # noqa: PLW0603 - signals are the process's
+    global _pending, _raised_at  # noqa: PLW0603 - signals are the process's
     hook, handler = sys.unraisablehook, signal.getsignal(signal.SIGINT)
     # Python lets only the main thread set handlers, and only it is interrupted.
     is_main = threading.current_thread() is threading.main_thread()
     wraps = callable(handler) and is_main
-    around = _watched
+    around = getattr(handler, "notes_interrupts", False)
     if wraps and not around:
         _pending = False  # of an earlier call, which came to its end all the same
         _raised_at = -_TWICE_SECONDS
     if is_main:  # another thread's end would put back what was there before the main thread's
         sys.unraisablehook = _raising_again(hook)
     if wraps and not around:  # one of the contexts is enough to write interrupts down
-        _watched = True
         signal.signal(signal.SIGINT, _noting(handler))
     try:
         yield _raise_lost
+        if not around and is_main:
+            _raise_lost(_TOO_LATE)
     except KeyboardInterrupt:
         _pending = False
         raise
@@ -64,7 +68,6 @@ def interrupts_kept(*, errors: bool = True) -> Iterator[Callable[[], None]]:
     finally:
         if wraps and not around:
             signal.signal(signal.SIGINT, handler)
-            _watched = False
         if is_main:
             sys.unraisablehook = hook
 
@@ -76,11 +79,48 @@ def _noting(handler: Any) -> Callable[[int, FrameType | None], None]:
         global _pending, _raised, _raised_at  # noqa: PLW0603
         _pending = True
         now = time.monotonic()
-        if now - _raised_at >= _TWICE_SECONDS:
+        if now - _raised_at >= _TWICE_SECONDS and not _is_held(frame):
             _raised, _raised_at = _raised + 1, now
             handler(number, frame)
 
+    note.notes_interrupts = True  # type: ignore[attr-defined] # the handler itself says who is there already
     return note
+
+
+_protected: Final[set[CodeType]] = set()
+_BORDERS: Final = tuple(
+    method.__code__ for method in (_GeneratorContextManager.__enter__, _GeneratorContextManager.__exit__)
+)
+
+_protected.add(inspect.unwrap(interrupts_kept).__code__)
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def protected(function: Function) -> Function:
+    """Let Ctrl-C that comes in this function, or what it calls, wait until it has come to its end.
+
+    For what puts something back: half of it would be neither the one state nor the other. It holds inside
+    `interrupts_kept`, which raises the interrupt later.
+    """
+    _protected.add(inspect.unwrap(function).__code__)
+    return function
+
+
+def _is_held(frame: FrameType | None) -> bool:
+    """Tell whether a frame is inside a protected function, or where a context of ours begins or ends."""
+    while frame is not None:
+        if frame.f_code in _protected:
+            return True
+        around = frame.f_back
+        if (
+            frame.f_code in _BORDERS
+            and around
+            and str(around.f_globals.get("__name__")).startswith(("ortlab.", "contextlib"))
+        ):
+            return True
+        frame = around
+    return False
 
 
 def _raising_again(hook: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -104,11 +144,11 @@ def _interrupt_soon(number: int) -> None:
         _thread.interrupt_main()
 
 
-def _raise_lost() -> None:
+def _raise_lost(words: str = "") -> None:
     global _pending, _raised, _raised_at
     if _pending and threading.current_thread() is threading.main_thread():
         _pending, _raised, _raised_at = False, _raised + 1, time.monotonic()
-        raise KeyboardInterrupt
+        raise say(KeyboardInterrupt(), words) if words else KeyboardInterrupt
 
 
 @contextmanager

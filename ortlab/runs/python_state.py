@@ -255,7 +255,7 @@ class _Walk:
 
     def _look_at_function(self, function: types.FunctionType, depth: int) -> None:
         inner = inspect.unwrap(function)
-        if not written_by_users(inner):
+        if not isinstance(inner, types.FunctionType) or not written_by_users(inner):
             return
         for name, cell in zip(inner.__code__.co_freevars, baked_in.cells(inner), strict=True):
             self._name(_Cell(cell), name, baked_in.content(cell), name, depth)

@@ -88,11 +88,12 @@ class Takeover:
         with self._one_call:
             if self._inside:
                 return self.original_forward(*args, **kwargs)
-            self._inside = True
             # A forward that was put on the module since, as accelerate's for mixed precision, is around this call, and
             # no part of the export. Its autocast could not be entered twice either: it forgets what was on before.
-            around = module.__dict__.pop("forward", None)
-            try:
+            around = module.__dict__.get("forward")
+            try:  # Ctrl-C may come between any two lines
+                self._inside = True
+                module.__dict__.pop("forward", None)
                 return self._dispatch(args, kwargs)
             finally:
                 self._inside = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
@@ -48,6 +49,18 @@ def interrupter():
     one = Interrupter()
     yield one
     one.join()
+
+
+def waiting_at(interrupter, call):
+    """Return what waits for the signal at one of its calls, which are counted where no rerun counts anew."""
+    calls = ctypes.c_int()
+
+    def wait():
+        calls.value += 1
+        if calls.value == call:
+            interrupter.wait()
+
+    return wait, calls
 
 
 def stopped(shell, cell: str) -> str:
@@ -113,13 +126,11 @@ def test_in_the_middle_of_an_export(net_shell, expected_losses, unchanged, inter
 
 @pytest.mark.parametrize("at", [1, 3])
 def test_during_a_step(net_shell, expected_losses, unchanged, interrupter, at):
-    calls, lab = [], net_shell.user_ns["lab"]
-    net_shell.user_ns["wait"] = lambda: (
-        calls.append(None) or (interrupter.wait() if len(calls) == at else None)
-    )
+    lab = net_shell.user_ns["lab"]
+    net_shell.user_ns["wait"], calls = waiting_at(interrupter, at)
     before = lab_state(net_shell)
     line = stopped(net_shell, WAITING)
-    assert len(calls) == at
+    assert calls.value == at
     if at == 1:
         assert lab_state(net_shell) == before
     else:
@@ -134,16 +145,13 @@ def test_during_a_step(net_shell, expected_losses, unchanged, interrupter, at):
 
 
 def test_during_a_rerun_with_other_options(net_shell, expected_losses, interrupter):
-    calls = []
-    net_shell.user_ns["wait"] = lambda: (
-        calls.append(None) or (interrupter.wait() if len(calls) == 7 else None)
-    )
+    net_shell.user_ns["wait"], calls = waiting_at(interrupter, 7)
     first = net_shell.run(WAITING.replace("\n", " --no-memory\n", 1))
     before = lab_state(net_shell)
     line = stopped(net_shell, "%ort_rerun memory_level=1 engine=eager")
     assert "2 of 4 steps; kept as run 2 (partial)" in line
     same_but_for_one_more_run(before, lab_state(net_shell))
-    assert len(calls) == 7
+    assert calls.value == 7
     assert net_shell.user_ns["lab"].runs[1].engine == "eager"
     assert net_shell.run("%ort_rerun").losses == first.losses == expected_losses
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import re
 
@@ -139,11 +140,11 @@ def test_a_peer_that_fails_is_recorded_and_the_others_go_on(lab, experiment):
 
 
 def test_an_interrupt_keeps_the_runs_and_leaves_the_lab(lab, experiment):
-    calls = []
+    calls = ctypes.c_int()  # in C, where no way back to the start looks
 
     def step():
-        calls.append(None)
-        if len(calls) == 2 + 3:
+        calls.value += 1
+        if calls.value == 2 + 3:
             raise KeyboardInterrupt
         return experiment.step()
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import random
 import signal
+import sys
 import threading
 import time
 
 import pytest
+import torch
+from torch import nn
 
+import ortlab
 from ortlab.runs.interrupts import interrupts_kept
 
 
@@ -50,12 +56,12 @@ def test_one_that_got_lost_before_the_steps_is_raised_at_the_first():
 
 
 def test_one_in_a_finaliser_is_raised():
-    with interrupts_kept() as raise_lost, pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt), interrupts_kept() as raise_lost:
         free_and_go_on(raise_lost)
 
 
 def test_one_in_a_finaliser_ends_what_runs_behind_it_and_prints_nothing(capfd):
-    with interrupts_kept(), pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt), interrupts_kept():
         free_and_compute()
     assert capfd.readouterr().err == ""
 
@@ -80,8 +86,8 @@ def test_one_that_was_heard_is_forgotten():
         raise_lost()
 
 
-def test_one_of_an_earlier_call_is_forgotten():
-    with interrupts_kept():
+def test_one_that_nobody_has_heard_is_raised_at_the_end():
+    with pytest.raises(KeyboardInterrupt, match="too late"), interrupts_kept(), interrupts_kept():
         swallow()
     with interrupts_kept() as raise_lost:
         raise_lost()
@@ -107,3 +113,114 @@ def test_a_thread_leaves_the_handler_alone():
     thread.start()
     thread.join()
     assert seen == [before]
+
+
+# ---- at every line ------------------------------------------------------------------------------------------------
+
+
+class Training:
+    def __init__(self):
+        torch.manual_seed(5)
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).bfloat16()
+        self.optimizer = torch.optim.NAdam(self.model.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.9)
+        self.inputs = torch.randn(3, 4, dtype=torch.bfloat16)
+
+    def step(self):
+        self.optimizer.zero_grad()
+        loss = (self.model(self.inputs + torch.rand(3, 4, dtype=torch.bfloat16)) ** 2).mean()
+        loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        return loss.detach()
+
+    def state(self):
+        parts = self.model.state_dict(), self.optimizer.state_dict(), self.scheduler.state_dict()
+        return copy.deepcopy(parts), torch.get_rng_state()
+
+    def load(self, state):
+        (model, optimizer, scheduler), generator = copy.deepcopy(state)
+        self.model.load_state_dict(model)
+        self.optimizer.load_state_dict(optimizer)
+        for group, held in zip(self.optimizer.state.values(), state[0][1]["state"].values(), strict=True):
+            group.update(copy.deepcopy(held))  # with its dtype, which torch's own function casts
+        self.scheduler.load_state_dict(scheduler)
+        torch.set_rng_state(generator)
+
+
+def same(one, other):
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+def pressed_at(number, call, again=0):
+    """Call something and send Ctrl-C at a line of ortlab's or contextlib's, and again some calls later; count lines."""
+    seen, running = {"lines": 0, "calls": 0}, [True]
+
+    def on_line(_frame, event, _):
+        if event == "line":
+            seen["lines"] += 1
+            if seen["lines"] == number:
+                signal.raise_signal(signal.SIGINT)
+        return on_line
+
+    def on_call(frame, _, __):
+        name = str(frame.f_globals.get("__name__"))
+        return on_line if name.startswith("ortlab.runs") or name == "contextlib" else None
+
+    def second(frame, *_):
+        ours = str(frame.f_globals.get("__name__")).startswith("ortlab.")
+        if running and ours and seen["lines"] >= number:
+            seen["calls"] += 1
+            if seen["calls"] == again:
+                signal.raise_signal(signal.SIGINT)
+
+    tracer = sys.gettrace()
+    sys.setprofile(second if again else None)
+    sys.settrace(on_call)
+    try:
+        call()
+        running.clear()
+    except KeyboardInterrupt:
+        running.clear()
+    finally:
+        sys.settrace(tracer)
+        sys.setprofile(None)
+    return seen["lines"]
+
+
+CALLS = {
+    "step": lambda lab, training: lab.step(training.step, n=2, memory=False, progress=False),
+    "rerun": lambda lab, _: lab.rerun(3, memory=False, progress=False),
+    "rerun with an option": lambda lab, _: lab.rerun(3, memory=False, progress=False, memory_level=1),
+    "restore": lambda lab, _: lab.restore(),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_ctrl_c_at_any_line_leaves_the_one_state_or_the_other(name):
+    training = Training()
+    lab = ortlab.wrap(training.model, engine="eager")
+    lab.step(training.step, n=2, memory=False)
+    training.step()
+    before, options = training.state(), lab.options
+    lines = pressed_at(0, lambda: CALLS[name](lab, training))
+    after = training.state()
+    training.load(before)
+    assert same(training.state(), before)
+    draw = random.Random(1)
+    for again in (0, 1, 30):
+        for number in sorted(draw.sample(range(1, lines), min(lines - 1, 12))):
+            pressed_at(number, lambda: CALLS[name](lab, training), again)
+            now = training.state()
+            assert same(now, before) or same(now, after), (number, again)
+            assert (lab.engine, lab.options) == ("eager", options)
+            training.load(before)
+    handler = signal.getsignal(signal.SIGINT)
+    lab.unwrap()
+    assert handler is signal.default_int_handler

@@ -173,10 +173,9 @@ def test_a_step_that_draws_from_an_iterator_is_left_alone(training):
 
 def test_an_interrupt_keeps_the_run_and_where_it_ended(training):
     def step() -> torch.Tensor:
-        if training.calls == 3:
+        if training.calls == 3 and not hasattr(training, "ended"):
             # No list of the test's own: those that a step names have their content back after a measurement.
             training.ended = tuple(one.detach().clone() for one in training.state())
-            training.calls += 1
             raise KeyboardInterrupt
         return training.step()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import re
@@ -470,13 +471,13 @@ def test_the_activations_is_shown_and_read_again_by_a_rerun(panel, lab, run):
 
 def test_an_unexpected_error_shows_its_type_and_a_folded_traceback(panel, lab, run):
     run()
-    calls = []
+    calls = ctypes.c_int()  # in C, where no way back to the start looks
 
     def failing_step():
-        calls.append(1)
+        calls.value += 1
         loss = lab.module(torch.randn(4, 8)).sum()
         loss.backward()
-        if len(calls) > 2:
+        if calls.value > 2:
             raise ZeroDivisionError("<b>out of data</b>")
         return loss
 
@@ -492,11 +493,11 @@ def test_an_unexpected_error_shows_its_type_and_a_folded_traceback(panel, lab, r
 
 
 def test_an_interrupt_of_a_rerun_is_said_and_leaves_the_lab(panel, lab):
-    calls = []
+    calls = ctypes.c_int()  # in C, where no way back to the start looks
 
     def interrupted_step():
-        calls.append(1)
-        if len(calls) > 1:
+        calls.value += 1
+        if calls.value > 1:
             raise KeyboardInterrupt
         loss = lab.module(torch.randn(4, 8)).sum()
         loss.backward()

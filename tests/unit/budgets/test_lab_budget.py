@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 
@@ -39,11 +41,11 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.ids = torch.randint(3, 96, (8, 64))
         self.failing: BaseException | None = None
-        self.calls = 0
+        self.calls = ctypes.c_int()  # in C, where no way back to the start looks
 
     def step(self) -> torch.Tensor:
-        self.calls += 1
-        if self.failing is not None and self.calls > 12:
+        self.calls.value += 1
+        if self.failing is not None and self.calls.value > 12:
             raise self.failing
         loss = self.model(input_ids=self.ids, labels=self.ids).loss
         loss.backward()
@@ -329,7 +331,7 @@ def test_a_budget_is_of_one_model(small_parts):
 @pytest.mark.parametrize("failure", [RuntimeError("the data ran out"), KeyboardInterrupt()])
 def test_a_failure_leaves_everything_as_it_was(training, unchanged, failure):
     limit, count = reachable(unchanged), len(unchanged.budgets)
-    training.calls, training.failing = 10, failure
+    training.calls.value, training.failing = 10, failure
     with pytest.raises(type(failure)) as caught:
         unchanged.budget(limit, progress=False)
     if isinstance(failure, KeyboardInterrupt):
@@ -351,10 +353,10 @@ def test_a_failure_leaves_everything_as_it_was(training, unchanged, failure):
     ],
 )
 def test_a_budget_that_makes_no_sense_runs_nothing(training, unchanged, asked, said):
-    calls = training.calls
+    calls = training.calls.value
     with pytest.raises(OptionError, match=said):
         unchanged.budget(**asked)
-    assert training.calls == calls
+    assert training.calls.value == calls
 
 
 def test_there_has_to_be_a_step(lab):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import pytest
 import torch
@@ -183,11 +185,11 @@ def test_a_step_is_profiled_whichever_engine_is_set(lab, experiment):
 
 
 def test_a_failing_step_leaves_the_lab_as_it_was(lab, experiment):
-    calls = []
+    calls = ctypes.c_int()  # in C, where no way back to the start looks
 
     def step():
-        calls.append(None)
-        if len(calls) > 1:
+        calls.value += 1
+        if calls.value > 1:
             raise ValueError("no batch")
         return experiment.step()
 
