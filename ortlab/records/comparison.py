@@ -129,6 +129,12 @@ class Comparison(Shown):
     spent: Mapping[int, str] = field(default_factory=dict)
 
     @property
+    def unsettled(self) -> tuple[int, ...]:
+        """Numbers of the runs in which page faults a step had not settled, so that memory is a part of their times."""
+        every = (*(self.runs or (self.baseline,)), *(run for one in self.contrasts for run in one.runs))
+        return tuple(run.number for run in every if never_settled(run))
+
+    @property
     def slow(self) -> tuple[Slow, ...]:
         """Each configuration of ONNX Runtime that takes more than 1.3 times PyTorch's time, the worst first."""
         found = []
@@ -287,11 +293,6 @@ def remarks(base: Run, run: Run) -> list[str]:
         f"run {one.number} did not call the wrapped part {names(one.coverage.uncalled)}"
         for one in (base, run)
         if one.coverage.called and one.coverage.uncalled
-    ]
-    found += [
-        f"page faults a step had not settled in run {one.number}: more steps, n=20, time it better"
-        for one in (base, run)
-        if never_settled(one)
     ]
     if run.start_digest != base.start_digest:
         found.append("other start: weights, optimizer or random state differ")

@@ -124,6 +124,15 @@ def slow_notes(comparison: Comparison) -> list[str]:
     ]
 
 
+def _unsettled(comparison: Comparison) -> list[Block]:
+    """Name the runs whose first steps could not be told from the others by their page faults."""
+    if not comparison.unsettled:
+        return []
+    numbers = ", ".join(map(str, comparison.unsettled))
+    words = f"Page faults had not settled in runs {numbers}: some of their time is for memory. More steps, n=20, tell."
+    return [Note(words, Mark.WARN)]
+
+
 def comparison_page(comparison: Comparison) -> Page:
     """Say what came out in a sentence; then each run beside the baseline: time, step memory, loss."""
     base = comparison.baseline
@@ -136,6 +145,7 @@ def comparison_page(comparison: Comparison) -> Page:
         Note(summary, Mark.PLAIN),
         Table("", columns, tuple(rows)),
         *(Note(words, Mark.WARN) for words in slow_notes(comparison)),
+        *_unsettled(comparison),
         *reasons(unsaid, MEASURE_IN_TURNS),
     ]
     blocks += [Note(f"{name}: not run. {reason}", Mark.BAD) for name, reason in comparison.failed]

@@ -187,13 +187,13 @@ def attention(plain: Symbolic) -> Symbolic:
             arguments[_SCALE + 1] = g.op("Cast", scale, to_i=onnx_type(query))
         shared = arguments[_SHARED + 1 :]
         if shared and not is_none(shared[0]) and constant(shared[0], "i"):
-            arguments[1:3] = [_for_each_head(g, one, query) for one in (key, value)]
+            arguments[1:3] = [for_each_head(g, one, query) for one in (key, value)]
         return plain(g, *arguments[: _SHARED + 1])
 
     return symbolic
 
 
-def _for_each_head(g: Any, shared: Any, query: Any) -> Any:
+def for_each_head(g: Any, shared: Any, query: Any) -> Any:
     """Emit keys or values, shape (batch, heads, length, width), repeated for the heads of the query that share each."""
     heads = sizes_between(g, query, 1, 2)
     times = g.op("Div", heads, sizes_between(g, shared, 1, 2))

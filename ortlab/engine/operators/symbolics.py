@@ -247,10 +247,12 @@ def by_torch(in_pieces: Symbolic) -> Symbolic:
             return in_pieces(g, query, key, value, *args)
         mask, dropout, causal, scale, grouped = (*args, *[None] * 5)[:5]
         device = query.type().device()
-        obstacle = _obstacle(g, (query, key, value), dropout, grouped)
+        obstacle = _obstacle(g, (query, key, value), dropout)
         if obstacle:
             warnings.warn(f"sdpa_fallback leaves an attention in pieces: {obstacle}.", stacklevel=2)
             return in_pieces(g, query, key, value, *args)
+        if not is_none(grouped) and constant(grouped, "i"):
+            key, value = (layers.for_each_head(g, one, query) for one in (key, value))
         bias = none(g) if is_none(mask) else _as_bias(g, mask, like=query)
         scale = none(g) if is_none(scale) else scale
         if device.type == "cpu":
@@ -266,12 +268,10 @@ def by_torch(in_pieces: Symbolic) -> Symbolic:
     return symbolic
 
 
-def _obstacle(g: Any, tensors: tuple[Any, Any, Any], dropout: Any, grouped: Any) -> str:
+def _obstacle(g: Any, tensors: tuple[Any, Any, Any], dropout: Any) -> str:
     """Say why torch's operator cannot compute this attention, as PyTorch decides it; empty if it can."""
     if any(rank(one) != _RANK or one.type().scalarType() not in _FLOATS for one in tensors):
         return "its query, key and value are not floats of four dimensions"
-    if not is_none(grouped) and constant(grouped, "i"):
-        return "its heads share keys and values (enable_gqa)"
     device = tensors[0].type().device()
     if device is None or device.type not in ("cpu", "cuda"):
         return "its device is not known"

@@ -117,6 +117,31 @@ def test_a_causal_attention_is_one_call_too(x):
     lab.unwrap()
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["mask", "causal"])
+def test_heads_that_share_keys_and_values_are_one_call_too(causal, x):
+    class Shared(Attention):
+        def forward(self, x, mask=None):
+            query, key, value = (
+                part(x).view(BATCH, -1, HEADS, FEATURES).transpose(1, 2)
+                for part in (self.query, self.key, self.value)
+            )
+            key, value = key[:, : HEADS // 2], value[:, : HEADS // 2]
+            how = {"is_causal": True} if causal else {"attn_mask": mask}
+            return F.scaled_dot_product_attention(query, key, value, enable_gqa=True, **how).square().mean()
+
+    model, mask = Shared(), padding()
+    expected = model(x, mask)
+    expected.backward()
+    wanted = gradients(model)
+    lab = ortlab.wrap(model, sdpa_fallback=True)
+    loss = model(x, mask)
+    loss.backward()
+    assert torch_operators(lab) == {attention.ON_CPU, f"{attention.ON_CPU}_backward"}
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradients(model), wanted)
+    lab.unwrap()
+
+
 def test_frozen_projections_get_no_gradient_and_the_others_the_right_one(x):
     model = Attention()
     model.query.requires_grad_(requires_grad=False)
