@@ -159,9 +159,10 @@ class Memory:
         syntax=RECOMPUTE,
         help=(
             "What ortlab recomputes in the backward pass: `layers` keeps what each layer hands on and recomputes the "
-            "rest, `layers:2` keeps what every second layer does, `all but matmuls` keeps what products of matrices "
-            "return; or modules, as `encoder.layer.*.attention`. Less memory, more time, the same numbers bit for bit; "
-            "acts beside levels and plans."
+            "rest, `layers[:4]` does so in the first four, `layers:2` keeps what every second layer hands on, "
+            "`layers:1/2` also what the first half of each does; `all but matmuls` keeps what products of matrices "
+            "return, `all but linear` what linear layers do; or modules, as `encoder.layer.*.attention`. Less memory, "
+            "more time, the same numbers bit for bit; acts beside levels and plans."
         ),
     )
     cpu_memory_arena: bool = switch(
