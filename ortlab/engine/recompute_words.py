@@ -1,8 +1,10 @@
 """What the switch `recompute` asks for, in a graph: which values of the forward are kept for the backward.
 
 "layers" keeps what each layer hands on, and makes the rest of a layer again when its backward begins, as gradient
-checkpointing does; "layers:2" does so for every two layers. Names and patterns of modules do the same for these
-modules. "all but matmuls" keeps what products of matrices and convolutions return, and makes all else again.
+checkpointing does; "layers:2" does so for every two layers, "layers:1/2" for each half of a layer, "layers[:4]" for the
+first four. Names and patterns of modules do the same for these modules. "all but matmuls" keeps what products of
+matrices and convolutions return, and makes all else again; "all but linear" does not keep products of two activations,
+such as attention has. Both can be said of layers and modules: "layers[4:8] but linear".
 """
 
 from __future__ import annotations
@@ -10,46 +12,90 @@ from __future__ import annotations
 import copy
 import fnmatch
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 from weakref import WeakKeyDictionary
 
 from ortlab.engine.baselines import find_layers
-from ortlab.engine.passes.recompute import WITHOUT_VALUES, ForwardPass, Recomputing, recomputing
+from ortlab.engine.passes.graph_edits import FLOAT_TYPES
+from ortlab.engine.passes.recompute import (
+    WITHOUT_VALUES,
+    ForwardPass,
+    Recomputing,
+    recomputing,
+    repeated_values,
+)
 from ortlab.engine.passes.training_graph import GraphInfo
 from ortlab.errors import OptionError, did_you_mean
 from ortlab.graphs.nodes import executed_operator, joined, path_in, scopes_in
-from ortlab.options.switches import ALL_BUT_MATMULS, LAYERS
+from ortlab.memory.recompute import PRODUCTS
+from ortlab.options.switches import ALL_BUT_MATMULS, HALVES, LAYERS, LINEAR, MATMULS, LayerRange, read_layers
 
 if TYPE_CHECKING:
     import torch
 
     from ortlab.engine.kept_builds import BuiltGraph
 
-_PRODUCTS: Final = frozenset(
-    """Conv ConvTranspose Einsum FusedConv FusedGemm FusedMatMul Gemm MatMul
-    addmm bmm convolution gemm linear matmul matmul_transposed""".split()  # noqa: SIM905
-)
-"""The operators that do most of a model's arithmetic, of ONNX and of torch."""
-
-Regions = Mapping[str, object]
-"""By path of a module whose forward runs again: the region that it is in. A region hands on what others read of it."""
+_ALL: Final = "all"
+_BUT: Final = " but "
 
 
-def find_regions(module: torch.nn.Module, words: Sequence[str], part: str = "") -> Regions | None:
-    """Say which modules of a model run again, and which of them together; None for "all but matmuls".
+@dataclass(frozen=True)
+class Region:
+    """What runs again together: it hands on what others read of it, and may keep products inside."""
+
+    of: object  # the layers or the module
+    kept: str = ""  # "matmuls", "linear", or nothing
+    halves: bool = False  # whether it is two regions, as equal in products as a single value can part them
+    second: bool = False  # whether it is the second of them
+
+
+WHOLE: Final = "whole"
+"""What a region is of that is no part of the model, but all of it: nothing but products is kept."""
+
+Regions = Mapping[str, Region]
+"""By path of a module whose forward runs again: the region that it is in."""
+
+
+def find_regions(module: torch.nn.Module, words: Sequence[str], part: str = "") -> Regions | Region:
+    """Say which modules of a model run again, and which of them together; one region for "all but ...".
 
     `words` are what `Options.recompute` holds. `part` is the path of the module in the model that it is a part of,
     whose names are asked for, and which may have them elsewhere. Raises OptionError, with near names, where the model
     has no such modules or layers.
     """
-    if ALL_BUT_MATMULS in words:
-        return None
+    if words[0].startswith(f"{_ALL}{_BUT}"):
+        return Region(WHOLE, words[0].partition(_BUT)[2])
+    ranges = [found for found in map(read_layers, words) if found is not None]
+    if not ranges:
+        named = [word.partition(_BUT) for word in words]
+        return {
+            path: Region(path, kept)
+            for pattern, _, kept in named
+            for path in _matching(module, pattern, part)
+        }
+    layers = numbered_layers(module)
+    found: dict[str, Region] = {}
+    for one in ranges:
+        some = layers[one.first : one.end]
+        if not some:
+            raise OptionError(
+                f"{type(module).__name__} has no layers {str(one)!r} to recompute.",
+                why=f"It has {len(layers)}, numbered from 0.",
+                fix=f"For example {LayerRange(one.first % len(layers), kept=one.kept)}.",
+            )
+        for path, inside, number in some:
+            found[path] = Region((inside, number // one.together), one.kept, one.halves)
+    return found
+
+
+def numbered_layers(module: torch.nn.Module) -> list[tuple[str, str, int]]:
+    """Return the layers that repeat, in the model's order: path, path of the list that it is in, number in that.
+
+    Raises OptionError where there are none.
+    """
     paths = {id(one): path for path, one in module.named_modules()}
-    if words[0].partition(":")[0] != LAYERS:
-        return {path: path for word in words for path in _matching(module, word, part)}
-    together = int(words[0].partition(":")[2] or 1)
     try:
         lists = find_layers(module)
     except OptionError as error:
@@ -58,11 +104,11 @@ def find_regions(module: torch.nn.Module, words: Sequence[str], part: str = "") 
             why=error.why,
             fix='Name modules, as in recompute=["encoder.layer.*.attention"], or use recompute="all but matmuls".',
         ) from None
-    return {
-        paths[id(layer)]: (layers.path, number // together)
+    return [
+        (paths[id(layer)], layers.path, number)
         for layers in lists
         for number, layer in enumerate(layers.modules)
-    }
+    ]
 
 
 def _matching(module: torch.nn.Module, pattern: str, part: str) -> list[str]:
@@ -75,45 +121,51 @@ def _matching(module: torch.nn.Module, pattern: str, part: str) -> list[str]:
         raise OptionError(
             f"{type(module).__name__} has no module {pattern!r} to recompute.",
             why="recompute takes paths as model.named_modules() gives them, or patterns of such, beside "
-            '"layers", "layers:2" and "all but matmuls".',
+            '"layers", "layers[:4]", "layers:2" and "all but matmuls".',
             fix=near or f"For example {', '.join(map(repr, known[:3])) or LAYERS}.",
         )
     # What lies inside a module that runs again runs again with it.
     return [one for one in found if not any(one.startswith(f"{outer}.") for outer in found)]
 
 
-def kept_values(forward: ForwardPass, regions: Regions | None, modules: Collection[str]) -> frozenset[str]:
-    """Return the values that are kept: of a region, what the rest of the model reads; for None, products.
+def kept_values(forward: ForwardPass, regions: Regions | Region, modules: Collection[str]) -> frozenset[str]:
+    """Return the values that are kept: of a region, what the rest of the model reads, and the products it is to keep.
 
     `modules` are the paths of the modules that the names in the graph begin with.
     """
-    if regions is None:
+    if isinstance(regions, Region):
         return frozenset(
             name
             for place in forward.places
-            if executed_operator(forward.nodes[place]).rpartition(":")[2].rpartition(".")[2] in _PRODUCTS
+            if _is_product(forward, place, regions.kept)
             for name in forward.nodes[place].output
         )
-    inside = _regions_of_nodes(forward, regions, modules)
+    inside = regions_of_nodes(forward, regions, modules)
     kept = set[str]()
     for place in forward.places:
-        node = forward.nodes[place]
-        if inside[place] is None:
+        node, region = forward.nodes[place], inside[place]
+        if region is None or (region.kept and _is_product(forward, place, region.kept)):
             kept.update(name for name in node.output if name)
         if node.op_type not in WITHOUT_VALUES:
             kept.update(
-                name
-                for name in node.input
-                if name in forward.values and inside[forward.made[name]] != inside[place]
+                name for name in node.input if name in forward.values and inside[forward.made[name]] != region
             )
     return frozenset(kept)
 
 
-def _regions_of_nodes(
+def _is_product(forward: ForwardPass, place: int, which: str) -> bool:
+    """Tell whether a node is a product of matrices or a convolution; with "linear", one with a weight."""
+    node = forward.nodes[place]
+    if executed_operator(node).rpartition(":")[2].rpartition(".")[2] not in PRODUCTS:
+        return False
+    return which != LINEAR or any(name in forward.determined for name in node.input if name)
+
+
+def regions_of_nodes(
     forward: ForwardPass, regions: Regions, modules: Collection[str]
-) -> dict[int, object | None]:
+) -> dict[int, Region | None]:
     """Return the region of each node of the forward; a node without a module's name goes with what it reads."""
-    found: dict[int, object | None] = {}
+    found: dict[int, Region | None] = {}
     for place in forward.places:
         node = forward.nodes[place]
         name = next((one for one in (node.name, *node.output) if "/" in one), "")
@@ -123,13 +175,74 @@ def _regions_of_nodes(
         else:
             before = next((forward.made[one] for one in node.input if one in forward.values), None)
             found[place] = None if before is None else found[before]
+    by_region: dict[Region, list[int]] = {}
+    for place, region in found.items():
+        if region is not None and region.halves:
+            by_region.setdefault(region, []).append(place)
+    for region, places in by_region.items():
+        second = replace(region, second=True)
+        found.update(dict.fromkeys(places[_half(forward, places) :], second))
     return found
 
 
-def _region(path: str, regions: Regions) -> object | None:
+def _half(forward: ForwardPass, places: Sequence[int]) -> int:
+    """Return how many of a region's nodes are its first half: behind them a single value is needed of all before.
+
+    Of such positions it is the one that parts the products best, the last of several; all nodes where there is none.
+    """
+    last_read: dict[str, int] = {}
+    for number, place in enumerate(places):
+        for name in forward.nodes[place].input:
+            last_read[forward.root(name)] = number
+    needed = set[str]()
+    products, cuts = 0, [(0, 0)]
+    for number, place in enumerate(places):
+        needed.update(
+            root
+            for root in map(forward.root, forward.nodes[place].output)
+            if forward.types.get(root) in FLOAT_TYPES
+            and root not in forward.determined
+            and last_read.get(root, -1) > number
+        )
+        needed = {root for root in needed if last_read[root] > number}
+        products += _is_product(forward, place, MATMULS)
+        if len(needed) == 1:
+            cuts.append((products, number + 1))
+    best = min(abs(2 * before - products) for before, _ in cuts)
+    return max(end for before, end in cuts if abs(2 * before - products) == best) or len(places)
+
+
+def _region(path: str, regions: Regions) -> Region | None:
     while path and path not in regions:
         path = path.rpartition(".")[0]
     return regions.get(path)
+
+
+def made_again(
+    built: BuiltGraph, module: torch.nn.Module, inputs: Collection[str]
+) -> dict[str, tuple[frozenset[str], ...]]:
+    """Return what the backward makes again, layer by layer, by what is kept inside; empty without repeated layers.
+
+    `built` is a graph in which nothing is recomputed.
+    """
+    try:
+        layers = numbered_layers(module)
+    except OptionError:
+        return {}
+    forward = ForwardPass(built.models.optimized_model, inputs)
+    modules = [path for path, _ in module.named_modules()]
+    found = {}
+    for way in (HALVES, "", LINEAR, MATMULS):
+        halves, kept = way == HALVES, "" if way == HALVES else way
+        regions = {path: Region(number, kept, halves) for number, (path, _, _) in enumerate(layers)}
+        inside = regions_of_nodes(forward, regions, modules)
+        by_layer: list[set[str]] = [set() for _ in layers]
+        for name in repeated_values(forward, kept_values(forward, regions, modules)):
+            region = inside[forward.made[name]]
+            if region is not None:
+                by_layer[cast("int", region.of)].add(name)
+        found[way] = tuple(map(frozenset, by_layer))
+    return found
 
 
 # --- the graph that sessions are made of --------------------------------------------------------------------------

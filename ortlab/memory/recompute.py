@@ -234,6 +234,44 @@ def with_places(trace: Trace, places: Iterable[RecomputePlace], plans: tuple[str
     return replace(trace, nodes=tuple(_ordered(rest, again)), sizes={**trace.sizes, **sizes}, plans=plans)
 
 
+PRODUCTS: Final = frozenset(
+    """Conv ConvTranspose Einsum FusedConv FusedGemm FusedMatMul Gemm MatMul
+    addmm bmm convolution gemm linear matmul matmul_transposed""".split()  # noqa: SIM905
+)
+"""The operators that do most of a model's arithmetic, of ONNX and of torch."""
+
+_DROPOUTS: Final = frozenset({"Dropout", "com.microsoft.BitmaskDropout"})
+"""What ortlab makes again from its mask, which is kept."""
+
+
+def with_values(trace: Trace, again: Collection[str]) -> Trace:
+    """Return the trace that a step would have if the backward made some values of the forward again.
+
+    As `with_places`, for what the switch `recompute` does: nodes of the forward run again whose results the backward
+    or another copy reads, if these are in `again`.
+    """
+    forward, wanted = trace.nodes[: trace.first_backward], set[str]()
+    for node in trace.nodes[trace.first_backward :]:
+        wanted.update(node.inputs)
+    wanted &= set(again)
+    copies: list[TracedNode] = []
+    for node in reversed(forward):
+        if not wanted.isdisjoint(node.outputs):
+            read = node.inputs
+            if node.operator in _DROPOUTS:
+                node = replace(  # noqa: PLW2901 - the same node, as it runs again
+                    node, inputs=(node.inputs[0], node.outputs[1], *node.inputs[1:]), outputs=node.outputs[:1]
+                )
+                read = node.inputs[:1]
+            wanted.update(name for name in read if name in again)
+            copies.append(node)
+    copied = {name for node in copies for name in node.outputs if name}
+    again_nodes = [_copy(node, copied) for node in reversed(copies)]
+    rest = [_reading_copies(node, copied) if node.backward else node for node in trace.nodes]
+    sizes = {name + COPY: trace.sizes.get(name, 0) for name in copied}
+    return replace(trace, nodes=tuple(_ordered(rest, again_nodes)), sizes={**trace.sizes, **sizes})
+
+
 def _copy(node: TracedNode, copied: set[str]) -> TracedNode:
     return replace(
         node,

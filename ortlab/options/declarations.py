@@ -158,10 +158,10 @@ class Memory:
         effect=Effect.SESSION,
         syntax=RECOMPUTE,
         help=(
-            "What ortlab recomputes in the backward pass: `layers` keeps what each layer hands on and recomputes the "
-            "rest, `layers:2` keeps what every second layer does, `all but matmuls` keeps what products of matrices "
-            "return; or modules, as `encoder.layer.*.attention`. Less memory, more time, the same numbers bit for bit; "
-            "acts beside levels and plans."
+            "What the backward recomputes: `layers` keeps what each layer hands on, `layers[:4]` of the first four, "
+            "`layers:2` of every second, `layers:1/2` also of the first half of each; `all but matmuls` keeps what "
+            "products return, `all but linear` linear layers; or modules, as `encoder.layer.*.attention`. Less memory, "
+            "more time, the same numbers bit for bit; acts beside levels and plans."
         ),
     )
     cpu_memory_arena: bool = switch(

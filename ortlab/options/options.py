@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -14,7 +14,7 @@ from ortlab.errors import OptionError, did_you_mean
 from ortlab.options import variables
 from ortlab.options.catalogue import declaration, markdown, switches, table, unmet, variable_names
 from ortlab.options.declarations import Compute, Experimental, Export, Logging, Memory
-from ortlab.options.switches import ALL_BUT_MATMULS, LAYERS, Effect, Group, Need, Switch, Value, shown
+from ortlab.options.switches import LAST_LAYER, Effect, Group, Need, Switch, Value, read_layers, shown
 from ortlab.shown import Shown
 
 __all__ = [
@@ -73,13 +73,7 @@ class Options(Shown, Compute, Memory, Export, Logging, Experimental):
                 why="A cluster is recomputed in one way only.",
                 fix="Keep one of the two.",
             )
-        words = [word for word in self.recompute if word.partition(":")[0] in {LAYERS, ALL_BUT_MATMULS}]
-        if words and len(self.recompute) > 1:
-            raise OptionError(
-                f"recompute cannot be {shown(list(self.recompute))}.",
-                why=f"{words[0]!r} stands for the whole model, and so by itself.",
-                fix=f'Write recompute="{words[0]}", or name modules only.',
-            )
+        _check_recompute(self.recompute)
         if self.cast_allow:
             _check_operators(self.cast_allow)
         if set(self.save_onnx_prefix) & {"/", "\\"}:
@@ -276,6 +270,38 @@ def _check_operators(names: Collection[str]) -> None:
                 why="There is no such operator in ONNX.",
                 fix=meant,
             )
+
+
+def _check_recompute(words: Sequence[str]) -> None:
+    """Refuse words that cannot stand together: those for all layers or all of a model, and layers named twice."""
+    layers = {word: range_ for word in words if (range_ := read_layers(word)) is not None}
+    whole = [
+        word
+        for word in words
+        if word.startswith("all but ")
+        or (word in layers and (layers[word].first, layers[word].end) == (0, None))
+    ]
+    if whole and len(words) > 1:
+        raise OptionError(
+            f"recompute cannot be {shown(list(words))}.",
+            why=f"{whole[0]!r} stands for the whole model, and so by itself.",
+            fix=f'Write recompute="{whole[0]}", or name modules only.',
+        )
+    if layers and len(layers) < len(words):
+        raise OptionError(
+            f"recompute cannot be {shown(list(words))}.",
+            why="It names layers by number and modules by path, which may be the same.",
+            fix="Keep one of the two.",
+        )
+    before = 0
+    for word, range_ in sorted(layers.items(), key=lambda one: one[1].first):
+        if range_.first < before or (range_.end is not None and range_.end <= range_.first):
+            raise OptionError(
+                f"recompute cannot be {shown(list(words))}.",
+                why=f"{word!r} has no layers, or some that another one has.",
+                fix='Count from 0, the end not included: ["layers[:4]", "layers[4:8] but linear"].',
+            )
+        before = LAST_LAYER if range_.end is None else range_.end
 
 
 def setting_words(name: str, value: object) -> str:

@@ -85,12 +85,56 @@ PLAN = Syntax(
 )
 
 LAYERS: Final = "layers"
-ALL_BUT_MATMULS: Final = "all but matmuls"
+MATMULS: Final = "matmuls"
+LINEAR: Final = "linear"
+HALVES: Final = "1/2"
+ALL_BUT_MATMULS: Final = f"all but {MATMULS}"
+
+LAST_LAYER: Final = 1000
+"""Above the number of any layer."""
+
+_SLICE: Final = r"\[([0-9]{0,3}):([0-9]{0,3})\]"
+_LAYER_WORDS: Final = (
+    rf"{LAYERS}(?:{_SLICE})?(?::({HALVES}|[1-9][0-9]{{0,2}}))?(?: but ({MATMULS}|{LINEAR}))?"
+)
+
+
+@dataclass(frozen=True)
+class LayerRange:
+    """Layers that are recomputed, numbered through the model: "layers[4:8] but linear"."""
+
+    first: int = 0
+    end: int | None = None  # not included; None for the last one and all
+    together: int = 1  # how many in one stretch
+    kept: str = ""  # what is kept inside: "matmuls", "linear" or nothing
+    halves: bool = False  # whether each layer is two stretches, with what the first hands on kept as well
+
+    def __str__(self) -> str:
+        """Write it as the switch `recompute` takes it."""
+        some = self.first or self.end is not None
+        numbers = f"[{self.first or ''}:{'' if self.end is None else self.end}]" if some else ""
+        stretch = f":{HALVES}" if self.halves else f":{self.together}" if self.together > 1 else ""
+        return f"{LAYERS}{numbers}{stretch}{f' but {self.kept}' if self.kept else ''}"
+
+
+def read_layers(word: str) -> LayerRange | None:
+    """Read what `str` of a range writes; None for another word."""
+    found = re.fullmatch(_LAYER_WORDS, word)
+    if found is None:
+        return None
+    first, end, together, kept = found.groups()
+    halves = together == HALVES
+    count = 1 if halves else int(together or 1)
+    return LayerRange(int(first or 0), int(end) if end else None, count, kept or "", halves)
+
+
+_PATHS: Final = r"[\w*?\[\]!-]+(\.[\w*?\[\]!-]+)*"
 
 # What the backward recomputes: words of ortlab's own, or paths of modules, with the signs of a pattern.
 RECOMPUTE = Syntax(
-    pattern=rf"{LAYERS}|{LAYERS}:[1-9][0-9]{{0,2}}|{ALL_BUT_MATMULS}|[\w*?\[\]!-]+(\.[\w*?\[\]!-]+)*",
-    words=f'"{LAYERS}", "{LAYERS}:2" (two together), "{ALL_BUT_MATMULS}", or paths of modules and patterns of such',
+    pattern=rf"{_LAYER_WORDS}|(all|{_PATHS}) but ({MATMULS}|{LINEAR})|{_PATHS}",
+    words=f'"{LAYERS}", "{LAYERS}:2" (two together), "{LAYERS}:1/2" (each in two stretches), "{LAYERS}[:4]" (the first '
+    f'four), "{LAYERS}[4:] but {LINEAR}", "{ALL_BUT_MATMULS}", or paths of modules and patterns of such',
     example="encoder.layer.*.attention",
 )
 

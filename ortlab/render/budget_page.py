@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from ortlab import units
+from ortlab.options.switches import LINEAR, MATMULS, read_layers
 from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, left_out, row
 from ortlab.render.plots import COLOURS, INK, MIB, drawing, dress, key, new_figure, plain, say
 from ortlab.studies import budget as outcomes
@@ -55,7 +56,7 @@ def budget_page(budget: Budget) -> Page:
                 lambda: budget_plot(budget),
             )
         )
-    if budget.outcome != outcomes.NO_PLANS_NEEDED and budget.solver.plans:
+    if budget.outcome != outcomes.NO_PLANS_NEEDED and budget.solver.ways:
         blocks.append(_plans(budget))
     if budget.trials:
         blocks.append(_trials(budget))
@@ -91,7 +92,7 @@ def _verdict(budget: Budget) -> str:
     if best is None:
         why = (
             "There is no recompute plan for this model that saves anything."
-            if not budget.solver.plans
+            if not budget.solver.ways
             else (
                 f"The lowest that plans are predicted to reach is {units.size(budget.floor.step_memory_bytes)}."
             )
@@ -142,7 +143,7 @@ def plans_words(prediction: Prediction) -> str:
 def _time(budget: Budget) -> str:
     """Say what is predicted and what was measured of the time, and what neither can tell."""
     share, timing = _predicted_share(budget), budget.timing
-    if share is None or not budget.solver.plans:
+    if share is None or not budget.solver.ways:
         return ""
     said = (
         f"Time of a step, predicted from the profile: {units.duration(budget.answer.cost_ms)} more "
@@ -195,7 +196,7 @@ def _state(budget: Budget) -> str:
         plans = {name for name in before if name != "engine"}
         off = " Plans are on all the same: lab.set(memory_plan=[]) switches them off." if plans else ""
         return f'{was}The lab is as it was.{off} Ask for less, as in lab.budget("70%").'
-    if not budget.solver.plans:
+    if not budget.solver.ways:
         return "The lab is as it was. Next: a smaller batch, or layer checkpointing: lab.compare_engines() compares."
     wished = {"engine": "ort", **switches} if engine else switches
     floor = ""
@@ -233,7 +234,7 @@ def _plans(budget: Budget) -> Table | Note:
         )
     if budget.answer.recompute:
         return Note(
-            f"{budget.answer.setting} keeps what each layer hands to the next and recomputes the rest.",
+            f"{budget.answer.setting} keeps {_kept_words(budget.answer.recompute)}.",
             Mark.QUIET,
         )
     if not budget.plans:
@@ -243,6 +244,19 @@ def _plans(budget: Budget) -> Table | Note:
         Column("where", meaning="in which places ONNX Runtime recomputes"),
     )
     return Table("Chosen plans", columns, tuple(row(plan, _places(plan)) for plan in budget.plans))
+
+
+def _kept_words(words: tuple[str, ...]) -> str:
+    """Say what is kept of layers that are recomputed."""
+    ranges = [one for one in map(read_layers, words) if one is not None]
+    kept = {one.kept for one in ranges}
+    inside = [word for name, word in ((MATMULS, "matmuls"), (LINEAR, "linear layers")) if name in kept]
+    rest = f", what {' and '.join(inside)} return where that is said," if inside else ""
+    halves = " (and, with :1/2, what its first half does)" if any(one.halves for one in ranges) else ""
+    every = bool(ranges) and all(one.end is not None for one in ranges)
+    return f"what each of these layers hands to the next{halves}{rest} and recomputes their rest" + (
+        "; all other layers keep everything" if every else ""
+    )
 
 
 def _places(plan: str) -> str:
@@ -345,7 +359,7 @@ def _sources(budget: Budget) -> str:
     what = f"Step memory: what a step needs above its start; {budget.kind}, on {budget.device}."
     memory = "Predicted: what was measured without plans, less what a simulation of the step saves."
     lines = [f"{what} {memory} Predicted time: that of the recomputed nodes in a profiled step."]
-    if solver.plans:
+    if solver.ways:
         places, plans = units.count(solver.places), units.count(solver.plans)
         line = (
             f"Chosen among {plans} plans in {places} places over {units.count(solver.instants)} instants in "
@@ -356,6 +370,8 @@ def _sources(budget: Budget) -> str:
             line += f"; {proven}, as far as savings add up"
             if solver.gap is not None and not solver.proven:
                 line += f" (at most {units.percent(solver.gap)} cheaper)"
+        if budget.prediction.setting:
+            line += f"; {units.many(solver.settings, 'other setting')} beside them"
         lines.append(f"{line}.")
     return "\n".join(lines)
 
@@ -394,7 +410,7 @@ def budget_plot(budget: Budget) -> Figure:
             where < 2 * budget.without.step_memory_bytes / MIB
         ):  # a limit far above would press the rest together
             axes.axvline(where, color=INK, linestyle="--", linewidth=1, label="asked for", zorder=0)
-    if budget.solver.plans:
+    if budget.solver.ways:
         floor = budget.floor_bytes / MIB
         axes.axvline(
             floor, color=INK, linestyle=":", linewidth=1, label="floor: plans reach no lower", zorder=0

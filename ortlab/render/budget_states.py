@@ -111,7 +111,7 @@ def _worth_it(found: Sequence[Prediction]) -> list[Prediction]:
 
 def _said(budget: Budget, one: Prediction) -> str:
     whole = units.size(budget.without.step_memory_bytes)
-    if not one.plans and not one.memory_level:
+    if not one.acts:
         return f"All of it: {whole}, measured. Nothing is computed twice."
     needs = f"{units.size(one.step_memory_bytes)} of {whole}"
     return f"{needs}, predicted: {plans_words(one)}."
@@ -132,8 +132,8 @@ def _kept(
     places: Mapping[str, int],
     names: Mapping[Kind, list[str]],
 ) -> list[list[int]] | None:
-    """Return the bytes of each part of each bar; None for a memory level, whose plans ORT chooses when it builds."""
-    if one.memory_level:
+    """Return the bytes of each part of each bar; None for what is known only when it is built: levels and layers."""
+    if one.setting:
         return None
     kept = kept_with(activations, one.plans, places)
     return [_bytes(kept, kind, names[kind]) for kind in _KINDS]

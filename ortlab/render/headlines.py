@@ -107,9 +107,9 @@ def _search(search: BatchSizeSearch) -> str:
 
 @headline.register
 def _budget(budget: Budget) -> str:
-    level = budget.answer.memory_level
-    plans = f", memory_level={level}" if level else ""
-    if budget.plans and not level:
+    setting = budget.answer.setting
+    plans = f", {setting}" if setting else ""
+    if budget.plans and not setting:
         plans = f", {units.many(budget.plans, 'plan')}: {', '.join(budget.plans)}"
     return f"{budget.asked} for {budget.model}: {budget.outcome}{plans}"
 

@@ -27,6 +27,15 @@ SAME_BYTES: Final = 256 * 1024
 
 
 @dataclass(frozen=True)
+class Setting:
+    """Switches that stand for plans: what is switched on in their place."""
+
+    memory_level: int = 0
+    recompute: tuple[str, ...] = ()
+    chunked_loss: bool = False
+
+
+@dataclass(frozen=True)
 class Prediction:
     """Plans, and what is predicted of them; nothing here was measured.
 
@@ -42,6 +51,8 @@ class Prediction:
         The memory level that is switched on instead of plans; 0 for plans.
     recompute
         What `Options.recompute` takes, switched on instead of plans; empty for plans.
+    chunked_loss
+        Whether the loss is computed in blocks of rows, beside `recompute` or alone.
     """
 
     plans: tuple[str, ...]
@@ -49,20 +60,30 @@ class Prediction:
     cost_ms: float
     memory_level: int = 0
     recompute: tuple[str, ...] = ()
+    chunked_loss: bool = False
 
     @property
     def switches(self) -> dict[str, Any]:
         """What `Lab.set` takes to switch them on."""
+        found: dict[str, Any] = {"chunked_loss": True} if self.chunked_loss else {}
         if self.recompute:
-            return {"recompute": list(self.recompute)}
-        return {"memory_level": self.memory_level} if self.memory_level else {"memory_plan": list(self.plans)}
+            found["recompute"] = list(self.recompute)
+        if self.memory_level:
+            found["memory_level"] = self.memory_level
+        return found or {"memory_plan": list(self.plans)}
+
+    @property
+    def acts(self) -> bool:
+        """Whether anything is switched on."""
+        return bool(self.plans or self.setting)
 
     @property
     def setting(self) -> str:
         """What is switched on instead of plans, as options are written: "memory_level=1"; empty for plans."""
-        if self.recompute:
-            return f"recompute={','.join(self.recompute)}"
-        return f"memory_level={self.memory_level}" if self.memory_level else ""
+        said = ["chunked_loss"] * self.chunked_loss
+        said += [f"recompute={','.join(self.recompute)}"] * bool(self.recompute)
+        said += [f"memory_level={self.memory_level}"] * bool(self.memory_level)
+        return " with ".join(said)
 
 
 @dataclass(frozen=True)
@@ -139,6 +160,8 @@ class Solver:
     ----------
     plans, places
         How many plans there were to choose from, and in how many places all together.
+    settings
+        How many memory levels and sets of recomputed layers there were beside them.
     instants
         Instants of the step that were looked at.
     cost_ms
@@ -161,6 +184,12 @@ class Solver:
     gap: float | None
     proven: bool
     seconds: float
+    settings: int = 0
+
+    @property
+    def ways(self) -> int:
+        """How many plans and settings there were; 0 where nothing can be recomputed."""
+        return self.plans + self.settings
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from ortlab.memory.layer_planner import live_at_nodes
 from ortlab.memory.recompute import with_places
 from ortlab.memory.trace import Lifetimes, lifetimes
-from ortlab.studies.budget import Obstacle
+from ortlab.studies.budget import Obstacle, Setting
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from ortlab.memory.layer_planner import LayerPlanner
     from ortlab.memory.recompute import RecomputePlace, RecomputePlaces
     from ortlab.memory.trace import Trace
 
@@ -213,8 +215,9 @@ class SimulatedStep:
     only together, as ORT offers them: "A+:1,B+:1"; these are one choice more of `problem`.
 
     The instants of `problem` are the trace's nodes; what is recomputed counts at the node that follows. Plans that take
-    next to nothing off at any instant are left out. `levels` holds, by memory level, the peak in bytes and the added
-    ms, simulated; a level that recomputes what the one below does is left out.
+    next to nothing off at any instant are left out. `settings` holds the peak in bytes and the added ms, simulated, of
+    memory levels and of layers that the switch `recompute` names; a level that recomputes what the one below does is
+    left out.
     """
 
     def __init__(
@@ -223,13 +226,14 @@ class SimulatedStep:
         places: RecomputePlaces,
         plain_bytes: float | None = None,
         together: Iterable[str] = (),
+        layers: LayerPlanner | None = None,
     ) -> None:
         self._trace = trace
         self._places = places
         live = lifetimes(trace).live.astype(np.float64)
         least = max(_LEAST_SHARE * live.max(), _LEAST_BYTES)
         names = _names(places)
-        taken = {name: live - self._at_nodes(with_places(trace, places.of(name))) for name in names}
+        taken = {name: live - live_at_nodes(with_places(trace, places.of(name))) for name in names}
         worth = [name for name in names if taken[name].max() > least]
         both = [
             choice for choice in (self._pair(pair, live) for pair in together) if choice.savings.max() > least
@@ -239,9 +243,16 @@ class SimulatedStep:
         plain = float(live.max()) if plain_bytes is None else plain_bytes
         self._peaks: dict[tuple[int, ...], float] = {self.problem.nothing: plain}
         sets = dict.fromkeys(places.at_level(level) for level in _LEVELS)
-        self.levels: Mapping[int, tuple[float, float]] = {
-            level: self._level(chosen) for level, chosen in enumerate(sets, start=1) if chosen
+        self.settings: dict[Setting, tuple[float, float]] = {
+            Setting(level): self._level(chosen) for level, chosen in enumerate(sets, start=1) if chosen
         }
+        self._layers = layers
+        self._ranges = {}
+        for plan in () if layers is None else layers.front():
+            if plan.ranges:
+                setting = Setting(recompute=plan.words)
+                self._ranges[setting] = plan.ranges
+                self.settings[setting] = (plan.peak_bytes, plan.cost_ms)
 
     def peak(self, counts: Sequence[int]) -> float:
         """Return the highest bytes of the step, simulated with all the places together; known ones at once."""
@@ -263,10 +274,14 @@ class SimulatedStep:
         trace = with_places(self._trace, places)
         return float(lifetimes(trace).peak), trace.recomputed_ms
 
-    def obstacle(self, counts: Sequence[int], level: int = 0) -> Obstacle:
-        """Return the highest instant with these plans or a memory level, and what lives there; bytes as simulated."""
-        if level:
-            trace = with_places(self._trace, self._places.at_level(level))
+    def obstacle(self, counts: Sequence[int], setting: Setting | None = None) -> Obstacle:
+        """Return the highest instant with these plans or a setting, and what lives there; bytes as simulated."""
+        if setting is not None:
+            trace = (
+                self._layers.trace(self._ranges[setting])
+                if self._layers is not None and setting.recompute
+                else with_places(self._trace, self._places.at_level(setting.memory_level))
+            )
             found = lifetimes(trace)
         else:
             trace, found = self._lifetimes(counts)
@@ -296,7 +311,7 @@ class SimulatedStep:
 
     def _pair(self, config: str, live: Floats) -> Choice:
         trace = with_places(self._trace, self._all_of(config))
-        saved = live - self._at_nodes(trace)
+        saved = live - live_at_nodes(trace)
         return Choice(config, saved[None, :], np.array([trace.recomputed_ms]))
 
     def _choice(self, name: str, live: Floats) -> Choice:
@@ -305,19 +320,10 @@ class SimulatedStep:
         lives, costs = [live], [0.0]
         for count in range(1, len(places) + 1):
             trace = with_places(self._trace, places[:count])
-            lives.append(self._at_nodes(trace))
+            lives.append(live_at_nodes(trace))
             costs.append(trace.recomputed_ms)
         added = np.maximum(np.diff(costs), 0.0)
         return Choice(name, -np.diff(np.stack(lives), axis=0), added)
-
-    def _at_nodes(self, trace: Trace) -> Floats:
-        """Return the bytes at each node of the step without plans, those of recomputed nodes before it included."""
-        sizes = lifetimes(trace).live
-        # By order, not by name: ORT leaves nodes of a gradient graph unnamed (Llama's rotary embedding has some).
-        kept = np.array([not node.recomputes for node in trace.nodes])
-        # A copy's instants count at the node of the step that comes after it; a copy comes before a node that reads it.
-        first = np.concatenate(([0], np.flatnonzero(kept)[:-1] + 1))
-        return np.maximum.reduceat(sizes.astype(np.float64), first)
 
     def _exclusive(self, names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Pair plans that recompute the same node: one of them at most acts there."""

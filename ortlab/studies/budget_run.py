@@ -138,9 +138,6 @@ def _shown(value: object) -> str:
 _STAGES: Final = 10
 """Parts of the work on the progress bar: profile, simulate, measure, choose, trials and choices, time, curve."""
 
-_RECOMPUTED: Final = ("layers",)
-"""What of ortlab's own recomputation is tried where no plan gets low enough: what needs least memory."""
-
 _STEPS: Final = 2
 """Steps of each measurement of memory, of which the highest counts."""
 
@@ -164,12 +161,13 @@ def budget(
     candidates: EngineComparison | None = None,
     progress: bool = True,
 ) -> Budget:
-    """Switch on the recompute plans that cost least time within an amount of step memory.
+    """Switch on the recomputation that costs least time within an amount of step memory.
 
     Step memory is what a step needs above its start. The last step is profiled and measured without plans; from
-    that is predicted what plans save and cost. The chosen plans are run from the step's start, measured, and
-    timed in turns with none. If they miss, plans that save more are run, then the lowest that plans are predicted
-    to reach, the largest savings ticked by hand, and the memory levels, and at last `recompute="layers"`.
+    that is predicted what ONNX Runtime's plans, memory levels, and layers that ortlab recomputes save and cost. What
+    is cheapest is run from the step's start, measured, and timed in turns with nothing recomputed. If it misses, what
+    saves more is run, then the lowest that is predicted, the largest savings ticked by hand, the memory levels, and
+    the layers whose recomputation leaves least.
 
     Parameters
     ----------
@@ -243,10 +241,7 @@ def budget(
             def run(prediction: Prediction) -> int:
                 return memory(bench, n=_STEPS, **prediction.switches).rise_bytes
 
-            def recomputed() -> list[tuple[float, float, str]]:
-                return _recomputed(bench, plain)
-
-            found = answer(ground, request, run if verify else None, tell, recomputed=recomputed, curve=curve)
+            found = answer(ground, request, run if verify else None, tell, curve=curve)
             found = _with_times(bench, found, plain, experiment, tell, timed=timed)
     except KeyboardInterrupt as interrupt:
         say(
@@ -292,6 +287,8 @@ def _ground(
 
     Whatever the process has loaded since, such as matplotlib, is in every later measurement.
     """
+    from ortlab.engine.recompute_words import made_again
+    from ortlab.memory.layer_planner import LayerPlanner
     from ortlab.memory.trace import lifetimes
     from ortlab.studies.budget_problem import SimulatedStep
     from ortlab.studies.budget_search import Ground, choose
@@ -303,7 +300,9 @@ def _ground(
         usual = lifetimes(profile(bench, 1, progress=False)).peak
         tell("Simulating plans")
         places = engine.execution.recompute_places()
-        step = SimulatedStep(trace, places, usual, _together(plan(bench)))
+        execution = engine.execution
+        again = made_again(execution.built, execution.module, execution.user_inputs)
+        step = SimulatedStep(trace, places, usual, _together(plan(bench)), LayerPlanner(trace, again))
         choose(step, 0.0)  # the solver's libraries are in the process before that is measured
         bench.simulated = known = (plain, experiment, step)
     tell("Measuring a step without plans")
@@ -322,23 +321,6 @@ def _ground(
         # While it measures, the lab has a copy of weights and optimizer state to go back to.
         held_bytes=max(0, measured.start_bytes - copy_bytes),
     )
-
-
-def _recomputed(bench: Bench, plain: Configuration) -> list[tuple[float, float, str]]:
-    """Profile the step with its layers recomputed: simulated peak in bytes, ms added; none without repeated layers."""
-    from ortlab.memory.trace import lifetimes
-
-    found = []
-    for words in _RECOMPUTED:
-        try:
-            bench.configure(plain.changed({"recompute": [words]}, bench.have))
-            trace = profile(bench, 1, progress=False)
-        except OptionError:  # the model has no layers that repeat
-            continue
-        finally:
-            bench.configure(plain)
-        found.append((float(lifetimes(trace).peak), trace.recomputed_ms, words))
-    return found
 
 
 def _timed(bench: Bench, plain: Configuration, changed: Configuration, experiment: Experiment) -> Timing:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from ortlab.studies.budget import Budget, Compared, Device, Obstacle, PlanTrial, Prediction, Solver
+from ortlab.studies.budget import Budget, Compared, Device, Obstacle, PlanTrial, Prediction, Setting, Solver
 from ortlab.studies.budget_problem import TOLERANCE, Choice, Problem
 from ortlab.studies.budget_solvers import TIME_LIMIT_S, solve_exactly, solve_quickly
 
@@ -44,7 +44,7 @@ class Chosen:
     solved: Solution  # of the exact solver, in the round that this comes from, or in the last
     quick: Solution  # of the greedy solver, asked the same
     seconds: float  # of all rounds, simulations included
-    level: int = 0  # the memory level that is chosen instead of plans; 0 for plans
+    setting: Setting | None = None  # what is chosen instead of plans
 
     @property
     def fits(self) -> bool:
@@ -58,8 +58,8 @@ def choose(step: SimulatedStep, limit: float, *, time_limit_s: float = TIME_LIMI
     Plans influence one another: what one recomputes, another may keep alive, and a chain that is recomputed from the
     start of the model lives all at once. So what the solver chooses is simulated, the solver's limit is moved by how
     much the simulation differs, and it is asked again, a few times; where they differ much, also with those plans only
-    that the lowest simulated peak has. What a person would tick, largest saving first, and the memory levels stand
-    beside it. What is spare in the cheapest that fits is then taken back.
+    that the lowest simulated peak has. What a person would tick, largest saving first, the memory levels, and layers
+    that ortlab recomputes stand beside it. What is spare in the cheapest that fits is then taken back.
 
     `time_limit_s` limits the solver's rounds with all plans and, once more, those with the plans of the lowest peak. If
     nothing fits, the choice is the lowest simulated peak that was found.
@@ -80,14 +80,15 @@ def choose(step: SimulatedStep, limit: float, *, time_limit_s: float = TIME_LIMI
         counts = min(slim, key=lambda one: (problem.cost_ms(one), step.peak(one)))
     else:
         counts = bottom
-    peak, cost, level = step.peak(counts), problem.cost_ms(counts), 0
-    for number, (level_peak, level_ms) in step.levels.items():
-        fits = level_peak <= limit + TOLERANCE
-        if (fits and (not fitting or level_ms < cost)) or (not fitting and level_peak < peak):
-            counts, peak, cost, level = problem.nothing, level_peak, level_ms, number
+    peak, cost, setting = step.peak(counts), problem.cost_ms(counts), None
+    for one, (one_peak, one_ms) in step.settings.items():
+        # The cheapest that fits; where nothing does, the lowest.
+        fits, fitted = one_peak <= limit + TOLERANCE, peak <= limit + TOLERANCE
+        if (fits and (not fitted or one_ms < cost)) or (not fits and not fitted and one_peak < peak):
+            counts, peak, cost, setting = problem.nothing, one_peak, one_ms, one
     best = next((one for one in solved if one.counts == counts), solved[-1])
     quick = solve_quickly(problem, best.limit_bytes)
-    return Chosen(counts, cost, peak, limit, best, quick, time.perf_counter() - started, level)
+    return Chosen(counts, cost, peak, limit, best, quick, time.perf_counter() - started, setting)
 
 
 def by_hand(step: SimulatedStep) -> Iterator[Counts]:
@@ -251,9 +252,14 @@ class Ground:
 
     def prediction(self, choice: Chosen) -> Prediction:
         """Write down what was chosen as options take it."""
-        if choice.level:
-            return Prediction((), self.predicted(choice.peak_bytes), choice.cost_ms, choice.level)
+        if choice.setting is not None:
+            return self.of_setting(choice.setting)
         return self.of_counts(choice.counts)
+
+    def of_setting(self, setting: Setting) -> Prediction:
+        """Write down a memory level or recomputed layers as options take them."""
+        peak, cost = self.step.settings[setting]
+        return Prediction((), self.predicted(peak), cost, **vars(setting))
 
     def of_counts(self, counts: Sequence[int]) -> Prediction:
         """Write down plans as options take them."""
@@ -267,9 +273,6 @@ class Ground:
 Run = Callable[[Prediction], int]
 """Runs the step with plans and returns its measured step memory in bytes."""
 
-Recomputed = Callable[[], Sequence[tuple[float, float, str]]]
-"""Profiles the step with what ortlab itself recomputes: simulated peak in bytes, ms, and what `recompute` takes."""
-
 
 def answer(
     ground: Ground,
@@ -277,7 +280,6 @@ def answer(
     run: Run | None,
     tell: Callable[[str], None],
     *,
-    recomputed: Recomputed = tuple,
     curve: bool = True,
 ) -> Budget:
     """Find the plans for a request and verify them; only predict if `run` is None. The budget is not applied yet."""
@@ -288,12 +290,10 @@ def answer(
     lowest = choose(ground.step, min(ground.to_simulate(0.0), 0.0))
     first, floor = ground.prediction(chosen), ground.prediction(lowest)
     trials: list[PlanTrial] = []
-    if run is not None and ground.step.problem.choices and limit < needed:
+    if run is not None and (ground.step.problem.choices or ground.step.settings) and limit < needed:
         trials = _verified(ground, limit, first, run, tell)
         if all(trial.step_memory_bytes > limit for trial in trials):
             trials += _closest(ground, limit, floor, trials, run, tell)
-        if all(trial.step_memory_bytes > limit for trial in trials):
-            trials += _by_layers(ground, limit, recomputed, run, tell)
     met = limit >= needed or any(trial.step_memory_bytes <= limit for trial in trials)
     return Budget(
         model=ground.model,
@@ -327,7 +327,7 @@ def _verified(
     """Run the plans; where they miss, ask for as much less as the prediction was too low."""
     trials: list[PlanTrial] = []
     too_low = 0.0
-    while len(trials) < TRIALS and (prediction.plans or prediction.memory_level):
+    while len(trials) < TRIALS and prediction.acts:
         tell(f"Verifying, trial {len(trials) + 1}")
         measured = run(prediction)
         trials.append(PlanTrial(prediction, measured))
@@ -351,7 +351,8 @@ def _closest(
 ) -> list[PlanTrial]:
     """Run what else may come closest, until something fits, and return these trials.
 
-    It tries the lowest simulated peak, what a person would tick from the largest saving on, and the memory levels: the
+    It tries the lowest simulated peak, what a person would tick from the largest saving on, the memory levels, and the
+    layers whose recomputation leaves least: the
     simulation is off by a per cent or two, so only a measurement tells which of them needs least.
     """
     step, found = ground.step, list(trials)
@@ -359,10 +360,12 @@ def _closest(
     candidates = [("lowest", floor)]
     if ticked is not None:
         candidates.append(("by hand", ground.of_counts(ticked)))
-    candidates += [
-        (f"memory_level={level}", Prediction((), ground.predicted(peak), cost, level))
-        for level, (peak, cost) in step.levels.items()
-    ]
+    # Of recomputed layers, the lowest alone: each of them needs less than the one before.
+    layers = min(
+        (one for one in step.settings if one.recompute), key=lambda one: step.settings[one], default=None
+    )
+    settings = [one for one in step.settings if not one.recompute or one == layers]
+    candidates += [(found.setting, found) for found in map(ground.of_setting, settings)]
     for why, prediction in candidates:
         if any(trial.prediction.switches == prediction.switches for trial in found):
             continue
@@ -373,25 +376,11 @@ def _closest(
     return found[len(trials) :]
 
 
-def _by_layers(
-    ground: Ground, limit: int, recomputed: Recomputed, run: Run, tell: Callable[[str], None]
-) -> list[PlanTrial]:
-    """Run what ortlab itself recomputes, which gets lower than any plan of ONNX Runtime's in most models."""
-    found: list[PlanTrial] = []
-    tell("Looking for the closest: layers recomputed")
-    for peak, cost, words in recomputed():
-        prediction = Prediction((), ground.predicted(peak), cost, recompute=(words,))
-        found.append(PlanTrial(prediction, run(prediction), prediction.setting))
-        if found[-1].step_memory_bytes <= limit:
-            break
-    return found
-
-
 def _obstacle(ground: Ground, lowest: Chosen) -> Obstacle:
     """Say what keeps memory up: what lives at the simulated peak, or a phase that plans cannot lower."""
     if ground.predicted(lowest.peak_bytes) <= ground.beyond_bytes:
         return Obstacle("the optimizer's step or another phase that no plan acts on", ground.beyond_bytes)
-    found = ground.step.obstacle(lowest.counts, lowest.level)
+    found = ground.step.obstacle(lowest.counts, lowest.setting)
     return Obstacle(found.where, ground.predicted(found.bytes), found.live)
 
 
@@ -422,6 +411,7 @@ def _solver(ground: Ground, chosen: Chosen) -> Solver:
         gap=None if math.isnan(solved.gap) else solved.gap,
         proven=solved.proven,
         seconds=chosen.seconds,
+        settings=len(ground.step.settings),
     )
 
 

@@ -169,6 +169,11 @@ def recomputing(forward: ForwardPass, kept: Collection[str]) -> Recomputing:
     return _Rewrite(forward, kept).made()
 
 
+def repeated_values(forward: ForwardPass, kept: Collection[str]) -> frozenset[str]:
+    """Return what `recomputing` would make again."""
+    return frozenset(_Rewrite(forward, kept).again)
+
+
 class _Rewrite:
     def __init__(self, forward: ForwardPass, kept: Collection[str]) -> None:
         self._forward = forward
@@ -179,7 +184,7 @@ class _Rewrite:
             if forward.nodes[place].op_type not in _OF_DROPOUT and not self._kept.isdisjoint(outputs):
                 self._kept.update(outputs)
         self._repeated = self._chosen()
-        self._again = {
+        self.again = {
             name: name + COPY
             for place in self._repeated
             for name in self._results(forward.nodes[place])
@@ -199,7 +204,7 @@ class _Rewrite:
         if any(node.op_type == "ATen" for node in self._holders):
             declare_aten(model)
         types = {value.name: value.type for value in (*model.graph.input, *model.graph.value_info)}
-        for name, new in (*self._again.items(), *self._held.items()):
+        for name, new in (*self.again.items(), *self._held.items()):
             if name in types:
                 model.graph.value_info.add(name=new, type=types[name])
         held = {forward.root(name) for name in self._held}
@@ -253,10 +258,10 @@ class _Rewrite:
         else:
             again = copied(node)
         again.name = (node.name or node.output[0]) + COPY
-        apart = any(name in self._again for name in again.input)
+        apart = any(name in self.again for name in again.input)
         for number, name in enumerate(again.input):
-            if name in self._again:
-                again.input[number] = self._again[name]
+            if name in self.again:
+                again.input[number] = self.again[name]
             elif self._forward.root(name) in self._forward.returned:
                 again.input[number] = self._hold(name)
             elif not apart and name not in self._forward.determined:
@@ -264,7 +269,7 @@ class _Rewrite:
                 apart = True
         for number, name in enumerate(again.output):
             if name:
-                again.output[number] = self._again[name]
+                again.output[number] = self.again[name]
         return again
 
     def _hold(self, name: str) -> str:
@@ -297,7 +302,7 @@ class _Rewrite:
             if place in backward:
                 node = copied(node)  # noqa: PLW2901 - the same node
                 for number, name in enumerate(node.input):
-                    node.input[number] = self._again.get(name, name)
+                    node.input[number] = self.again.get(name, name)
                 yield from self._needed(node, made, there)
             yield node
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 
-from ortlab.studies.budget import Compared, Obstacle
+from ortlab.studies.budget import Compared, Obstacle, Setting
 from ortlab.studies.budget_problem import Choice, Problem
 from ortlab.studies.budget_run import read_request
 from ortlab.studies.budget_search import Ground, answer
@@ -27,9 +27,9 @@ class Step:
     def peak(self, counts) -> float:
         return self.problem.peak(counts)
 
-    levels: Mapping[int, tuple[float, float]] = MappingProxyType({})
+    settings: Mapping[Setting, tuple[float, float]] = MappingProxyType({})
 
-    def obstacle(self, counts, level=0) -> Obstacle:
+    def obstacle(self, counts, setting=None) -> Obstacle:
         return Obstacle("the backward, where Gemm runs", self.peak(counts), (("logits", 60 * MIB),))
 
 

@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
+from ortlab.studies.budget import Setting
 from ortlab.studies.budget_problem import Choice, Problem
 from ortlab.studies.budget_search import by_hand, choose
 
@@ -26,7 +27,7 @@ class Interacting:
         )
         self.problem = Problem(generator.integers(50, 200, 10) * 1e5, choices)
         self.spoilt = generator.uniform(-0.1, 0.2)
-        self.levels: dict[int, tuple[float, float]] = {}
+        self.settings: dict[Setting, tuple[float, float]] = {}
 
     def peak(self, counts) -> float:
         saved = self.problem.live - self.problem.live_with(counts)
@@ -83,8 +84,8 @@ def test_a_person_ticks_the_largest_saving_first():
 
 def test_a_memory_level_is_chosen_where_it_costs_less_or_comes_closer():
     step = Interacting(3)
-    closest = choose(step, 0)
-    step.levels = {1: (0.5 * closest.peak_bytes, 0.25)}
+    closest, level = choose(step, 0), Setting(memory_level=1)
+    step.settings = {level: (0.5 * closest.peak_bytes, 0.25)}
     for limit in (0.0, 0.9 * step.problem.live.max()):
         found = choose(step, limit)
-        assert (found.level, found.peak_bytes, found.cost_ms) == (1, 0.5 * closest.peak_bytes, 0.25)
+        assert (found.setting, found.peak_bytes, found.cost_ms) == (level, 0.5 * closest.peak_bytes, 0.25)
