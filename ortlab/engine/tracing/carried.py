@@ -117,6 +117,13 @@ class _Moment:
         ]
         found += self.reached.variables
         self._tables = [(vars(owner), set(vars(owner))) for owner, _ in owners]
+        # A first call may put hooks on: transformers does, to give out hidden states.
+        self._hooks = [
+            (table, dict(table))
+            for part in module.modules()
+            for name, table in vars(part).items()
+            if name in _OF_EVERY_MODULE and "_hooks" in name and isinstance(table, dict)
+        ]
         self._known = [
             _Known(one, value, content_of(value), _state(value))
             for one in found
@@ -153,6 +160,10 @@ class _Moment:
         for table, names in self._tables:
             for name in [name for name in table if name not in names]:
                 del table[name]
+        for table, hooks in self._hooks:
+            if table != hooks:
+                table.clear()
+                table.update(hooks)
 
 
 class _Used(TorchFunctionMode):

@@ -243,7 +243,9 @@ class Reached:
                 if is_object(item):
                     self._own(item, f"{label}[{key!r}]")
         elif isinstance(value, type):
-            if value not in self._classes and not issubclass(value, (torch.nn.Module, torch.Tensor)):
+            # The code of a Function runs in each step, so that a trace holds nothing of what it reads.
+            held = (torch.nn.Module, torch.Tensor, torch.autograd.Function)
+            if value not in self._classes and not issubclass(value, held):
                 self._add_class(value)
         elif is_object(value):
             if table is not None and (id(table), name) not in self._seen:

@@ -238,3 +238,36 @@ def test_what_is_only_kept_is_no_obstacle_and_a_count_that_stops_is_said():
     lab.unwrap()
     assert all(torch.allclose(one, expected(x), atol=1e-6) for one in outputs)
     assert len(said) == 1
+
+
+class Counted(torch.autograd.Function):
+    calls = 0
+
+    @staticmethod
+    def forward(_, x):
+        Counted.calls += 1
+        return 2 * x
+
+    @staticmethod
+    def backward(_, gradient):
+        return 2 * gradient
+
+
+class CallsCounted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return Counted.apply(self.layer(x)).sum()
+
+
+def test_what_a_function_counts_builds_nothing_anew():
+    model = CallsCounted()
+    lab = ortlab.wrap(model)
+    model(torch.ones(2, 4)).backward()
+    before = Counted.calls
+    for _ in range(3):
+        model(torch.ones(2, 4)).backward()
+    assert Counted.calls == before + 3  # it runs in each step, and only there
+    lab.unwrap()
