@@ -12,7 +12,7 @@ from ortlab.engine.diagnosis import place, ran_out, reason, says_ran_out
 from ortlab.errors import OptionError, OrtlabError, PlanWarning
 from ortlab.memory.measured import RESIDENT
 from ortlab.options.options import Options
-from ortlab.runs.experiment import Experiment
+from ortlab.runs.experiment import Experiment, leaving_no_trace
 from ortlab.runs.process_memory import following_live_buffers, only_new_garbage, reason_unknown
 from ortlab.runs.recording import HeldRecording
 from ortlab.studies.batch_size import (
@@ -135,14 +135,20 @@ class Trials:
 
     @contextmanager
     def lab_as_before(self, *, had_session: bool) -> Iterator[None]:
-        """Leave the lab, when the block ends, as it is now; a session that it had is built again."""
+        """Leave the lab, when the block ends, as it is now; a session that it had is built again, of the last step."""
+        last = self._bench.experiment
         try:
             with only_new_garbage(), self._bench.set_as_before():
                 try:
                     self._release()
                     yield
                     smallest = min((one.size for one in self._search.points if one.fits), default=None)
-                    if had_session and smallest is not None:
+                    if had_session and last is not None:
+                        self._bench.configure(self._configuration)
+                        with self._bench.as_before(last), leaving_no_trace(last.step):
+                            last.start.put_back()
+                            self._bench.run_apart(last.times(1))
+                    elif had_session and smallest is not None:
                         self._bench.configure(self._configuration)
                         self._run(smallest, 1, self._search.limit_bytes * _HEAP_KEEPS, keep=True)
                 finally:

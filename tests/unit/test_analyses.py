@@ -204,8 +204,7 @@ def test_every_analysis_follows_one_that_runs_steps(study, first):
     plan_ticked(study.lab)
     known: dict[str, object] = {}
     turned = RUNS[RUNS.index(first) :] + RUNS[: RUNS.index(first)]
-    # Open: after a sweep or a bisection, a search leaves a build of its own batch, and activations are of that.
-    others = [] if first == "search" else [turned[1], turned[3]]
+    others = [turned[1], turned[3]]
     for name in ("activations", first, first, "graph", "changes", "profile", *others, first, *LOOKS):
         asked(study, name, known)
 
