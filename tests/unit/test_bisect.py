@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 import random
@@ -67,10 +68,14 @@ class Training:
         self.model = Doubled()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.x = torch.randn(8, 4)
-        self.raises, self.calls = {}, 0
+        self.raises, self.made = {}, ctypes.c_int()  # in C, where no way back to the start looks
+
+    @property
+    def calls(self) -> int:
+        return self.made.value
 
     def step(self):
-        self.calls += 1
+        self.made.value += 1
         if self.calls in self.raises:
             raise self.raises.pop(self.calls)
         self.optimizer.zero_grad()
@@ -221,17 +226,23 @@ def test_time_is_measured_in_pairs_and_the_answer_is_honest(ready):
     assert bisection.whole.low < bisection.whole.value < bisection.whole.high
 
 
+def factors(noise):
+    draw = random.Random(5)
+    while True:
+        yield math.exp(draw.gauss(0, noise))
+
+
 class Paced:
     """A step whose time is read from a clock that only it winds: by what the switches cost, with noise and a drift."""
 
     def __init__(self, noise: float) -> None:
         self.training = Training()
         self.lab = ortlab.wrap(self.training.model)
-        self.now, self.steps = 0.0, 0
-        self._draw, self._noise = random.Random(5), noise
+        self.now, self.steps = ctypes.c_double(), ctypes.c_int()  # no way back to a start turns them back
+        self._factors = factors(noise)
 
     def clock(self) -> float:
-        return self.now
+        return self.now.value
 
     def cost(self) -> float:
         """Return the ms of a step: two switches that act together, and one that makes it faster."""
@@ -240,9 +251,9 @@ class Paced:
         return 10.0 * (3.0 if both else 1.0) * (0.4 if not options.cpu_memory_arena else 1.0)
 
     def step(self):
-        self.steps += 1
-        drift = 1 + self.steps / 200  # the machine gets slower meanwhile
-        self.now += self.cost() * drift * math.exp(self._draw.gauss(0, self._noise)) / 1000
+        self.steps.value += 1
+        drift = 1 + self.steps.value / 200  # the machine gets slower meanwhile
+        self.now.value += self.cost() * drift * next(self._factors) / 1000
         return self.training.step()
 
 
