@@ -93,7 +93,7 @@ def _time(contrast: Contrast) -> Figure:
     if verdict == NO_DIFFERENCE:
         return Figure("no difference", "in time", said=_interval(contrast))
     shown = {UNSTEADY: "too unsteady to tell", TOO_FEW: "too few steps"}.get(verdict, NOT_COMPARABLE)
-    return Figure(shown, about, Mark.BAD if verdict == FELL_BACK else Mark.QUIET)
+    return Figure(shown, "in time", Mark.BAD if verdict == FELL_BACK else Mark.QUIET)
 
 
 def _loss(contrast: Contrast) -> tuple[Figure, ...]:
