@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -96,17 +94,6 @@ def test_a_cache_that_costs_memory_is_a_warning(wrapped):
     lab.step(stepping(model))
     (one,) = lab.messages.of(level="WARNING")
     assert "model.config.use_cache = False" in one.text
-
-
-def test_a_random_number_that_is_frozen_is_a_warning(wrapped):
-    class Drawing(torch.nn.Linear):
-        def forward(self, x):
-            return super().forward(x) * random.random()
-
-    model = Drawing(4, 2)
-    lab = wrapped(model)
-    lab.step(lambda: model(torch.ones(3, 4)).sum().backward())
-    assert any("is the same in every step" in one.text for one in lab.messages.of(level="WARNING"))
 
 
 def test_a_fallback_is_a_warning(wrapped):
