@@ -155,8 +155,9 @@ class _Moment:
     def put_back(self) -> None:
         """Give everything the value that it had, containers their content, and take out what was not there."""
         for one in self._known:
-            if one.variable.value is not one.value or one.content is not None:
-                one.variable.put(refilled(one.value, one.content))
+            value = refilled(one.value, one.content)
+            if one.variable.value is not value:
+                one.variable.put(value)
         for table, names in self._tables:
             for name in [name for name in table if name not in names]:
                 del table[name]

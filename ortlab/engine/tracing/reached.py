@@ -12,10 +12,10 @@ import argparse
 import dataclasses
 import dis
 import enum
+import functools
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -63,8 +63,10 @@ class Variable(NamedTuple):
         """Give it another value."""
         if isinstance(self.table, dict):
             self.table[self.name] = value
-        else:
+        elif isinstance(self.owner, type):
             setattr(self.owner, self.name, value)
+        else:
+            object.__setattr__(self.owner, self.name, value)  # also of a frozen dataclass
 
 
 class _Slots(Mapping[str, Any]):
@@ -270,8 +272,9 @@ class Reached:
                     self._owners[id(body)] = (body, vars(body), body.__qualname__)
 
     def _add_function(self, value: object) -> None:
-        function = getattr(value, "__func__", value)
-        function = getattr(function, "func", function)  # of a partial
+        # Not by asking any object for `func`: one that makes attributes of any name may fail as it likes.
+        function = value.func if isinstance(value, functools.partial) else value
+        function = function.__func__ if isinstance(function, types.MethodType) else function
         while isinstance(function, types.FunctionType) and id(function) not in self._functions:
             self._functions[id(function)] = function
             if is_model_code(function.__code__.co_filename):
@@ -311,7 +314,7 @@ def _by_identity(value: object) -> bool:
     return value is MISSING or not baked_in.matters(value) or type(value) in baked_in.FUNCTIONS
 
 
-@lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096)
 def _names_in(code: types.CodeType) -> tuple[frozenset[str], tuple[tuple[str, ...], ...]]:
     """Return the names of attributes in code, texts that may be such names, and the global names with what follows."""
     names = set(code.co_names)
@@ -350,7 +353,7 @@ def global_names(code: types.CodeType) -> set[str]:
     return {path[0] for path in _names_in(code)[1]}
 
 
-@lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1024)
 def used_names(code: types.CodeType) -> frozenset[str]:
     """Return the names of variables and attributes that code reads, but for ``self.n += 1`` and ``found.append``."""
     found: set[str] = set()
