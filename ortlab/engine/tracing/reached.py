@@ -16,6 +16,7 @@ import functools
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -65,8 +66,8 @@ class Variable(NamedTuple):
             self.table[self.name] = value
         elif isinstance(self.owner, type):
             setattr(self.owner, self.name, value)
-        else:
-            object.__setattr__(self.owner, self.name, value)  # also of a frozen dataclass
+        else:  # also of a frozen dataclass with slots
+            object.__setattr__(self.owner, self.name, value)
 
 
 class _Slots(Mapping[str, Any]):
@@ -272,9 +273,11 @@ class Reached:
                     self._owners[id(body)] = (body, vars(body), body.__qualname__)
 
     def _add_function(self, value: object) -> None:
-        # Not by asking any object for `func`: one that makes attributes of any name may fail as it likes.
-        function = value.func if isinstance(value, functools.partial) else value
-        function = function.__func__ if isinstance(function, types.MethodType) else function
+        # By type: what an object's own `__getattr__` answers, as that of `pytest.mark`, is no function of it.
+        function: Any = (
+            value.__func__ if isinstance(value, (types.MethodType, staticmethod, classmethod)) else value
+        )
+        function = function.func if isinstance(function, functools.partial) else function
         while isinstance(function, types.FunctionType) and id(function) not in self._functions:
             self._functions[id(function)] = function
             if is_model_code(function.__code__.co_filename):
@@ -314,14 +317,15 @@ def _by_identity(value: object) -> bool:
     return value is MISSING or not baked_in.matters(value) or type(value) in baked_in.FUNCTIONS
 
 
-@functools.lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096)
 def _names_in(code: types.CodeType) -> tuple[frozenset[str], tuple[tuple[str, ...], ...]]:
     """Return the names of attributes in code, texts that may be such names, and the global names with what follows."""
     names = set(code.co_names)
     paths: dict[tuple[str, ...], None] = {}
     instructions = [one for one in dis.get_instructions(code) if one.opname not in _BETWEEN]
     for position, one in enumerate(instructions):
-        if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+        # Names that nobody can write are those by which pytest reaches itself from an assertion.
+        if one.opname in ("LOAD_GLOBAL", "LOAD_NAME") and str(one.argval).isidentifier():
             path = [str(one.argval)]
             for after in instructions[position + 1 :]:
                 if after.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
@@ -353,7 +357,7 @@ def global_names(code: types.CodeType) -> set[str]:
     return {path[0] for path in _names_in(code)[1]}
 
 
-@functools.lru_cache(maxsize=1024)
+@lru_cache(maxsize=1024)
 def used_names(code: types.CodeType) -> frozenset[str]:
     """Return the names of variables and attributes that code reads, but for ``self.n += 1`` and ``found.append``."""
     found: set[str] = set()
