@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import dis
 import enum
+import functools
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -63,8 +64,10 @@ class Variable(NamedTuple):
         """Give it another value."""
         if isinstance(self.table, dict):
             self.table[self.name] = value
-        else:
+        elif isinstance(self.owner, type):
             setattr(self.owner, self.name, value)
+        else:  # also of a frozen dataclass with slots
+            object.__setattr__(self.owner, self.name, value)
 
 
 class _Slots(Mapping[str, Any]):
@@ -270,8 +273,11 @@ class Reached:
                     self._owners[id(body)] = (body, vars(body), body.__qualname__)
 
     def _add_function(self, value: object) -> None:
-        function = getattr(value, "__func__", value)
-        function = getattr(function, "func", function)  # of a partial
+        # By type: what an object's own `__getattr__` answers, as that of `pytest.mark`, is no function of it.
+        function: Any = (
+            value.__func__ if isinstance(value, (types.MethodType, staticmethod, classmethod)) else value
+        )
+        function = function.func if isinstance(function, functools.partial) else function
         while isinstance(function, types.FunctionType) and id(function) not in self._functions:
             self._functions[id(function)] = function
             if is_model_code(function.__code__.co_filename):
@@ -318,7 +324,8 @@ def _names_in(code: types.CodeType) -> tuple[frozenset[str], tuple[tuple[str, ..
     paths: dict[tuple[str, ...], None] = {}
     instructions = [one for one in dis.get_instructions(code) if one.opname not in _BETWEEN]
     for position, one in enumerate(instructions):
-        if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+        # Names that nobody can write are those by which pytest reaches itself from an assertion.
+        if one.opname in ("LOAD_GLOBAL", "LOAD_NAME") and str(one.argval).isidentifier():
             path = [str(one.argval)]
             for after in instructions[position + 1 :]:
                 if after.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
