@@ -185,7 +185,7 @@ def _how_compared(comparison: Comparison) -> Note:
         )
     return Note(
         f"{against} {how} A difference counts beyond {100 * MARGIN:.0f} % of time, {100 * MEMORY_MARGIN:.0f} % of "
-        f"memory; none is said of an interval within {100 * ALIKE:.0f} %.",
+        f'memory; with "no difference" the whole interval lies within {100 * ALIKE:.0f} %.',
         Mark.QUIET,
     )
 
