@@ -259,7 +259,8 @@ NO_NUMBERS = ("0", "-1", "1.5", "x", "''", "1e9", "True", "$missing", "$none", "
 def shell_where(situation):
     """Give a shell in which so much has happened; whatever was refused in it, it goes on at the end."""
     if situation == "nothing is wrapped":
-        gc.collect()  # a lab of an earlier test that waits for it would be the latest
+        gc.unfreeze()  # a lab of an earlier test that waits to be collected would be the latest
+        gc.collect()
         with loaded() as shell:
             shell.run(NET + VARIABLES)
             yield shell
