@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 
-from ortlab.records.verdicts import FASTER, SLOWER
+from ortlab.records.verdicts import FASTER, NO_DIFFERENCE, SLOWER
 
 if TYPE_CHECKING:
     from ortlab.records.comparison import Comparison
@@ -94,9 +94,12 @@ def advice(comparison: Comparison) -> str:
             "Without plans ONNX Runtime is faster than PyTorch here. Measure your own model before you rely on that:"
             " many are slower on a CPU."
         )
+    found = "Without plans ONNX Runtime's time could not be told from PyTorch's here, for the machine was unsteady"
+    if plain.verdict == NO_DIFFERENCE:
+        found = "Without plans ONNX Runtime and PyTorch take the same time here, within 10 %"
     return (
-        "Without plans no difference in time between ONNX Runtime and PyTorch was shown here, so memory is what"
-        " decides. Measure your own model: on a CPU some are quicker on ONNX Runtime, and many are slower."
+        f"{found}; memory is what decides. Measure your own model: on a CPU some are quicker on ONNX Runtime, and"
+        " many are slower."
     )
 
 

@@ -126,7 +126,13 @@ class TestMaskedText:
 
 
 @pytest.mark.parametrize(
-    ("verdict", "words"), [("slower", "slower"), ("faster", "faster"), ("", "no difference")]
+    ("verdict", "words"),
+    [
+        ("slower", "slower"),
+        ("faster", "faster"),
+        ("no difference shown", "the same time"),
+        ("too unsteady to tell", "could not be told"),
+    ],
 )
 def test_the_advice_follows_the_verdict_and_says_to_measure(verdict, words):
     class Plain:
