@@ -21,7 +21,7 @@ def _elu(grad: Tensor, x: Tensor, alpha: float, scale: float, input_scale: float
     return (_aten.elu_backward(grad, alpha, scale, input_scale, False, x),)  # noqa: FBT003 - not from the result
 
 
-def _cumsum(grad: Tensor, x: Tensor, dim: int) -> tuple[Tensor]:
+def _cumsum(grad: Tensor, x: Tensor, dim: int, **_: Any) -> tuple[Tensor]:
     grad = grad.to(x.dtype)
     return (grad.flip(dim).cumsum(dim).flip(dim) if grad.dim() else grad,)
 
@@ -75,6 +75,46 @@ def _minimum(grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return _extreme(grad, a, b, sign=-1)
 
 
+def _im2col(grad: Tensor, x: Tensor, *windows: Sequence[int]) -> tuple[Tensor]:
+    return (_aten.col2im(grad, x.shape[-2:], *windows),)
+
+
+def _roll(grad: Tensor, _: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> tuple[Tensor]:
+    return (grad.roll([-shift for shift in shifts], list(dims)),)
+
+
+def _smooth_l1(
+    grad: Tensor, x: Tensor, target: Tensor, reduction: int = 1, beta: float = 1.0
+) -> tuple[Tensor]:
+    return (_aten.smooth_l1_loss_backward(grad, x, target, reduction, beta),)
+
+
+def _bce_with_logits(
+    grad: Tensor,
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    pos_weight: Tensor | None = None,
+    reduction: int = 1,
+) -> tuple[Tensor]:
+    if pos_weight is None:
+        found = torch.sigmoid(x).sub_(target)
+    else:
+        positive = pos_weight * target
+        found = (positive + 1 - target).mul_(torch.sigmoid(x)).sub_(positive)
+    found = found if weight is None else found * weight
+    found = found.mul_(grad)
+    return (found.div_(x.numel()) if reduction == 1 else found,)
+
+
+def _kl_div(
+    grad: Tensor, x: Tensor, target: Tensor, reduction: int = 1, *, log_target: bool = False
+) -> tuple[Tensor]:
+    shape = torch.broadcast_shapes(x.shape, target.shape)
+    found = (-grad * (target.exp() if log_target else target)).expand(shape)
+    return ((found / found.numel() if reduction == 1 else found).sum_to_size(x.shape),)
+
+
 def _log_sigmoid(grad: Tensor, x: Tensor) -> tuple[Tensor]:
     # As torch's kernel has it: 1 less what is lost, so that numbers near 1 round alike.
     return (_aten.log_sigmoid_backward(grad, x, torch.exp(-x.abs())),)
@@ -82,6 +122,7 @@ def _log_sigmoid(grad: Tensor, x: Tensor) -> tuple[Tensor]:
 
 FORMULAS: Final[dict[tuple[str, str], Callable[..., tuple[Tensor, ...]]]] = {
     ("_grouped_mm", "default"): _grouped_mm,
+    ("binary_cross_entropy_with_logits", "default"): _bce_with_logits,
     ("cumsum", "default"): _cumsum,
     ("elu", "default"): _elu,
     ("flip", "default"): lambda grad, _, dims: (grad.flip(dims),),
@@ -89,6 +130,8 @@ FORMULAS: Final[dict[tuple[str, str], Callable[..., tuple[Tensor, ...]]]] = {
     ("hardshrink", "default"): lambda grad, x, size: (_aten.hardshrink_backward(grad, x, size),),
     ("hardtanh", "default"): lambda grad, x, low, high: (_aten.hardtanh_backward(grad, x, low, high),),
     ("hardswish", "default"): lambda grad, x: (_aten.hardswish_backward(grad, x),),
+    ("im2col", "default"): _im2col,
+    ("kl_div", "default"): _kl_div,
     ("leaky_relu", "default"): lambda grad, x, slope: (_aten.leaky_relu_backward(grad, x, slope, False),),  # noqa: FBT003 - x is no result
     ("log1p", "default"): lambda grad, x: (grad / (x + 1),),
     ("log_sigmoid", "default"): _log_sigmoid,
@@ -101,7 +144,12 @@ FORMULAS: Final[dict[tuple[str, str], Callable[..., tuple[Tensor, ...]]]] = {
     ("pixel_shuffle", "default"): lambda grad, _, factor: (F.pixel_unshuffle(grad, factor),),
     ("relu6", "default"): lambda grad, x: (_aten.hardtanh_backward(grad, x, 0, 6),),
     ("rms_norm", "default"): _rms_norm,
+    ("roll", "default"): _roll,
+    ("smooth_l1_loss", "default"): _smooth_l1,
     ("softshrink", "default"): lambda grad, x, size: (_aten.softshrink_backward(grad, x, size),),
     ("upsample_bilinear2d", "vec"): _bilinear,
 }
-"""By operator, without its namespace ``aten::``, and overload."""
+"""By operator, without its namespace ``aten::``, and overload.
+
+What returns fewer gradients than there are tensors knows those of the first tensors only: a loss's target needs none.
+"""

@@ -163,13 +163,14 @@ def layer_norm(onnx_layer_norm: Symbolic) -> Symbolic:
 
 
 def gelu(g: Any, x: Any, approximate: Any) -> Any:
-    """Emit ``F.gelu`` as torch does; the approximation with a tanh is one operator of ORT's.
+    """Emit ``F.gelu`` as ORT's operator where one trains it, else as torch does.
 
-    ORT's fusion (``FastGeluFusion``) does not know the form in which torch exports that, ten operators.
+    ORT's fusions do not know the ten operators as which torch exports the approximation with a tanh (FastGeluFusion),
+    nor an exact Gelu whose result the model returns (GeluFusion): its gradient then takes six times as long.
     """
     rough = constant(approximate, "s") == "tanh"
-    if rough and x.type().scalarType() == "Float" and is_training_export():
-        return g.op("com.microsoft::FastGelu", x).setType(x.type())
+    if x.type().scalarType() == "Float" and is_training_export():
+        return g.op(f"com.microsoft::{'FastGelu' if rough else 'Gelu'}", x).setType(x.type())
     opset = symbolic_module("symbolic_helper").GLOBALS.export_onnx_opset_version
     return symbolic_module(f"symbolic_opset{_GELU if opset >= _GELU else 9}").gelu(g, x, approximate)
 

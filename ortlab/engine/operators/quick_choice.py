@@ -1,12 +1,12 @@
 """Which nodes PyTorch computes on the CPU because ONNX Runtime's kernels take several times as long.
 
-Of 1.19.2, the gradients of Relu, LeakyRelu, LogSoftmax and FastGelu run on one thread or in several passes, those of
-Gather and GatherElements add one entry at a time, Where broadcasts one entry at a time, and the gradient of ``x ** 2``
-raises x to the power of one. Gradients of grouped convolutions and maxima of windows are torch's anyway: they get the
-layout that is quicker. Only nodes of float32 are taken, and but for Gather's gradient only those of at least `FEWEST`
-entries, since a call costs some 30 microseconds. In the forward only LeakyRelu, ReduceLogSumExp, TopK and calls of
-torch are, which ORT cannot recompute to save memory (``memory_optimizer/recompute_analysis.cc``,
-GetAllowedRecomputeOps); so no plan is lost.
+Of 1.19.2, the gradients of Relu, LeakyRelu, LogSoftmax, LayerNormalization and both Gelus run on one thread or in
+several passes, those of Gather and GatherElements add one entry at a time, Where broadcasts one entry at a time, Sin
+and Cos ask the C library for each entry, and the gradient of ``x ** 2`` raises x to the power of one. Gradients of
+grouped convolutions and maxima of windows are torch's anyway: they get the layout that is quicker. Only nodes of
+float32 are taken, and but for Gather's gradient only those of at least `FEWEST` entries, since a call costs some 30
+microseconds. In the forward only LeakyRelu, ReduceLogSumExp, Sin, Cos, TopK and calls of torch are, which ORT cannot
+recompute to save memory (``memory_optimizer/recompute_analysis.cc``, GetAllowedRecomputeOps); so no plan is lost.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FEWEST: Final = 2**13
 _UNKNOWN: Final = 64
 """What a dimension counts that is not known before the step, such as that of the batch."""
 
-_FORWARD: Final = frozenset({"LeakyRelu", "ReduceLogSumExp", "TopK", "ATen"})
+_FORWARD: Final = frozenset({"LeakyRelu", "ReduceLogSumExp", "Sin", "Cos", "TopK", "ATen"})
 _OTHER_LAYOUT: Final = {
     "convolution_backward": "grouped_convolution_backward",
     "max_pool2d_with_indices": "max_pool2d",
@@ -77,7 +77,10 @@ class _Choice:
         self._kinds: dict[str, _Kind] = {
             "LeakyRelu": self._leaky("leaky_relu"),
             "ReduceLogSumExp": self._log_sum,
+            "Sin": self._call("sin"),
+            "Cos": self._call("cos"),
             "TopK": self._top,
+            "LayerNormalizationGrad": self._call("layer_norm_backward"),
             "ReluGrad": self._call("relu_backward"),
             "LeakyReluGrad": self._leaky("leaky_relu_backward"),
             "GeluGrad": self._call("gelu_backward"),

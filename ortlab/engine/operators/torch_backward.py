@@ -1,8 +1,8 @@
 """A training manager whose backward PyTorch computes in part, and which nodes of its graph: where it is quicker.
 
-ONNX Runtime's own gradients of LayerNorm, Gelu and softmax take two to five times as long as PyTorch's on the CPU, and
-its products of matrices take longer where an operand is transposed, as for the gradient of every weight. So these nodes
-of the backward become ``ATen`` nodes that call `ortlab.engine.operators.torch_kernels`. The forward stays as it is:
+ONNX Runtime's own gradient of softmax takes two to five times as long as PyTorch's on the CPU, and its products of
+matrices take longer where an operand is transposed, as for the gradient of every weight. So these nodes of the backward
+become ``ATen`` nodes that call `ortlab.engine.operators.torch_kernels`. The forward stays as it is:
 what can be recomputed to save memory is decided by the operators that ONNX Runtime finds there.
 
 Two sums go into the memory of their first operand: that of a gradient with one from outside (``loss`` and ``logits``
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 # A call into Python takes some 30 microseconds, which a small layer does not save.
 SMALLEST_WEIGHT: Final = 2**16
 """Entries of a matrix from which on PyTorch computes the products with it."""
-SMALLEST_WIDTH: Final = 256
-"""Entries of the last dimension from which on PyTorch computes the gradient of a normalisation or an activation."""
 
 _MATRIX: Final = 2
 _PRODUCTS: Final = frozenset({"Gemm", "MatMul", "FusedMatMul"})
@@ -165,10 +163,6 @@ class _FasterChoice:
             return
         if node.op_type in _PRODUCTS:
             self._product(node, attributes)
-        elif node.op_type == "LayerNormalizationGrad" and self._width(node.input[1]) >= SMALLEST_WIDTH:
-            self._call("layer_norm_backward", list(node.input), node)
-        elif node.op_type == "GeluGrad" and self._width(node.input[1]) >= SMALLEST_WIDTH:
-            self._call("gelu_backward", list(node.input), node)
         elif node.op_type == "SoftmaxGrad_13":
             self._softmax(node, attributes)
         elif node.op_type == "Sum" and len(node.input) == _MATRIX:

@@ -140,12 +140,11 @@ class CallableCall:
         formula = FORMULAS.get((name, self.call.overload))
         if formula is not None and gradients[0] is not None and set(self.call.kinds) == {TENSOR}:
             # Each of these has one result, and only its tensors are inputs.
-            given = zip(self._operator._schema.arguments, self._values(rest), strict=True)
-            by_input = formula(gradients[0], *(value for one, value in given if not one.kwarg_only))
-            return [
-                by_input[index] if index in self.call.gradient_of else None
-                for index in range(max(self.call.gradient_of) + 1)
-            ]
+            given, named = self._given_arguments(rest)
+            by_input = formula(gradients[0], *given, **named)
+            asked = max(self.call.gradient_of) + 1
+            if asked <= len(by_input):
+                return [by_input[index] if index in self.call.gradient_of else None for index in range(asked)]
         for index in self.call.gradient_of:
             rest[index] = _given(rest[index]).detach().requires_grad_()
         with torch.enable_grad(), _drawing_again(state, _device(rest)):
@@ -166,18 +165,22 @@ class CallableCall:
         return outputs
 
     def _results(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        operator = self._operator
-        positional, keywords = [], {}
-        for argument, value in zip(operator._schema.arguments, self._values(tensors), strict=True):
-            if argument.kwarg_only:
-                keywords[argument.name] = value
-            else:
-                positional.append(value)
-        results = operator(*positional, **keywords)
+        given, named = self._given_arguments(tensors)
+        results = self._operator(*given, **named)
         several = results if isinstance(results, tuple | list) else (results,)
         return [
             _crossing(result, dtype) for result, (dtype, _) in zip(several, self.call.results, strict=True)
         ]
+
+    def _given_arguments(self, tensors: Sequence[Tensor | None]) -> tuple[list[Any], dict[str, Any]]:
+        """Return the operator's arguments, those by position and those by name."""
+        positional, keywords = [], {}
+        for argument, value in zip(self._operator._schema.arguments, self._values(tensors), strict=True):
+            if argument.kwarg_only:
+                keywords[argument.name] = value
+            else:
+                positional.append(value)
+        return positional, keywords
 
     @property
     def _is_gradient(self) -> bool:

@@ -230,6 +230,18 @@ def leaky_relu(x: Tensor, slope: float) -> Any:
     return torch.ops.aten.leaky_relu.out(x, slope, out=empty(x.shape, x))
 
 
+@kernel("(Tensor x) -> Tensor")
+def sin(x: Tensor) -> Any:
+    """Return the sine."""
+    return torch.ops.aten.sin.out(x, out=empty(x.shape, x))
+
+
+@kernel("(Tensor x) -> Tensor")
+def cos(x: Tensor) -> Any:
+    """Return the cosine."""
+    return torch.ops.aten.cos.out(x, out=empty(x.shape, x))
+
+
 @kernel("(Tensor x, int[] axes, int keeps) -> Tensor")
 def log_sum_exp(x: Tensor, axes: list[int], keeps: int) -> Tensor:
     """Return the logarithm of the sum of the exponentials over some axes."""

@@ -272,12 +272,13 @@ _OF_ALL_DTYPES: Final = frozenset(
 """Casts, and questions about a shape: ONNX Runtime has kernels for these, whatever the dtype."""
 
 # Operators whose form in ONNX is never right: torch's own draw the random numbers of PyTorch for the same
-# seed, and the Range that linspace becomes ends the process when 1.19.2 builds a graph with it.
+# seed, and the Range that linspace becomes ends the process when 1.19.2 builds a graph with it. Or it is slow: a roll
+# would be slices put together, whose gradient is a sum of padded parts, and im2col a gather of single entries.
 _BY_TORCH: Final = frozenset(
     f"aten::{name}"
     for name in (
-        "bernoulli", "linspace", "multinomial", "normal", "rand", "rand_like", "randint", "randint_like", "randn",
-        "randn_like", "randperm",
+        "bernoulli", "im2col", "linspace", "multinomial", "normal", "rand", "rand_like", "randint", "randint_like",
+        "randn", "randn_like", "randperm", "roll",
     )
 )  # fmt: skip
 _OF_EQUALS: Final = frozenset({"aten::topk"})

@@ -35,6 +35,7 @@ CASES = {
     "topk": lambda x: x.sort(-1, descending=True).values,
     "relu_backward": torch.relu,
     "leaky_relu_backward": lambda x: F.leaky_relu(x, 0.2),
+    "gelu_backward": F.gelu,
     "gelu_tanh_backward": lambda x: F.gelu(x, approximate="tanh"),
     "log_softmax_backward": lambda x: x.log_softmax(-1),
     "log_softmax_backward, another axis": lambda x: x.log_softmax(0),
@@ -42,6 +43,9 @@ CASES = {
     "gather_backward, another axis": lambda x: x.index_select(1, torch.tensor([3, 3, 0, 3])),
     "gather_backward, a single entry": lambda x: x.softmax(0)[3].expand(8, -1, -1) + x,
     "gather_elements_backward": lambda x: x.gather(1, torch.tensor([[[0, 1, 1] + [0] * 61] * 2] * 8)),
+    "sin": torch.sin,
+    "cos": torch.sin,
+    "layer_norm_backward": lambda x: F.layer_norm(x, (64,)),
     "slice_backward": lambda x: x.softmax(0)[1:7:2],
     "grouped_convolution_backward": lambda x: F.conv1d(
         x, x[0, :, None, :9].softmax(-1), padding=4, groups=16
@@ -198,6 +202,10 @@ def test_the_gradient_of_a_product_of_groups_is_two_products_of_groups():
 
 
 FORMULAS = {
+    "binary_cross_entropy_with_logits": lambda x, w: F.binary_cross_entropy_with_logits(x, w.detach()),
+    "binary_cross_entropy_with_logits with weights": lambda x, w: F.binary_cross_entropy_with_logits(
+        x, w.detach() / 2, weight=w.detach()[:1], pos_weight=w.detach()[0, 0, 0] + 1, reduction="none"
+    ),
     "cumsum": lambda x, _: x.cumsum(-1),
     "elu": lambda x, _: F.elu(x, 0.7),
     "flip": lambda x, _: x.flip(0, 2),
@@ -205,10 +213,16 @@ FORMULAS = {
         x, w[:, 0, :, :2, None].expand(-1, -1, -1, 2), align_corners=False
     ),
     "hardswish": lambda x, _: F.hardswish(x * 3),
+    "im2col": lambda x, _: F.unfold(x, (2, 3), padding=1, stride=(1, 2)),
+    "kl_div": lambda x, w: F.kl_div(x.log_softmax(-1), w.detach(), reduction="batchmean"),
+    "kl_div of logarithms": lambda x, w: torch.kl_div(x, w.detach()[0].log(), 1, log_target=True),
     "mish": lambda x, _: F.mish(x),
     "pixel_shuffle": lambda x, _: F.pixel_shuffle(x, 2),
     "rms_norm": lambda x, w: F.rms_norm(x, (4, 6), w[0, 0, :, :6].contiguous(), eps=1e-3),
     "rms_norm without weight": lambda x, _: F.rms_norm(x, (6,)),
+    "roll": lambda x, _: x.roll((1, -2), (-1, 2)),
+    "roll of all": lambda x, _: x.roll(5),
+    "smooth_l1_loss": lambda x, w: F.smooth_l1_loss(x, w.detach(), beta=0.3),
     "upsample_bilinear2d": lambda x, _: F.interpolate(x, scale_factor=(2, 1.5), mode="bilinear"),
     "upsample_bilinear2d to a size": lambda x, _: F.interpolate(
         x, (7, 5), mode="bilinear", align_corners=True
@@ -240,7 +254,7 @@ def test_a_call_whose_gradient_has_a_formula_runs_no_second_forward(case, dtype,
     used = []
     name = case.split()[0]
     formulas = {
-        key: lambda *args, key=key, of=of: (used.append(key[0]), of(*args))[1]
+        key: lambda *args, key=key, of=of, **named: (used.append(key[0]), of(*args, **named))[1]
         for key, of in direct_gradients.FORMULAS.items()
     }
     monkeypatch.setattr(torch_calls, "FORMULAS", formulas)
