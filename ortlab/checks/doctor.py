@@ -98,7 +98,7 @@ def examine_wrappers(module: torch.nn.Module) -> Check:
     The check is "ok" where ORT is inside what belongs around it, "fail" where the order cannot work, and "warn" where
     nothing runs on ORT; with the nest in one line, and what mends it.
     """
-    from ortlab.runs.wrapper_order import wrapper_order
+    from ortlab.runs.wrapping import wrapper_order
 
     name, order = "Wrappers", wrapper_order(module)
     if order.fault is not None:
