@@ -7,9 +7,9 @@
 - `viewer`: the page that draws a graph
 """
 
-from ortlab.graphs.nodes import node_names
+from ortlab.graphs.nodes import Value, node_names
 from ortlab.graphs.origins import Origin, origins
-from ortlab.graphs.stages import STAGES, Graph, GraphSet, TracedModel, Value
+from ortlab.graphs.stages import STAGES, Graph, GraphSet, TracedModel
 from ortlab.graphs.summary import GraphSummary
 
 __all__ = [

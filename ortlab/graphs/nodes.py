@@ -1,21 +1,40 @@
-"""What a node of a graph tells by itself: its name, its operator, the module in its name, and its pass of a step."""
+"""What one node of a graph tells: its name, its operator, the module in its name, its pass of a step; and one value."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from ortlab.memory.recompute import COPY, HELD
 
 if TYPE_CHECKING:
-    from onnx import GraphProto, NodeProto
+    from onnx import GraphProto, NodeProto, ValueInfoProto
 
 INSIDE: Final = "_original_module"
 """What ORTModule's own module calls the user's."""
 
 _GRADIENT: Final = "_Grad/"
 _REPLACED: Final = re.compile(r"(?:/\w+(?:Replacement|Fusion)\w*/)+(?:_token_\d+)?$")
+
+
+@dataclass(frozen=True)
+class Value:
+    """An input or output of a graph."""
+
+    name: str  #: Its name in the graph
+    dtype: str  #: ONNX element type, lower case - "float", "int64", ...
+    shape: tuple[int | str, ...]  #: Sizes; a symbolic size is a string
+
+
+def value_of(info: ValueInfoProto) -> Value:
+    """Return name, type and shape of a value as ONNX states them."""
+    import onnx
+
+    tensor = info.type.tensor_type
+    shape = tuple(size.dim_param or size.dim_value for size in tensor.shape.dim)
+    return Value(info.name, onnx.TensorProto.DataType.Name(tensor.elem_type).lower(), shape)
 
 
 def node_names(graph: GraphProto) -> list[str]:

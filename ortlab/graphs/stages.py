@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.errors import BuildError, OptionError
-from ortlab.graphs.nodes import operator_of
+from ortlab.graphs.nodes import Value, operator_of, value_of
 from ortlab.graphs.origins import Origin, origins
+from ortlab.graphs.summary import GraphSummary, summarize
 from ortlab.shown import Shown
 
 if TYPE_CHECKING:
     import pandas as pd
-    from onnx import FunctionProto, GraphProto, ModelProto, TensorProto, ValueInfoProto
+    from onnx import FunctionProto, GraphProto, ModelProto, TensorProto
 
-    from ortlab.graphs.summary import GraphSummary
     from ortlab.memory.saved_activations import SavedActivations
     from ortlab.memory.trace import Trace
 
@@ -34,15 +34,6 @@ STAGES: Final = {
 
 VIEWED_BYTES: Final = 1024
 """Constants up to this size keep their values in a graph that is shown."""
-
-
-@dataclass(frozen=True)
-class Value:
-    """An input or output of a graph."""
-
-    name: str  #: Its name in the graph
-    dtype: str  #: ONNX element type, lower case - "float", "int64", ...
-    shape: tuple[int | str, ...]  #: Sizes; a symbolic size is a string
 
 
 @dataclass(frozen=True)
@@ -117,8 +108,6 @@ class Graph(Shown):
     @cached_property
     def summary(self) -> GraphSummary:
         """Operators by count and time, inputs, outputs, parameters, and where the nodes come from."""
-        from ortlab.graphs.summary import summarize
-
         return summarize(self)
 
     @property
@@ -253,15 +242,6 @@ class Graph(Shown):
             "passes": summary.counts,
             "forward_origins": {**summary.origins, "lines_recorded": summary.lines_recorded},
         }
-
-
-def value_of(info: ValueInfoProto) -> Value:
-    """Return name, type and shape of a value as ONNX states them."""
-    import onnx
-
-    tensor = info.type.tensor_type
-    shape = tuple(size.dim_param or size.dim_value for size in tensor.shape.dim)
-    return Value(info.name, onnx.TensorProto.DataType.Name(tensor.elem_type).lower(), shape)
 
 
 _VALUES: Final = (
