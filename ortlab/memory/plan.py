@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import reduce
+from operator import add
 from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.errors import OptionError
 from ortlab.memory import dialects, formulas
-from ortlab.memory.symbolic_sizes import check_names, other_symbols
+from ortlab.memory.dialects import sentence
+from ortlab.memory.symbolic_sizes import check_names, other_symbols, summed
 from ortlab.shown import Shown
 
 if TYPE_CHECKING:
@@ -215,8 +218,6 @@ class MemoryPlan(Shown):
     def _parts_at(
         self, batch: int | None, sequence: int | None, density: float | None, sizes: Mapping[str, int]
     ) -> MemoryPlan:
-        from ortlab.memory.plan_reading import merged
-
         known = {path: {*plan.symbols, *plan.unresolved} for path, plan in self.of_parts.items()}
         check_names(sizes, sorted(set().union(*known.values())))
         again = {
@@ -304,6 +305,62 @@ class MemoryPlan(Shown):
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""
         return asdict(self)
+
+
+def merged(plans: Mapping[str, MemoryPlan], missing: tuple[str, ...] = ()) -> MemoryPlan:
+    """Put together the plans of a model's parts, by path: a configuration acts on all parts that have it.
+
+    `missing` names the parts that have no plan yet.
+    """
+    rows: dict[str, list[tuple[str, PlanRow]]] = {}
+    for path, plan in plans.items():
+        for row in plan.rows:
+            rows.setdefault(row.config, []).append((path, row))
+    together = sorted((_together(places) for places in rows.values()), key=by_saving)
+    symbols: dict[str, int] = {}
+    origins: dict[str, str] = {}
+    for path, plan in plans.items():
+        for name, size in plan.symbols.items():
+            alike = all(other.symbols.get(name, size) == size for other in plans.values())
+            shown = name if alike else f"{path}: {name}"
+            symbols[shown] = size
+            if name in plan.origins:
+                origins[shown] = plan.origins[name]
+    report = "\n\n".join(f"{path}\n{plan.report}" for path, plan in plans.items() if plan.report)
+    several = list(plans.values())
+    sets = [one.level_set for one in several if one.level_set]
+    absent = [one for one in several[0].absent if all(one in other.absent for other in several)]
+    return MemoryPlan(
+        tuple(together),
+        symbols,
+        max(plan.memory_level for plan in several),
+        report,
+        missing,
+        probe=several[0].probe,
+        absent=tuple(absent),
+        origins=origins,
+        of_parts=dict(plans),
+        level_set=reduce(add, sets) if sets else None,
+    )
+
+
+def _together(places: list[tuple[str, PlanRow]]) -> PlanRow:
+    rows = [row for _, row in places]
+    frequency = sum(row.frequency for row in rows)
+    layers = summed(row.layers for row in rows)
+    return replace(
+        rows[0],
+        frequency=frequency,
+        saving_symbolic="; ".join(f"{path}: {row.saving_symbolic}" for path, row in places),
+        saving_bytes=summed(row.saving_bytes for row in rows),
+        enabled=any(row.enabled for row in rows),
+        sentence=sentence(rows[0].cluster, rows[0].strategy, frequency, layers),
+        parts=tuple(path for path, _ in places),
+        excludes=tuple(dict.fromkeys(other for row in rows for other in row.excludes)),
+        applied=summed(row.applied for row in rows),
+        unresolved=tuple(dict.fromkeys(name for row in rows for name in row.unresolved)),
+        layers=layers,
+    )
 
 
 def without_count(part: str) -> str:

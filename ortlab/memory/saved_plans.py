@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.errors import OptionError
 from ortlab.memory import alleviation, dialects, feature_matrix, formulas, insight
+from ortlab.memory.dialects import sentence
 from ortlab.memory.plan import without_count
-from ortlab.memory.plan_reading import sentence
 from ortlab.options import plan_syntax
 from ortlab.shown import Shown
 

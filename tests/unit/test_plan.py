@@ -9,7 +9,9 @@ import pytest
 
 from ortlab.errors import OptionError
 from ortlab.memory import formulas
-from ortlab.memory.plan_reading import merged, read_plan, sentence, with_measured_density
+from ortlab.memory.dialects import sentence
+from ortlab.memory.plan import merged
+from ortlab.memory.plan_reading import read_plan, with_measured_density
 from ortlab.options.options import Options
 from ortlab.records.density import LABEL, Density, DensityRow
 from ortlab.records.runs import Run
