@@ -5,13 +5,12 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any, Final
 
-from ortlab.lab.following import observe, shown_ranks
+from ortlab.lab.following import note_shown, observe, shown_ranks
 from ortlab.notebook.widgets import controls
 from ortlab.notebook.widgets.activations_explorer import ActivationsExplorer
 from ortlab.notebook.widgets.browser import compact, compacted_style, living
 from ortlab.notebook.widgets.budget_part import BudgetPart
 from ortlab.notebook.widgets.controls import Looks, close_tree
-from ortlab.notebook.widgets.display import note_shown
 from ortlab.notebook.widgets.frame import PANEL, SHEET, Attendant, SavedForm, forms
 from ortlab.notebook.widgets.graph_display import GraphPart, highlight, highlight_plans
 from ortlab.notebook.widgets.header import Actions, Header
