@@ -13,7 +13,7 @@ from ortlab.errors import OptionError
 from ortlab.memory import alleviation, dialects, feature_matrix, formulas, insight
 from ortlab.memory.dialects import sentence
 from ortlab.memory.plan import without_count
-from ortlab.options import plan_syntax
+from ortlab.options import variables
 from ortlab.shown import Shown
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def read_saved(source: str | os.PathLike[str]) -> SavedPlans:
         )
     if not dialects.has_tables(text):
         try:
-            plans, dialect = plan_syntax.read_plans(text), plan_syntax.dialect_of(text)
+            plans, dialect = variables.read_plans(text), variables.dialect_of(text)
         except OptionError as error:
             raise OptionError(
                 f"{_begun(name)} holds neither plans nor a table of plans.",

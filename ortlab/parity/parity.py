@@ -1,4 +1,4 @@
-"""PyTorch against ONNX Runtime: each tensor of a step in two runs, the first that differs, and the whole record."""
+"""PyTorch against ONNX Runtime: each tensor of a step in two runs, the first that differs; and checks of functions."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ortlab.shown import Shown
 if TYPE_CHECKING:
     import pandas as pd
     import torch
+
 
 INPUT: Final = "input"
 OUTPUT: Final = "output"
@@ -357,3 +358,46 @@ def _row(pair: TensorPair) -> dict[str, object]:
     for fact in ("shape", "dtype", "mean", "std", "minimum", "maximum", "nan", "inf"):
         row |= {f"{side} {fact}": getattr(seen, fact) if seen else None for side, seen in sides}
     return row
+
+
+@dataclass(frozen=True)
+class FunctionCheck:
+    """One Function: whether its backward is the derivative of its forward.
+
+    Attributes
+    ----------
+    name
+        Its class, with the module that it is from.
+    calls
+        How often one forward of the model called it.
+    state
+        "agrees", "differs", or "not checked".
+    found
+        What differs, or why it was not checked; empty where it agrees.
+    """
+
+    name: str
+    calls: int
+    state: str
+    found: str = ""
+
+
+@dataclass(frozen=True, repr=False)
+class FunctionReport(Shown):
+    """The Functions of a model, in the order of their first calls.
+
+    Attributes
+    ----------
+    model
+        Name of the model's class.
+    checks
+        One per Function.
+    """
+
+    model: str
+    checks: tuple[FunctionCheck, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether no backward differs from the derivative of its forward."""
+        return not any(check.state == "differs" for check in self.checks)

@@ -1,15 +1,18 @@
-"""What the doctor looked at, with the report of all; and a recipe for what this machine has."""
+"""What the doctor looked at; a recipe for what this machine has; what a self-test found, and what it did not run."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from ortlab.errors import OrtlabError
+from ortlab.records.record_files import JsonRecord
 from ortlab.shown import Shown
 
 if TYPE_CHECKING:
     import pandas as pd
+
 
 Status: TypeAlias = Literal["ok", "warn", "fail"]
 
@@ -81,3 +84,105 @@ class Recipe(Shown):
     title: str
     code: str
     missing: tuple[str, ...] = ()
+
+
+Outcome: TypeAlias = Literal["held", "did not hold", "stated", "failed", "not run"]
+"""`stated` is a figure that nothing is claimed of; what `failed` ended in an error, or did not end."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was tried, and its figure.
+
+    Attributes
+    ----------
+    part
+        "installation", "models", "switches", "optimizers", "memory" or "headline"; "GPU" for what only `--gpu` tries.
+    name
+        What was tried.
+    outcome
+        See `Outcome`.
+    said
+        The figure in words, or why there is none.
+    value
+        The figure, in the unit that `said` names; None if there is none.
+    bound
+        What it had to be at most; None if nothing is claimed.
+    """
+
+    part: str
+    name: str
+    outcome: Outcome
+    said: str
+    value: float | None = None
+    bound: float | None = None
+
+    @classmethod
+    def held_to(cls, bound: float, part: str, name: str, said: str, value: float) -> Finding:
+        """Judge a figure by its bound, which is added to what is said; nan does not hold."""
+        outcome: Outcome = "held" if value <= bound else "did not hold"
+        return cls(part, name, outcome, f"{said} (at most {bound:g})", value, bound)
+
+    @classmethod
+    def of_error(cls, part: str, name: str, error: Exception) -> Finding:
+        """Say what a trial failed with: an error of ortlab without its next step, any other by its first line."""
+        words = (
+            " ".join(filter(None, (error.what, error.why))) if isinstance(error, OrtlabError) else str(error)
+        )
+        first = (words.strip().splitlines() or [""])[0]
+        return cls(part, name, "failed", f"{type(error).__name__}: {first}")
+
+
+@dataclass(frozen=True, repr=False)
+class SelfTest(Shown, JsonRecord, noun="self-test", layout=1):
+    """Everything that a self-test tried.
+
+    Attributes
+    ----------
+    device
+        "cpu" or "cuda".
+    machine
+        Facts of the machine by name: GPU, cores, memory, versions.
+    started_at
+        Start, ISO 8601, UTC.
+    seconds
+        What each part took, in s.
+    findings
+        In the order of trying.
+    interrupted
+        Whether it was ended before its last part.
+    """
+
+    device: str
+    machine: dict[str, str]
+    started_at: str
+    seconds: dict[str, float] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
+    interrupted: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing failed, everything claimed held, and it ran to its end."""
+        return not self.interrupted and all(
+            one.outcome not in {"failed", "did not hold"} for one in self.findings
+        )
+
+    @property
+    def not_run(self) -> tuple[Finding, ...]:
+        """What was not tried here, each with the reason."""
+        return tuple(one for one in self.findings if one.outcome == "not run")
+
+    def table(self) -> pd.DataFrame:
+        """Return one row a finding, with the columns part, name, outcome, said, value and bound."""
+        import pandas as pd
+
+        columns = [one.name for one in dataclasses.fields(Finding)]
+        return pd.DataFrame([dataclasses.astuple(one) for one in self.findings], columns=columns)
+
+    def _fields(self) -> dict[str, Any]:
+        return {"ok": self.ok, **dataclasses.asdict(self)}
+
+    @classmethod
+    def _of_fields(cls, fields: dict[str, Any]) -> SelfTest:
+        del fields["ok"]
+        return cls(**{**fields, "findings": tuple(Finding(**one) for one in fields["findings"])})
