@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from ortlab.engine.execution import Execution
     from ortlab.memory.device_snapshot import MemorySnapshot
     from ortlab.memory.measured import MemoryMeasurement
-    from ortlab.memory.saved_activations import SavedActivations
     from ortlab.runs.bench import Bench
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from ortlab.parity.parity import DONE, FOUND, NOT_DONE, UPDATED_PARAMETER, ChecklistItem, Site
 
 if TYPE_CHECKING:
-    from ortlab.parity.parity import Site
     from ortlab.parity.tensor_comparison import Compared
     from ortlab.records.runs import Run
 

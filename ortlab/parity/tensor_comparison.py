@@ -19,7 +19,6 @@ from ortlab.records.activation_statistics import TensorStatistics
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ortlab.parity.parity import Site
 
 _LARGE: Final = 1 << 20
 """Bytes from which on a tensor is written by a thread: below, to hand it over takes longer than to write it."""

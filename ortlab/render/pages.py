@@ -50,7 +50,7 @@ from ortlab.render.graph_pages import (
     with_picture,
 )
 from ortlab.render.kernel_pages import kernel_page, kernels_page, tuning_page
-from ortlab.render.lab_pages import status_page
+from ortlab.render.lab_pages import messages_page, option_list_page, options_page, status_page
 from ortlab.render.memory_pages import (
     measurement_page,
     measurement_plot,
@@ -58,8 +58,6 @@ from ortlab.render.memory_pages import (
     phases_plot,
     snapshot_page,
 )
-from ortlab.render.message_pages import messages_page
-from ortlab.render.option_pages import option_list_page, options_page
 from ortlab.render.parity_pages import function_page, parity_page, parity_plot
 from ortlab.render.plan_pages import plan_page, saved_plans_page
 from ortlab.render.profile_pages import flops_page, flops_plot, savings_page, savings_plot, trace_page

@@ -22,8 +22,7 @@ from ortlab.notebook.widgets.switches import SwitchList
 from ortlab.options.options import Options
 from ortlab.render import html
 from ortlab.render.execution_words import ENGINE_NAMES, engine_words
-from ortlab.render.lab_pages import lab_page, switch_words
-from ortlab.render.message_pages import warnings_text
+from ortlab.render.lab_pages import lab_page, switch_words, warnings_text
 
 if TYPE_CHECKING:
     import ipywidgets as widgets
