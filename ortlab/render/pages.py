@@ -49,7 +49,6 @@ from ortlab.render.graph_pages import (
     graph_set_page,
     with_picture,
 )
-from ortlab.render.kernel_pages import kernel_page, kernels_page, tuning_page
 from ortlab.render.lab_pages import messages_page, option_list_page, options_page, status_page
 from ortlab.render.memory_pages import (
     measurement_page,
@@ -60,7 +59,16 @@ from ortlab.render.memory_pages import (
 )
 from ortlab.render.parity_pages import function_page, parity_page, parity_plot
 from ortlab.render.plan_pages import plan_page, saved_plans_page
-from ortlab.render.profile_pages import flops_page, flops_plot, savings_page, savings_plot, trace_page
+from ortlab.render.profile_pages import (
+    flops_page,
+    flops_plot,
+    kernel_page,
+    kernels_page,
+    savings_page,
+    savings_plot,
+    trace_page,
+    tuning_page,
+)
 from ortlab.render.ranks_pages import balance_page, balance_plot, cluster_page, ranks_page, ranks_plot
 from ortlab.render.run_pages import ledger_page, run_page
 from ortlab.render.sweep_page import sweep_page, sweep_plot

@@ -35,10 +35,10 @@ from ortlab.runs.wrapping import Takeover, check_wrappable
 if TYPE_CHECKING:
     import torch
 
+    from ortlab.analyses.memory import Snapshotting
     from ortlab.lab.lab import Lab
     from ortlab.options.options import Need
     from ortlab.parity.subscribers import Subscription
-    from ortlab.runs.allocator_history import Snapshotting
     from ortlab.runs.experiment import Experiment
     from ortlab.runs.parts import Wishes
     from ortlab.runs.recording import LoopRecording
