@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -74,6 +74,14 @@ def generate(_: Sphinx) -> None:
         shutil.copy(notebook, GENERATED / f"{notebook.stem.partition('_')[2]}.ipynb")
 
 
+def keep_colons(*event: Any) -> None:
+    """Begin what is said of an attribute with an empty line: in the first, words before a colon are napoleon's type."""
+    *_, lines = event
+    if event[1] in {"attribute", "property", "data"}:
+        lines.insert(0, "")
+
+
 def setup(app: Sphinx) -> None:
-    """Let each build start with `generate`."""
+    """Let each build start with `generate`, and no words be taken for types."""
     app.connect("builder-inited", generate)
+    app.connect("autodoc-process-docstring", keep_colons, priority=400)  # napoleon's is 500

@@ -130,38 +130,22 @@ _BETWEEN: Final = "com.microsoft.YieldOp"
 
 @dataclass(frozen=True, repr=False)
 class GraphDiff(Shown, JsonRecord, noun="difference of graphs", layout=1):
-    """The differences of two graphs.
+    """The differences of two graphs."""
 
-    Attributes
-    ----------
-    before, after
-        The graphs.
-    matched
-        Names of the nodes that are in both, in `before` and in `after`, in the order of the first.
-    added, removed
-        Nodes that are in one graph only, and for which nothing stands in the other.
-    recomputed, recomputed_before
-        Copies of nodes that run again in the backward, in `after` only and in `before` only.
-    rewritten
-        Nodes whose results others make; see `fused`.
-    moved
-        Nodes that do the same elsewhere.
-    changed
-        What is different about nodes that are in both.
-    graphs
-        The two graphs themselves, so that they can be drawn; none in a difference that was read from JSON.
-    """
-
-    before: Side
-    after: Side
+    before: Side  #: The graphs
+    after: Side  #: See `before`
+    #: Names of the nodes that are in both, in `before` and in `after`, in the order of the first.
     matched: tuple[tuple[str, str], ...] = ()
+    #: Nodes that are in one graph only, and for which nothing stands in the other.
     added: tuple[DiffNode, ...] = ()
-    removed: tuple[DiffNode, ...] = ()
+    removed: tuple[DiffNode, ...] = ()  #: See `added`
+    #: Copies of nodes that run again in the backward, in `after` only and in `before` only.
     recomputed: tuple[DiffNode, ...] = ()
-    recomputed_before: tuple[DiffNode, ...] = ()
-    rewritten: tuple[Rewrite, ...] = ()
-    moved: tuple[Move, ...] = ()
-    changed: tuple[Change, ...] = ()
+    recomputed_before: tuple[DiffNode, ...] = ()  #: See `recomputed`
+    rewritten: tuple[Rewrite, ...] = ()  #: Nodes whose results others make; see `fused`
+    moved: tuple[Move, ...] = ()  #: Nodes that do the same elsewhere
+    changed: tuple[Change, ...] = ()  #: What is different about nodes that are in both
+    #: The two graphs themselves, so that they can be drawn; none in a difference that was read from JSON.
     graphs: tuple[Graph, ...] = field(default=(), repr=False, compare=False)
 
     @property

@@ -48,21 +48,11 @@ class NodeFlops:
 
 @dataclass(frozen=True, repr=False)
 class Flops(Shown, JsonRecord, noun="record of FLOPs", layout=1):
-    """What one training step on ONNX Runtime calculates.
+    """What one training step on ONNX Runtime calculates."""
 
-    Attributes
-    ----------
-    nodes
-        In the order in which they ran.
-    configuration
-        The switches that differ from the defaults, in words.
-    part
-        Path of the wrapped part; empty for the whole model.
-    """
-
-    nodes: tuple[NodeFlops, ...]
-    configuration: str = ""
-    part: str = ""
+    nodes: tuple[NodeFlops, ...]  #: In the order in which they ran
+    configuration: str = ""  #: The switches that differ from the defaults, in words
+    part: str = ""  #: Path of the wrapped part; empty for the whole model
 
     @property
     def forward(self) -> int:
@@ -182,22 +172,13 @@ class NodeChange:
 
 @dataclass(frozen=True, repr=False)
 class FlopSavings(Shown, JsonRecord, noun="record of saved FLOPs", layout=2):
-    """One training step with a switch and without it.
+    """One training step with a switch and without it."""
 
-    Attributes
-    ----------
-    without, having
-        The same step, profiled without the switch and with it.
-    same
-        Which node of the one graph is which of the other, by their names, as `ortlab.graphs.diff` matches them.
-    changed
-        What differs between both, in words: "compute_optimizer=False against True".
-    """
-
-    without: Flops
-    having: Flops
+    without: Flops  #: The same step, profiled without the switch and with it
+    having: Flops  #: See `without`
+    #: Which node of the one graph is which of the other, by their names, as `ortlab.graphs.diff` matches them.
     same: Mapping[str, str]
-    changed: str = ""
+    changed: str = ""  #: What differs between both, in words: "compute_optimizer=False against True"
 
     @property
     def saved(self) -> int:

@@ -53,38 +53,21 @@ class TracedModel:
 
 @dataclass(frozen=True, repr=False)
 class Graph(Shown):
-    """One ONNX graph.
+    """One ONNX graph."""
 
-    Attributes
-    ----------
-    stage
-        One of `STAGES`.
-    mode
-        "training" or "inference".
-    serialized
-        The model as ONNX stores it. It holds constants, and no weights: ORTModule feeds those as inputs.
-    part
-        Path of the part of the model that it is of; empty where the whole model is wrapped.
-    traced
-        What is known of the module that it was traced from; nothing for a graph that was read from a file.
-    activations
-        What its forward keeps for its backward, where somebody has read it; see `with_activations`.
-    trace
-        A profiled step of it, where there is one; see `with_profile`.
-    stripped_bytes
-        Bytes of constants that were left out for viewing; 0 in a graph that can run.
-    note
-        How it came about, where it was built to be looked at; empty where it was there.
-    """
-
-    stage: str
-    mode: str
+    stage: str  #: One of `STAGES`
+    mode: str  #: "training" or "inference"
+    #: The model as ONNX stores it. It holds constants, and no weights: ORTModule feeds those as inputs.
     serialized: bytes = field(repr=False)
-    part: str = ""
+    part: str = ""  #: Path of the part of the model that it is of; empty where the whole model is wrapped
+    #: What is known of the module that it was traced from; nothing for a graph that was read from a file.
     traced: TracedModel = field(default=TracedModel(), repr=False, compare=False)
+    #: What its forward keeps for its backward, where somebody has read it; see `with_activations`.
     activations: SavedActivations | None = field(default=None, repr=False, compare=False)
+    #: A profiled step of it, where there is one; see `with_profile`.
     trace: Trace | None = field(default=None, repr=False, compare=False)
-    stripped_bytes: int = 0
+    stripped_bytes: int = 0  #: Bytes of constants that were left out for viewing; 0 in a graph that can run
+    #: How it came about, where it was built to be looked at; empty where it was there.
     note: str = field(default="", repr=False, compare=False)
 
     @cached_property

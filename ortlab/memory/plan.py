@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
     from ortlab.memory.recompute import LevelSet
 
-STRATEGIES: Final = {0: "keep", 1: "recompute", 2: "recompute with compromise"}
-"""Names of the strategies in `<cluster>:<strategy>:<count>` (row F13)."""
-
 
 @dataclass(frozen=True)
 class PlanRow:
@@ -63,11 +60,6 @@ class PlanRow:
     measured_cost_ms: float | None = None
 
     @property
-    def strategy_name(self) -> str:
-        """Name of the strategy, one of `STRATEGIES`."""
-        return STRATEGIES[self.strategy]
-
-    @property
     def as_asked(self) -> bool:
         """Whether ORT applies it in as many places as asked for; true as well where nobody has asked or looked."""
         if self.requested is None or self.applied is None:
@@ -91,51 +83,31 @@ class MemoryPlan(Shown):
 
     The savings overlap where clusters share operators, and freed memory can lie away from the peak, so the sum of
     the rows is no prediction for all of them together. Measure: enable, rerun, compare.
-
-    Attributes
-    ----------
-    rows
-        The plans.
-    symbols
-        Values of the symbolic dimensions that the savings were evaluated with; those of the first batch, unless
-        `origins` says otherwise.
-    memory_level
-        The lab's memory level; at 1 and 2 it chooses the plans itself.
-    report
-        ORT's own MemoryInsight text.
-    missing
-        Wrapped parts of the model that have no graph yet, because they were not called.
-    probe
-        ORT's probe level: "1:0" looks for subgraphs anywhere, "1:1" within transformer layers only.
-    absent
-        Plans that the present options ask for and the model does not have; ORT itself passes over them in silence.
-    origins
-        Where the value of a symbol comes from, in words, for those that the first batch does not give as they are.
-    label_totals
-        For each symbol that counts labels which are not ignored: the number of all labels, a formula (row T16).
-    of_parts
-        Where several parts of the model are wrapped: the plan of each by its path, of which this one is put together.
-    level_set
-        What `memory_level` stands for in this model; None at 0.
-    order_saving_bytes
-        What any plan takes off the peak because ORT orders all nodes differently once there is one, in bytes;
-        predicted by simulation, negative where the peak rises. It is part of each `peak_saving_bytes`.
-    note
-        How the graph came about, where it was built for this; empty where it was there.
     """
 
-    rows: tuple[PlanRow, ...]
+    rows: tuple[PlanRow, ...]  #: The plans
+    #: Values of the symbolic dimensions that the savings were evaluated with; those of the first batch, unless
+    #: `origins` says otherwise.
     symbols: Mapping[str, int]
-    memory_level: int
-    report: str
+    memory_level: int  #: The lab's memory level; at 1 and 2 it chooses the plans itself
+    report: str  #: ORT's own MemoryInsight text
+    #: Wrapped parts of the model that have no graph yet, because they were not called.
     missing: tuple[str, ...] = ()
+    #: ORT's probe level: "1:0" looks for subgraphs anywhere, "1:1" within transformer layers only.
     probe: str = "1:0"
+    #: Plans that the present options ask for and the model does not have; ORT itself passes over them in silence.
     absent: tuple[str, ...] = ()
+    #: Where the value of a symbol comes from, in words, for those that the first batch does not give as they are.
     origins: Mapping[str, str] = field(default_factory=dict)
+    #: For each symbol that counts labels which are not ignored: the number of all labels, a formula (row T16).
     label_totals: Mapping[str, str] = field(default_factory=dict)
+    #: Where several parts of the model are wrapped: the plan of each by its path, of which this one is put together.
     of_parts: Mapping[str, MemoryPlan] = field(default_factory=dict)
-    level_set: LevelSet | None = None
+    level_set: LevelSet | None = None  #: What `memory_level` stands for in this model; None at 0
+    #: What any plan takes off the peak because ORT orders all nodes differently once there is one, in bytes; predicted
+    #: by simulation, negative where the peak rises. It is part of each `peak_saving_bytes`.
     order_saving_bytes: float | None = None
+    #: How the graph came about, where it was built for this; empty where it was there.
     note: str = field(default="", compare=False)
 
     @property

@@ -155,37 +155,22 @@ class SavedActivations(Shown):
 
     The rows are buffers, so their bytes add up: two results that share one are one row. Parameters, buffers of the
     model and constants are not in it; nor are the inputs, which the caller holds.
-
-    Attributes
-    ----------
-    rows
-        The activations.
-    symbols
-        Sizes of the input's dimensions that the bytes are for.
-    inputs
-        Inputs that the backward reads.
-    applied
-        Recompute plans that are applied in the graph that it was read from.
-    missing
-        Wrapped parts of the model that have no graph yet, because they were not called.
-    effects
-        What each recompute plan does to it, applied alone to the graph without plans; empty where nobody has looked.
-    shown_by
-        What its page shows: the groups of one kind; everything where it is empty.
-    source
-        The lab that it was read from, as long as that lives; not written to JSON.
-    note
-        How its graph came about, where it was built for this; empty where it was there.
     """
 
-    rows: tuple[SavedActivation, ...]
+    rows: tuple[SavedActivation, ...]  #: The activations
+    #: Sizes of the input's dimensions that the bytes are for.
     symbols: Mapping[str, int] = field(default_factory=dict)
-    inputs: tuple[KeptInput, ...] = ()
-    applied: tuple[str, ...] = ()
+    inputs: tuple[KeptInput, ...] = ()  #: Inputs that the backward reads
+    applied: tuple[str, ...] = ()  #: Recompute plans that are applied in the graph that it was read from
+    #: Wrapped parts of the model that have no graph yet, because they were not called.
     missing: tuple[str, ...] = ()
+    #: What each recompute plan does to it, applied alone to the graph without plans; empty where nobody has looked.
     effects: tuple[PlanEffect, ...] = ()
+    #: What its page shows: the groups of one kind; everything where it is empty.
     shown_by: Kind | Literal[""] = ""
+    #: The lab that it was read from, as long as that lives; not written to JSON.
     source: ActivationsSource = field(default_factory=ActivationsSource, compare=False)
+    #: How its graph came about, where it was built for this; empty where it was there.
     note: str = field(default="", compare=False)
 
     @property

@@ -67,30 +67,14 @@ class SavedPlan:
 
 @dataclass(frozen=True, repr=False)
 class SavedPlans(Shown):
-    """Everything that a file or a log says about plans.
+    """Everything that a file or a log says about plans."""
 
-    Attributes
-    ----------
-    source
-        Name of the file, or "a text".
-    dialect
-        "2022", "2023" or "2024", after the year of the release that wrote or read it so.
-    rows
-        The plans, in its order.
-    symbols
-        Sizes of the batch that the log's figures are for.
-    log
-        Its tables; None for a configuration.
-    complete
-        Whether no table was cut off before its end.
-    """
-
-    source: str
-    dialect: str
-    rows: tuple[SavedPlan, ...]
-    symbols: Mapping[str, int]
-    log: Log | None = None
-    complete: bool = True
+    source: str  #: Name of the file, or "a text"
+    dialect: str  #: "2022", "2023" or "2024", after the year of the release that wrote or read it so
+    rows: tuple[SavedPlan, ...]  #: The plans, in its order
+    symbols: Mapping[str, int]  #: Sizes of the batch that the log's figures are for
+    log: Log | None = None  #: Its tables; None for a configuration
+    complete: bool = True  #: Whether no table was cut off before its end
 
     @property
     def enabled(self) -> tuple[str, ...]:

@@ -73,28 +73,16 @@ class Epoch:
 
 @dataclass(frozen=True, repr=False)
 class Balance(Shown, JsonRecord, noun="record of a load balance", layout=1):
-    """Epochs with and without load balancing.
+    """Epochs with and without load balancing."""
 
-    Attributes
-    ----------
-    sizes
-        Tokens of each sample of the data set: what it is balanced by.
-    without, having
-        Epochs of torch's `DistributedSampler`, and of the load balancing batch sampler.
-    padded
-        Whether a batch counts as its longest sample times its samples, as where it is padded, or as the tokens it has.
-    batch_size
-        Samples of a batch; 0 where a function of the user makes the batches.
-    drop_last
-        Whether what does not make a step for all ranks is left out.
-    """
-
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  #: Tokens of each sample of the data set: what it is balanced by
+    #: Epochs of torch's `DistributedSampler`, and of the load balancing batch sampler.
     without: tuple[Epoch, ...]
-    having: tuple[Epoch, ...]
+    having: tuple[Epoch, ...]  #: See `without`
+    #: Whether a batch counts as its longest sample times its samples, as where it is padded, or as the tokens it has.
     padded: bool
-    batch_size: int
-    drop_last: bool
+    batch_size: int  #: Samples of a batch; 0 where a function of the user makes the batches
+    drop_last: bool  #: Whether what does not make a step for all ranks is left out
 
     @property
     def ranks(self) -> int:

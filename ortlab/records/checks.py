@@ -19,24 +19,12 @@ Status: TypeAlias = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at.
+    """One thing that was looked at."""
 
-    Attributes
-    ----------
-    name
-        What, in a word or two.
-    status
-        "ok", "warn" (works, but not as well as it could) or "fail".
-    found
-        What was found, one line.
-    fix
-        Command or step that mends it; "" if nothing has to be mended.
-    """
-
-    name: str
-    status: Status
-    found: str
-    fix: str = ""
+    name: str  #: What, in a word or two
+    status: Status  #: "ok", "warn" (works, but not as well as it could) or "fail"
+    found: str  #: What was found, one line
+    fix: str = ""  #: Command or step that mends it; "" if nothing has to be mended
 
 
 @dataclass(frozen=True, repr=False)
@@ -66,24 +54,12 @@ class Report(Shown):
 
 @dataclass(frozen=True, repr=False)
 class Recipe(Shown):
-    """Code that puts ONNX Runtime and an optimizer together.
+    """Code that puts ONNX Runtime and an optimizer together."""
 
-    Attributes
-    ----------
-    name
-        "fused_adam", "deepspeed", "apex" or "all".
-    title
-        What it puts together.
-    code
-        Python, for a cell of its own.
-    missing
-        What it needs and this machine lacks, a sentence each with what mends it.
-    """
-
-    name: str
-    title: str
-    code: str
-    missing: tuple[str, ...] = ()
+    name: str  #: "fused_adam", "deepspeed", "apex" or "all"
+    title: str  #: What it puts together
+    code: str  #: Python, for a cell of its own
+    missing: tuple[str, ...] = ()  #: What it needs and this machine lacks, a sentence each with what mends it
 
 
 Outcome: TypeAlias = Literal["held", "did not hold", "stated", "failed", "not run"]
@@ -92,30 +68,15 @@ Outcome: TypeAlias = Literal["held", "did not hold", "stated", "failed", "not ru
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was tried, and its figure.
+    """One thing that was tried, and its figure."""
 
-    Attributes
-    ----------
-    part
-        "installation", "models", "switches", "optimizers", "memory" or "headline"; "GPU" for what only `--gpu` tries.
-    name
-        What was tried.
-    outcome
-        See `Outcome`.
-    said
-        The figure in words, or why there is none.
-    value
-        The figure, in the unit that `said` names; None if there is none.
-    bound
-        What it had to be at most; None if nothing is claimed.
-    """
-
+    #: "installation", "models", "switches", "optimizers", "memory" or "headline"; "GPU" for what only `--gpu` tries.
     part: str
-    name: str
-    outcome: Outcome
-    said: str
-    value: float | None = None
-    bound: float | None = None
+    name: str  #: What was tried
+    outcome: Outcome  #: See `Outcome`
+    said: str  #: The figure in words, or why there is none
+    value: float | None = None  #: The figure, in the unit that `said` names; None if there is none
+    bound: float | None = None  #: What it had to be at most; None if nothing is claimed
 
     @classmethod
     def held_to(cls, bound: float, part: str, name: str, said: str, value: float) -> Finding:
@@ -135,30 +96,14 @@ class Finding:
 
 @dataclass(frozen=True, repr=False)
 class SelfTest(Shown, JsonRecord, noun="self-test", layout=1):
-    """Everything that a self-test tried.
+    """Everything that a self-test tried."""
 
-    Attributes
-    ----------
-    device
-        "cpu" or "cuda".
-    machine
-        Facts of the machine by name: GPU, cores, memory, versions.
-    started_at
-        Start, ISO 8601, UTC.
-    seconds
-        What each part took, in s.
-    findings
-        In the order of trying.
-    interrupted
-        Whether it was ended before its last part.
-    """
-
-    device: str
-    machine: dict[str, str]
-    started_at: str
-    seconds: dict[str, float] = field(default_factory=dict)
-    findings: tuple[Finding, ...] = ()
-    interrupted: bool = False
+    device: str  #: "cpu" or "cuda"
+    machine: dict[str, str]  #: Facts of the machine by name: GPU, cores, memory, versions
+    started_at: str  #: Start, ISO 8601, UTC
+    seconds: dict[str, float] = field(default_factory=dict)  #: What each part took, in s
+    findings: tuple[Finding, ...] = ()  #: In the order of trying
+    interrupted: bool = False  #: Whether it was ended before its last part
 
     @property
     def ok(self) -> bool:

@@ -8,30 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Part:
-    """One wrapped sub-module, and who executed it.
+    """One wrapped sub-module, and who executed it."""
 
-    Attributes
-    ----------
-    path
-        Where it is in the model, as `named_modules` says: "encoder.layer.0".
-    kind
-        Name of its class.
-    parameters
-        Numbers in its parameters.
-    calls
-        How often it was called.
-    on_ort
-        How many of these calls ONNX Runtime executed.
-    fallback_reason
-        Why PyTorch executed one of them; empty if it executed none.
-    """
-
-    path: str
-    kind: str
-    parameters: int
-    calls: int = 0
-    on_ort: int = 0
-    fallback_reason: str = ""
+    path: str  #: Where it is in the model, as `named_modules` says: "encoder.layer.0"
+    kind: str  #: Name of its class
+    parameters: int  #: Numbers in its parameters
+    calls: int = 0  #: How often it was called
+    on_ort: int = 0  #: How many of these calls ONNX Runtime executed
+    fallback_reason: str = ""  #: Why PyTorch executed one of them; empty if it executed none
 
     @property
     def executed(self) -> bool:
@@ -41,22 +25,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Coverage:
-    """The wrapped parts of a model; empty (and false) where the model is wrapped as a whole, or PyTorch was asked for.
+    """The wrapped parts of a model; empty, false, where all of it is wrapped or PyTorch was asked for."""
 
-    Attributes
-    ----------
-    parts
-        In the order of the model.
-    covered
-        Numbers in the parameters of the parts that ONNX Runtime executed; before the first call, of all parts. A
-        parameter that two parts share counts once.
-    parameters
-        Numbers in the model's parameters.
-    """
-
-    parts: tuple[Part, ...] = ()
+    parts: tuple[Part, ...] = ()  #: In the order of the model
+    #: Numbers in the parameters of the parts that ONNX Runtime executed; before the first call, of all parts. A
+    #: parameter that two parts share counts once.
     covered: int = 0
-    parameters: int = 0
+    parameters: int = 0  #: Numbers in the model's parameters
 
     def __bool__(self) -> bool:
         """Tell whether there are parts."""

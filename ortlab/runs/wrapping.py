@@ -291,18 +291,10 @@ _NOT_WITH_ORT: Final = {
 
 @dataclass(frozen=True)
 class Layer:
-    """One thing around a model, or the model itself.
+    """One thing around a model, or the model itself."""
 
-    Attributes
-    ----------
-    kind
-        "ORT", the name of a wrapper such as "DistributedDataParallel", or "" for the model.
-    name
-        How it is written in a nest: the kind, or the class of the model.
-    """
-
-    kind: str
-    name: str
+    kind: str  #: "ORT", the name of a wrapper such as "DistributedDataParallel", or "" for the model
+    name: str  #: How it is written in a nest: the kind, or the class of the model
 
 
 @dataclass(frozen=True)
@@ -316,21 +308,11 @@ class Fault:
 
 @dataclass(frozen=True)
 class WrapperOrder:
-    """The wrappers around a model, as they are nested.
+    """The wrappers around a model, as they are nested."""
 
-    Attributes
-    ----------
-    layers
-        From the outermost to the model.
-    inside
-        Kinds of wrappers around parts of the model.
-    fault
-        What is wrong with the order; None if nothing is.
-    """
-
-    layers: tuple[Layer, ...]
-    inside: tuple[str, ...]
-    fault: Fault | None
+    layers: tuple[Layer, ...]  #: From the outermost to the model
+    inside: tuple[str, ...]  #: Kinds of wrappers around parts of the model
+    fault: Fault | None  #: What is wrong with the order; None if nothing is
 
     @property
     def written(self) -> str:

@@ -34,40 +34,23 @@ TOO_LARGE: Final = frozenset({OVER, RAN_OUT, PREDICTED})
 
 @dataclass(frozen=True)
 class BatchSizePoint:
-    """One batch size under one set of plans.
+    """One batch size under one set of plans."""
 
-    Attributes
-    ----------
-    size
-        Samples in the batch.
-    plans
-        The recompute plans; () for none.
-    outcome
-        "fits", "over the limit", "ran out of memory", "not run", "fell back" or "failed".
-    reason
-        Why it does not fit, or was not run; "" if it fits.
-    predicted_bytes
-        What it was predicted to need, from smaller batches and before it ran, of that which is limited: step memory, or
-        the whole device. None if there was nothing to predict from.
-    peak_bytes
-        Peak of the process or device that was measured, in bytes, without the copy of weights that the search keeps;
-        None if it did not run to its end.
-    step_memory_bytes
-        How far that is above what was held at the start of the last step; None likewise.
-    kind
-        What was measured: "resident set, large buffers mapped", "resident set" or "CUDA allocated"; "" without a peak.
-    runs
-        The timed runs, one for each round that is done; their own peaks are those of an ordinary heap.
-    """
-
-    size: int
-    plans: Plans
-    outcome: str
-    reason: str = ""
+    size: int  #: Samples in the batch
+    plans: Plans  #: The recompute plans; () for none
+    outcome: str  #: "fits", "over the limit", "ran out of memory", "not run", "fell back" or "failed"
+    reason: str = ""  #: Why it does not fit, or was not run; "" if it fits
+    #: What it was predicted to need, from smaller batches and before it ran, of that which is limited: step memory, or
+    #: the whole device. None if there was nothing to predict from.
     predicted_bytes: float | None = None
+    #: Peak of the process or device that was measured, in bytes, without the copy of weights that the search keeps;
+    #: None if it did not run to its end.
     peak_bytes: int | None = None
+    #: How far that is above what was held at the start of the last step; None likewise.
     step_memory_bytes: int | None = None
+    #: What was measured: "resident set, large buffers mapped", "resident set" or "CUDA allocated"; "" without a peak.
     kind: str = ""
+    #: The timed runs, one for each round that is done; their own peaks are those of an ordinary heap.
     runs: tuple[Run, ...] = ()
 
     @property
@@ -172,59 +155,30 @@ def _line(measured: Measured) -> tuple[float, float]:
 
 @dataclass(eq=False, repr=False)
 class BatchSizeSearch(Shown, JsonRecord, noun="search", layout=2):
-    """Batch sizes tried under a limit; `Lab.find_batch_size` makes it and fills it in, point by point.
+    """Batch sizes tried under a limit; `Lab.find_batch_size` makes it and fills it in, point by point."""
 
-    Attributes
-    ----------
-    number
-        1, 2, ... in the order of the lab's searches.
-    model
-        What the lab calls the model.
-    engine
-        Who was asked to execute it.
-    device
-        "cpu", "cuda:0", ...
-    asked_bytes
-        The limit: of step memory, which is what a step needs above its start, or of the whole device.
-    of_device
-        Whether the limit is of all that the process holds (on a CPU) or torch's allocator hands out (on CUDA).
-    sizes
-        Batch sizes to try, going up; None for powers of two from 1.
-    plan_sets
-        Sets of plans to try where a size does not fit without; None as long as they are not chosen.
-    steps
-        Timed steps of each run.
-    rounds
-        Timed runs of each point.
-    start_digest
-        Digest of weights, buffers, optimizer state and random state that every run starts from.
-    kept_bytes
-        What the search's own copy of that start takes; it is taken off every measured peak.
-    held_bytes
-        What the process or device was seen to hold at the start of a step, without that copy.
-    versions
-        Versions of torch, onnxruntime and others that it was made with.
-    points
-        What was tried, in order.
-    stopped
-        Whether the user interrupted it; `lab.find_batch_size(make_batch, resume=...)` goes on.
-    """
-
+    #: 1, 2, ... in the order of the lab's searches.
     number: int
-    model: str
-    engine: str
-    device: str
+    model: str  #: What the lab calls the model
+    engine: str  #: Who was asked to execute it
+    device: str  #: "cpu", "cuda:0", ...
+    #: The limit: of step memory, which is what a step needs above its start, or of the whole device.
     asked_bytes: int
+    #: Whether the limit is of all that the process holds (on a CPU) or torch's allocator hands out (on CUDA).
     of_device: bool
-    sizes: tuple[int, ...] | None
+    sizes: tuple[int, ...] | None  #: Batch sizes to try, going up; None for powers of two from 1
+    #: Sets of plans to try where a size does not fit without; None as long as they are not chosen.
     plan_sets: tuple[Plans, ...] | None
-    steps: int
-    rounds: int
+    steps: int  #: Timed steps of each run
+    rounds: int  #: Timed runs of each point
+    #: Digest of weights, buffers, optimizer state and random state that every run starts from.
     start_digest: str
-    kept_bytes: int
-    versions: dict[str, str]
+    kept_bytes: int  #: What the search's own copy of that start takes; it is taken off every measured peak
+    versions: dict[str, str]  #: Versions of torch, onnxruntime and others that it was made with
+    #: What the process or device was seen to hold at the start of a step, without that copy.
     held_bytes: int = 0
-    points: list[BatchSizePoint] = field(default_factory=list)
+    points: list[BatchSizePoint] = field(default_factory=list)  #: What was tried, in order
+    #: Whether the user interrupted it; `lab.find_batch_size(make_batch, resume=...)` goes on.
     stopped: bool = False
 
     # ---- filling ----------------------------------------------------------------------------------------------

@@ -22,31 +22,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Trial:
-    """A set of changes, run from the common start.
+    """A set of changes, run from the common start."""
 
-    Attributes
-    ----------
-    names
-        The changes that stood, in the order of search; none for the baseline.
-    value
-        What the metric says: a distance, a ratio, or the user's own number; None where it failed.
-    low, high
-        Ends of its 95 % interval, for a time; else None.
-    amount
-        What was measured: the median step time in ms, or the peak in bytes; None for the other metrics.
-    failure
-        Why it failed, its kind of error first; empty where it ran.
-    runs
-        Its runs, in order; none where only memory was measured.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  #: The changes that stood, in the order of search; none for the baseline
+    #: What the metric says: a distance, a ratio, or the user's own number; None where it failed.
     value: float | None = None
-    low: float | None = None
-    high: float | None = None
+    low: float | None = None  #: Ends of its 95 % interval, for a time; else None
+    high: float | None = None  #: See `low`
+    #: What was measured: the median step time in ms, or the peak in bytes; None for the other metrics.
     amount: float | None = None
-    failure: str = ""
-    runs: tuple[Run, ...] = ()
+    failure: str = ""  #: Why it failed, its kind of error first; empty where it ran
+    runs: tuple[Run, ...] = ()  #: Its runs, in order; none where only memory was measured
 
     @property
     def kind_of_failure(self) -> str:
@@ -85,17 +71,10 @@ _TOLERANCE: Final = {LOSS: 1e-5, PARITY: 1e-4, STEP_MS: 0.02, PEAK_BYTES: 0.02}
 
 @dataclass(frozen=True)
 class Culprits:
-    """A smallest set of changes that shows the effect.
+    """A smallest set of changes that shows the effect."""
 
-    Attributes
-    ----------
-    names
-        The changes, in the order of search.
-    together
-        Groups of at least two of them that could not be told apart: no set that holds only a part gave an answer.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  #: The changes, in the order of search
+    #: Groups of at least two of them that could not be told apart: no set that holds only a part gave an answer.
     together: tuple[tuple[str, ...], ...] = ()
 
 
@@ -209,59 +188,31 @@ UNFINISHED: Final = "unfinished"
 
 @dataclass(eq=False, repr=False)
 class Bisection(Shown, JsonRecord, noun="bisection", layout=1):
-    """A search for the switches that cause a change; `Lab.bisect` makes it and fills it in, trial by trial.
+    """A search for the switches that cause a change; `Lab.bisect` makes it and fills it in, trial by trial."""
 
-    Attributes
-    ----------
-    number
-        1, 2, ... in the order of the lab's bisections.
-    model
-        What the lab calls the model.
-    metric
-        "loss", "parity", "step_ms", "peak_bytes", or the name of the user's function.
-    tolerance
-        Changes up to this are none; see `Metric`.
-    against
-        The switches of the baseline.
-    changes
-        What differs from it, by option, in the order of search.
-    count, rounds
-        Steps of each run; pairs of runs of each trial that is timed.
-    start_digest
-        Digest of weights, buffers, optimizer state and random state that every run starts from.
-    versions
-        Package versions by name.
-    trials
-        What was run, in order; the first is the baseline.
-    repeats
-        The baseline run again, which tells what equal runs differ by.
-    runs
-        How many runs (or measurements of memory) were made, pairs counted as two.
-    outcome
-        "responsible", "no change", "too noisy", "not comparable" (the model draws random numbers, and other ones
-        change the losses as much) or "unfinished".
-    culprits
-        The smallest sets that were found; each causes the change by itself.
-    drawn
-        Of losses: the largest relative difference of the baseline's when the model draws other random numbers, as its
-        dropout does; 0 where it draws none, None where nobody has looked.
-    """
-
+    #: 1, 2, ... in the order of the lab's bisections.
     number: int
-    model: str
-    metric: str
-    tolerance: float
-    against: Options
-    changes: dict[str, Value]
-    count: int
-    rounds: int
+    model: str  #: What the lab calls the model
+    metric: str  #: "loss", "parity", "step_ms", "peak_bytes", or the name of the user's function
+    tolerance: float  #: Changes up to this are none; see `Metric`
+    against: Options  #: The switches of the baseline
+    changes: dict[str, Value]  #: What differs from it, by option, in the order of search
+    count: int  #: Steps of each run; pairs of runs of each trial that is timed
+    rounds: int  #: See `count`
+    #: Digest of weights, buffers, optimizer state and random state that every run starts from.
     start_digest: str
-    versions: dict[str, str]
-    trials: list[Trial] = field(default_factory=list)
+    versions: dict[str, str]  #: Package versions by name
+    trials: list[Trial] = field(default_factory=list)  #: What was run, in order; the first is the baseline
+    #: The baseline run again, which tells what equal runs differ by.
     repeats: list[Trial] = field(default_factory=list)
-    runs: int = 0
+    runs: int = 0  #: How many runs (or measurements of memory) were made, pairs counted as two
+    #: "responsible", "no change", "too noisy", "not comparable" (the model draws random numbers, and other ones change
+    #: the losses as much) or "unfinished".
     outcome: str = UNFINISHED
+    #: The smallest sets that were found; each causes the change by itself.
     culprits: tuple[Culprits, ...] = ()
+    #: Of losses: the largest relative difference of the baseline's when the model draws other random numbers, as its
+    #: dropout does; 0 where it draws none, None where nobody has looked.
     drawn: float | None = None
 
     # ---- what came out ----------------------------------------------------------------------------------------

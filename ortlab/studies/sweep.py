@@ -26,30 +26,18 @@ Changes: TypeAlias = dict[str, Value]
 
 @dataclass(frozen=True)
 class Point:
-    """One point of a sweep: a configuration and the runs that were made of it.
+    """One point of a sweep: a configuration and the runs that were made of it."""
 
-    Attributes
-    ----------
-    number
-        1, 2, ... in the order of the grid; 0 for a baseline that is not among the points.
-    changes
-        What the point changes, as the user asked: options by name, "engine" among them.
-    configuration
-        Engine and all switches; None if they contradict each other or cannot act here.
-    skipped
-        Why the point is not run: a contradiction, or another point that does the same; "" otherwise.
-    failure
-        Why a run of it failed; "" otherwise. Its other runs, if any, count no more.
-    runs
-        One for each round that is done.
-    """
-
+    #: 1, 2, ... in the order of the grid; 0 for a baseline that is not among the points.
     number: int
-    changes: Changes
+    changes: Changes  #: What the point changes, as the user asked: options by name, "engine" among them
+    #: Engine and all switches; None if they contradict each other or cannot act here.
     configuration: Configuration | None
+    #: Why the point is not run: a contradiction, or another point that does the same; "" otherwise.
     skipped: str = ""
+    #: Why a run of it failed; "" otherwise. Its other runs, if any, count no more.
     failure: str = ""
-    runs: tuple[Run, ...] = ()
+    runs: tuple[Run, ...] = ()  #: One for each round that is done
 
     @property
     def measured(self) -> bool:
@@ -178,34 +166,20 @@ _LOSSES_DIFFER: Final = "its rounds gave different losses: its dropout masks, or
 
 @dataclass(frozen=True)
 class Outcome(Timed):
-    """A measured point against the baseline.
+    """A measured point against the baseline."""
 
-    Attributes
-    ----------
-    point
-        The point.
-    time
-        Step time over that of the baseline, with its interval and what may be said of it; see
-        `ortlab.records.verdicts`.
-    memory_ratio
-        Step memory over the baseline's; nan where a side has none.
-    loss_difference
-        Largest relative difference of the losses, step by step, or None where losses are missing.
-    on_front
-        Whether no other point takes less time without more memory, or less memory without more time. Memory that
-        differs by less than `MEMORY_RESOLUTION` counts as equal. A point that fell back is on no front.
-    remarks
-        What a reader must know before believing the numbers: other data, fallback, ...
-    memory_verdict
-        "less memory" or "more memory" than the baseline; empty where it is the same, or is not known.
-    """
-
-    point: Point
+    point: Point  #: The point
+    #: Step time over that of the baseline, with its interval and what may be said of it; see `ortlab.records.verdicts`.
     time: TimeRatio
-    memory_ratio: float
+    memory_ratio: float  #: Step memory over the baseline's; nan where a side has none
+    #: Largest relative difference of the losses, step by step, or None where losses are missing.
     loss_difference: float | None
+    #: Whether no other point takes less time without more memory, or less memory without more time. Memory that differs
+    #: by less than `MEMORY_RESOLUTION` counts as equal. A point that fell back is on no front.
     on_front: bool
+    #: What a reader must know before believing the numbers: other data, fallback, ...
     remarks: tuple[str, ...]
+    #: "less memory" or "more memory" than the baseline; empty where it is the same, or is not known.
     memory_verdict: str = ""
 
     @property

@@ -277,7 +277,7 @@ def test_plans_of_parts_are_evaluated_together():
 def test_each_plan_is_one_plain_sentence(cluster, strategy, frequency, layers, says):
     assert sentence(cluster, strategy, frequency, layers).startswith(says)
     (row,) = read_plan({f"{cluster}:{strategy}:-1": ("4", frequency)}, {}, "").rows
-    assert row.strategy_name == {1: "recompute", 2: "recompute with compromise"}[strategy]
+    assert row.strategy == strategy
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
