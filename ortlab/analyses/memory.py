@@ -250,7 +250,7 @@ def memory_snapshot(bench: Bench, /, **changes: object) -> MemorySnapshot:
 
 def _kept_buffers(bench: Bench, kept: SavedActivations) -> list[KeptBuffer]:
     """Say of each kept activation whose size is known when its memory can have been allocated."""
-    from ortlab.engine.saved_activations import earliest_places
+    from ortlab.engine.kept_values import earliest_places
 
     earliest: dict[tuple[str, str], int] = {}
     for path, engine in bench.engines(None).items():

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import onnx
 
 from ortlab.engine.inspection.places import Places
-from ortlab.engine.saved_activations import name_of
+from ortlab.engine.kept_values import name_of
 from ortlab.errors import BuildError
 from ortlab.graphs.nodes import YIELD, layer_of
 from ortlab.memory import insight

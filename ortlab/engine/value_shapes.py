@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     import onnx
 
-    from ortlab.engine.saved_activations import ForwardOfGraph
+    from ortlab.engine.kept_values import ForwardOfGraph
 
 _OWN: Final = re.compile(r"_o\d+__d\d+$")
 """Ends the names that shape inference makes up for dimensions of results."""
