@@ -6,6 +6,7 @@ import statistics
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from ortlab.records import record_files
 from ortlab.shown import Shown
 
 if TYPE_CHECKING:
@@ -200,15 +201,4 @@ class MemoryMeasurement(Shown):
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> MemoryMeasurement:
         """Rebuild a measurement from `to_dict`."""
-        steps = tuple(
-            StepMemory(
-                **{
-                    **step,
-                    "phases": tuple(PhasePeak(**phase) for phase in step["phases"]),
-                    "known_at_start": Known(**step["known_at_start"]),
-                    "known_before": tuple(Known(**known) for known in step["known_before"]),
-                }
-            )
-            for step in record["steps"]
-        )
-        return cls(**{**record, "steps": steps})
+        return record_files.rebuilt(cls, record)

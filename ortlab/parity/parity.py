@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from ortlab.records.activation_statistics import TensorStatistics, blocks
 from ortlab.records.record_files import JsonRecord
@@ -122,20 +121,6 @@ class TensorPair:
             return EQUAL
         return DIFFERS if self.distance.relative > self.limit else WITHIN
 
-    @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> TensorPair:
-        """Rebuild a pair from plain JSON types."""
-        fields = dict(record)
-        fields["site"] = Site(**fields["site"])
-        for side in ("reference", "candidate"):
-            fields[side] = _statistics(fields[side]) if fields[side] else None
-        fields["distance"] = Distance(**fields["distance"]) if fields["distance"] else None
-        return cls(**fields)
-
-
-def _statistics(record: Mapping[str, Any]) -> TensorStatistics:
-    return TensorStatistics(**{**record, "shape": tuple(record["shape"]), "sample": tuple(record["sample"])})
-
 
 AGREES: Final = "agrees"
 DIVERGES: Final = "diverges"
@@ -235,30 +220,6 @@ class Parity(Shown, JsonRecord, noun="comparison of tensors", layout=1):
         import pandas as pd
 
         return pd.DataFrame([_row(pair) for pair in self.pairs])
-
-    # ---- JSON -------------------------------------------------------------------------------------------------
-
-    def _fields(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def _of_fields(cls, fields: dict[str, Any]) -> Parity:
-        read = {
-            "pairs": tuple(TensorPair.from_dict(pair) for pair in fields["pairs"]),
-            "losses": tuple((theirs, ours) for theirs, ours in fields["losses"]),
-            "checks": tuple(ChecklistItem(**one) for one in fields["checks"]),
-            "notes": tuple(fields["notes"]),
-        }
-        phases = {
-            phase: _divergence(fields[phase]) if fields[phase] else None
-            for phase in ("forward", "backward", "update")
-        }
-        return cls(**{**fields, **read, **phases})
-
-
-def _divergence(record: Mapping[str, Any]) -> Divergence:
-    fields = {**record, "pair": TensorPair.from_dict(record["pair"]), "others": tuple(record["others"])}
-    return Divergence(**fields)
 
 
 def _row(pair: TensorPair) -> dict[str, object]:

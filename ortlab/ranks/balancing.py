@@ -11,7 +11,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from ortlab.errors import OptionError
@@ -158,16 +158,13 @@ class Balance(Shown, JsonRecord, noun="record of a load balance", layout=1):
             ]
         )
 
-    def _fields(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def _of_fields(cls, fields: dict[str, Any]) -> Balance:
-        epochs = {name: tuple(_epoch(one) for one in fields[name]) for name in ("without", "having")}
-        counts = {len(one.batches) for found in epochs.values() for one in found}
-        if not all(epochs.values()) or len(counts) != 1:
+        made = super()._of_fields(fields)
+        counts = {len(one.batches) for one in (*made.without, *made.having)}
+        if not made.without or not made.having or len(counts) != 1:
             raise ValueError("its epochs are not of the same ranks")
-        return cls(**{**fields, **epochs, "sizes": tuple(fields["sizes"])})
+        return made
 
     def _ratios(self, epochs: Sequence[Epoch]) -> list[float]:
         """Return maximum over mean tokens per rank of each step."""
@@ -183,16 +180,6 @@ class Balance(Shown, JsonRecord, noun="record of a load balance", layout=1):
     def _tokens(self, batch: Sequence[int]) -> int:
         sizes = [self.sizes[index] for index in batch]
         return max(sizes) * len(sizes) if self.padded else sum(sizes)
-
-
-def _epoch(record: Mapping[str, Any]) -> Epoch:
-    timing = record["timing"]
-    return Epoch(
-        tuple(tuple(map(tuple, rank)) for rank in record["batches"]),
-        None
-        if timing is None
-        else Timing(**{key: tuple(map(tuple, value)) for key, value in timing.items()}),
-    )
 
 
 ByRank = Sequence[Sequence[Sequence[int]]]  # batches, each the indices of its samples

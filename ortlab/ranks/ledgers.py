@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ortlab.errors import LedgerError
 from ortlab.records import record_files
 from ortlab.records.density import EMBED, LABEL
-from ortlab.records.runs import Run
+from ortlab.records.runs import Run  # noqa: TC001 - asked for when a record is read
 from ortlab.shown import Shown
 
 if TYPE_CHECKING:
@@ -69,8 +69,7 @@ class RankLedger:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types, readable by `from_dict`."""
-        place = {name: getattr(self, name) for name in ("rank", "ranks", "host", "process", "backend")}
-        return {"schema": SCHEMA, **place, "runs": [run.to_dict() for run in self.runs]}
+        return {"schema": SCHEMA, **record_files.plain(vars(self))}
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> RankLedger:
@@ -83,8 +82,7 @@ class RankLedger:
         """
         fields = record_files.without_layout(record, SCHEMA, "This ledger of a rank")
         try:
-            runs = tuple(Run.from_dict(run) for run in fields["runs"])
-            return record_files.checked(cls(**{**fields, "runs": runs}))
+            return record_files.checked(record_files.rebuilt(cls, fields))
         except (KeyError, TypeError) as error:
             raise LedgerError(
                 "This ledger of a rank cannot be read.", why=f"A field is missing or unknown: {error}."

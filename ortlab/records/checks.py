@@ -125,9 +125,9 @@ class SelfTest(Shown, JsonRecord, noun="self-test", layout=1):
         return pd.DataFrame([dataclasses.astuple(one) for one in self.findings], columns=columns)
 
     def _fields(self) -> dict[str, Any]:
-        return {"ok": self.ok, **dataclasses.asdict(self)}
+        return {"ok": self.ok, **super()._fields()}
 
     @classmethod
     def _of_fields(cls, fields: dict[str, Any]) -> SelfTest:
         del fields["ok"]
-        return cls(**{**fields, "findings": tuple(Finding(**one) for one in fields["findings"])})
+        return super()._of_fields(fields)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from ortlab.records.record_files import JsonRecord
-from ortlab.records.runs import Run, Step
+from ortlab.records.runs import Run, Step  # noqa: TC001 - asked for when a record is read
 from ortlab.shown import Shown
 
 if TYPE_CHECKING:
@@ -93,16 +93,6 @@ class BatchSizePoint:
     def ordinary_peak_bytes(self) -> int | None:
         """Highest peak of the timed runs, in bytes, as the process or device itself saw it; None without one."""
         return max((run.memory.peak_bytes for run in self.runs if run.memory), default=None)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types, readable by `from_dict`."""
-        return {**vars(self), "plans": list(self.plans), "runs": [run.to_dict() for run in self.runs]}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> BatchSizePoint:
-        """Rebuild a point from `to_dict`; a missing field raises KeyError or TypeError."""
-        runs = tuple(Run.from_dict(run) for run in data["runs"])
-        return cls(**{**data, "plans": tuple(data["plans"]), "runs": runs})
 
 
 def plans_name(plans: Plans) -> str:
@@ -295,26 +285,6 @@ class BatchSizeSearch(Shown, JsonRecord, noun="search", layout=2):
             for one in self.points
         ]
         return pd.DataFrame(rows)
-
-    # ---- JSON -------------------------------------------------------------------------------------------------
-
-    def _fields(self) -> dict[str, Any]:
-        return {
-            **vars(self),
-            "sizes": None if self.sizes is None else list(self.sizes),
-            "plan_sets": None if self.plan_sets is None else [list(plans) for plans in self.plan_sets],
-            "points": [point.to_dict() for point in self.points],
-        }
-
-    @classmethod
-    def _of_fields(cls, fields: dict[str, Any]) -> BatchSizeSearch:
-        sizes, sets = fields["sizes"], fields["plan_sets"]
-        read = {
-            "points": [BatchSizePoint.from_dict(point) for point in fields["points"]],
-            "sizes": None if sizes is None else tuple(sizes),
-            "plan_sets": None if sets is None else tuple(tuple(plans) for plans in sets),
-        }
-        return cls(**{**fields, **read})
 
 
 LARGEST: Final = 1 << 20

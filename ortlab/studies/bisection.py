@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from ortlab.errors import OptionError
-from ortlab.options.options import Options
+from ortlab.options.options import Options  # noqa: TC001 - asked for when a record is read
+from ortlab.options.switches import Value  # noqa: TC001 - asked for when a record is read
 from ortlab.records.record_files import JsonRecord
 from ortlab.records.runs import Run
 from ortlab.shown import Shown
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from ortlab.options.switches import Value
 
 
 @dataclass(frozen=True)
@@ -38,16 +37,6 @@ class Trial:
     def kind_of_failure(self) -> str:
         """The kind of error, without its words."""
         return self.failure.partition(":")[0]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types, readable by `from_dict`."""
-        return {**vars(self), "names": list(self.names), "runs": [run.to_dict() for run in self.runs]}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Trial:
-        """Rebuild a trial from `to_dict`; a missing field raises KeyError."""
-        runs = tuple(Run.from_dict(run) for run in data["runs"])
-        return cls(**{**data, "names": tuple(data["names"]), "runs": runs})
 
 
 LOSS: Final = "loss"
@@ -303,37 +292,6 @@ class Bisection(Shown, JsonRecord, noun="bisection", layout=1):
         """Write a change as it is set: "memory_level=1"."""
         value = self.changes[name]
         return f"{name}={','.join(value) if isinstance(value, tuple) else value}"
-
-    # ---- JSON -------------------------------------------------------------------------------------------------
-
-    def _fields(self) -> dict[str, Any]:
-        return {
-            **vars(self),
-            "against": self.against.to_dict(),
-            "changes": {
-                name: list(one) if isinstance(one, tuple) else one for name, one in self.changes.items()
-            },
-            "trials": [trial.to_dict() for trial in self.trials],
-            "repeats": [trial.to_dict() for trial in self.repeats],
-            "culprits": [
-                {"names": list(one.names), "together": [list(group) for group in one.together]}
-                for one in self.culprits
-            ],
-        }
-
-    @classmethod
-    def _of_fields(cls, fields: dict[str, Any]) -> Bisection:
-        changes = fields["changes"].items()
-        read = {
-            "against": Options.from_dict(fields["against"]),
-            "changes": {name: tuple(one) if isinstance(one, list) else one for name, one in changes},
-            **{name: [Trial.from_dict(one) for one in fields[name]] for name in ("trials", "repeats")},
-            "culprits": tuple(
-                Culprits(tuple(one["names"]), tuple(tuple(group) for group in one["together"]))
-                for one in fields["culprits"]
-            ),
-        }
-        return cls(**{**fields, **read})
 
 
 def _unknown(_run: object) -> float:

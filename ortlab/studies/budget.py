@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.records.record_files import JsonRecord
@@ -269,15 +269,6 @@ class Budget(Shown, JsonRecord, noun="budget", layout=2):
         rows += [_row("other budget", one, None, None) for one in self.curve]
         return pd.DataFrame(rows)
 
-    # ---- JSON -------------------------------------------------------------------------------------------------
-
-    def _fields(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def _of_fields(cls, fields: dict[str, Any]) -> Budget:
-        return cls(**{**fields, **{name: reader(fields[name]) for name, reader in _READERS.items()}})
-
 
 def _row(
     what: str, prediction: Prediction | None, measured_bytes: int | None, step_ms: float | None
@@ -290,35 +281,3 @@ def _row(
         "measured step memory [bytes]": measured_bytes,
         "measured step [ms]": step_ms,
     }
-
-
-def _prediction(value: Mapping[str, Any]) -> Prediction:
-    of_plans = {name: tuple(value.get(name, ())) for name in ("plans", "recompute")}
-    return Prediction(**{**value, **of_plans})
-
-
-def _trial(value: Mapping[str, Any]) -> PlanTrial:
-    return PlanTrial(**{**value, "prediction": _prediction(value["prediction"])})
-
-
-def _timing(value: Mapping[str, Any]) -> Timing:
-    return Timing(**{**value, "without_ms": tuple(value["without_ms"]), "with_ms": tuple(value["with_ms"])})
-
-
-def _obstacle(value: Mapping[str, Any]) -> Obstacle:
-    return Obstacle(**{**value, "live": tuple((str(name), int(size)) for name, size in value["live"])})
-
-
-_READERS: Final[Mapping[str, Callable[[Any], object]]] = {
-    "without": lambda value: Compared(**value),
-    "prediction": _prediction,
-    "floor": _prediction,
-    "solver": lambda value: Solver(**value),
-    "trials": lambda values: tuple(_trial(value) for value in values),
-    "timing": lambda value: _timing(value) if value else None,
-    "whole_device": lambda value: Device(**value) if value else None,
-    "obstacle": lambda value: _obstacle(value) if value else None,
-    "curve": lambda values: tuple(_prediction(value) for value in values),
-    "compared": lambda values: tuple(Compared(**value) for value in values),
-}
-"""How the fields that are records themselves are read from JSON."""

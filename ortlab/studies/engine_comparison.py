@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ortlab.errors import LedgerError
-from ortlab.memory.measured import MemoryMeasurement
+from ortlab.memory.measured import MemoryMeasurement  # noqa: TC001 - asked for when a record is read
 from ortlab.records.record_files import JsonRecord
 from ortlab.records.verdicts import times_of_pytorch
 from ortlab.shown import Shown
-from ortlab.studies.sweep import Sweep
+from ortlab.studies.sweep import Sweep  # noqa: TC001 - asked for when a record is read
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -131,25 +131,6 @@ class EngineComparison(Shown, JsonRecord, noun="record of candidates", layout=1)
             "reason": candidate.reason or candidate.no_memory,
             "detail": candidate.detail,
         }
-
-    # ---- JSON -------------------------------------------------------------------------------------------------
-
-    def _fields(self) -> dict[str, Any]:
-        return {
-            "sweep": self.sweep.to_dict(),
-            "memories": {str(number): memory.to_dict() for number, memory in self.memories.items()},
-            "no_memory": {str(number): why for number, why in self.no_memory.items()},
-            "details": {str(number): what for number, what in self.details.items()},
-        }
-
-    @classmethod
-    def _of_fields(cls, fields: dict[str, Any]) -> EngineComparison:
-        return cls(
-            Sweep.from_dict(fields["sweep"]),
-            {int(number): MemoryMeasurement.from_dict(one) for number, one in fields["memories"].items()},
-            {int(number): why for number, why in fields["no_memory"].items()},
-            {int(number): what for number, what in fields["details"].items()},
-        )
 
 
 def _words(value: object) -> str:

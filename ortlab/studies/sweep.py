@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from ortlab.options.configuration import Configuration
-from ortlab.options.options import Effect, Options, switches
+from ortlab.options.configuration import Configuration  # noqa: TC001 - asked for when a record is read
+from ortlab.options.options import Effect, switches
 from ortlab.options.switches import Value
 from ortlab.records import comparison, verdicts
 from ortlab.records.record_files import JsonRecord
@@ -97,32 +97,6 @@ class Point:
         if self.configuration is None or name in self.changes:
             return self.changes.get(name)
         return self.configuration.engine if name == "engine" else getattr(self.configuration.options, name)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types, readable by `from_dict`."""
-        configuration = self.configuration and {
-            "engine": self.configuration.engine,
-            "options": self.configuration.options.to_dict(),
-        }
-        return {
-            **vars(self),
-            "changes": {name: list(v) if isinstance(v, tuple) else v for name, v in self.changes.items()},
-            "configuration": configuration,
-            "runs": [run.to_dict() for run in self.runs],
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Point:
-        """Rebuild a point from `to_dict`; a missing field raises KeyError."""
-        held = data["configuration"]
-        return cls(
-            number=data["number"],
-            changes={name: tuple(v) if isinstance(v, list) else v for name, v in data["changes"].items()},
-            configuration=held and Configuration(held["engine"], Options.from_dict(held["options"])),
-            skipped=data["skipped"],
-            failure=data["failure"],
-            runs=tuple(Run.from_dict(run) for run in data["runs"]),
-        )
 
 
 def same_work(one: Configuration, other: Configuration) -> bool:
@@ -368,20 +342,11 @@ class Sweep(Shown, JsonRecord, noun="sweep", layout=1):
     # ---- JSON -------------------------------------------------------------------------------------------------
 
     def _fields(self) -> dict[str, Any]:
-        return {
-            "number": self.number,
-            "model": self.model,
-            "baseline": self._baseline,
-            "count": self.count,
-            "rounds": self.rounds,
-            "start_digest": self.start_digest,
-            "points": [point.to_dict() for point in self.points],
-        }
+        return {name.lstrip("_"): value for name, value in super()._fields().items()}
 
     @classmethod
     def _of_fields(cls, fields: dict[str, Any]) -> Sweep:
-        points = [Point.from_dict(point) for point in fields.pop("points")]
-        sweep = cls(fields.pop("number"), fields.pop("model"), points, **fields)
+        sweep = super()._of_fields(fields)
         _ = sweep.baseline  # raises if its position is not there
         return sweep
 
