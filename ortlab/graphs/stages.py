@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.errors import BuildError, OptionError
-from ortlab.graphs.nodes import Value, operator_of, value_of
-from ortlab.graphs.origins import Origin, origins
+from ortlab.graphs.nodes import Origin, Value, operator_of, origins, value_of
 from ortlab.graphs.summary import GraphSummary, summarize
 from ortlab.shown import Shown
 
@@ -85,7 +84,7 @@ class Graph(Shown):
 
     @cached_property
     def origins(self) -> dict[str, Origin]:
-        """Where each node comes from in the model, by its name; see `ortlab.graphs.origins`."""
+        """Where each node comes from in the model, by its name; see `ortlab.graphs.nodes`."""
         return origins(self)
 
     @cached_property

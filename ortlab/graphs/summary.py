@@ -6,8 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
-from ortlab.graphs.nodes import PHASES, YIELD, Value, node_names, operator_of, phases, value_of
-from ortlab.graphs.origins import HOW
+from ortlab.graphs.nodes import HOW, PHASES, YIELD, Value, node_names, operator_of, phases, value_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,8 +14,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from onnx import NodeProto
 
-    from ortlab.graphs.nodes import Phase
-    from ortlab.graphs.origins import Origin
+    from ortlab.graphs.nodes import Origin, Phase
     from ortlab.graphs.stages import Graph
     from ortlab.memory.saved_activations import SavedActivation
     from ortlab.memory.trace import TracedNode

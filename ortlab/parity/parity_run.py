@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from ortlab.errors import BuildError, ExecutionError, StepError
-from ortlab.parity.checklist import Runs, checklist
 from ortlab.parity.observation import Observation
 from ortlab.parity.parity import OUTPUT, Parity, Site, TensorPair
-from ortlab.parity.parity_search import Locating
+from ortlab.parity.parity_search import Locating, Runs, checklist
 from ortlab.parity.tensor_comparison import (
     Compared,
     Jitter,

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from ortlab.errors import LedgerError
 from ortlab.options.options import Options, setting_words
-from ortlab.records.coverage import names
-from ortlab.records.runs import least_step_memory, median_parts
+from ortlab.records.runs import least_step_memory, median_parts, names
 from ortlab.records.verdicts import (
     FASTER,
     FELL_BACK,

@@ -1,9 +1,9 @@
-"""What happened in N training steps: the `Run` record, and the `Ledger` that keeps a lab's runs."""
+"""What happened in N training steps: the `Run` record with what ORT covered of the model, and the `Ledger` of a lab."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 from ortlab.errors import LedgerError
 from ortlab.options.options import Options, setting_words
 from ortlab.records import record_files
-from ortlab.records.coverage import Coverage, names
 from ortlab.records.density import Density
 from ortlab.records.memory_phases import MemoryPhase, MemoryPhases
 from ortlab.records.record_files import JsonRecord
@@ -19,6 +18,74 @@ from ortlab.shown import Shown
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+@dataclass(frozen=True)
+class Part:
+    """One wrapped sub-module, and who executed it."""
+
+    path: str  #: Where it is in the model, as `named_modules` says: "encoder.layer.0"
+    kind: str  #: Name of its class
+    parameters: int  #: Numbers in its parameters
+    calls: int = 0  #: How often it was called
+    on_ort: int = 0  #: How many of these calls ONNX Runtime executed
+    fallback_reason: str = ""  #: Why PyTorch executed one of them; empty if it executed none
+
+    @property
+    def executed(self) -> bool:
+        """Whether it was called, and ONNX Runtime executed every call."""
+        return 0 < self.calls == self.on_ort
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The wrapped parts of a model; empty, false, where all of it is wrapped or PyTorch was asked for."""
+
+    parts: tuple[Part, ...] = ()  #: In the order of the model
+    #: Numbers in the parameters of the parts that ONNX Runtime executed; before the first call, of all parts. A
+    #: parameter that two parts share counts once.
+    covered: int = 0
+    parameters: int = 0  #: Numbers in the model's parameters
+
+    def __bool__(self) -> bool:
+        """Tell whether there are parts."""
+        return bool(self.parts)
+
+    @property
+    def called(self) -> bool:
+        """Whether any part was called."""
+        return any(part.calls for part in self.parts)
+
+    @property
+    def executed(self) -> tuple[str, ...]:
+        """Paths of the parts that ONNX Runtime executed in every call."""
+        return tuple(part.path for part in self.parts if part.executed)
+
+    @property
+    def uncalled(self) -> tuple[str, ...]:
+        """Paths of the parts that were not called."""
+        return tuple(part.path for part in self.parts if not part.calls)
+
+    @property
+    def fallback_reason(self) -> str:
+        """Why PyTorch executed a part that ONNX Runtime was asked for, with its path; empty if it did not."""
+        return "; ".join(
+            f"{part.path}: {part.fallback_reason}" for part in self.parts if part.fallback_reason
+        )
+
+    @property
+    def share(self) -> float | None:
+        """Covered parameters as a fraction of the model's, 0 to 1; None for a model without any."""
+        return self.covered / self.parameters if self.parameters else None
+
+
+def names(paths: Iterable[str], shown: int = 2) -> str:
+    """Write paths in a few words: "encoder, head"; "encoder.layer.0 and 11 more"."""
+    listed = list(paths)
+    if len(listed) <= shown:
+        return ", ".join(listed)
+    return f"{listed[0]} and {len(listed) - 1} more"
+
 
 SCHEMA = 2
 """Version of the JSON layout of `Run.to_dict`."""

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ortlab.errors import OptionError
 from ortlab.options.options import Effect, Options, declaration
-from ortlab.records.coverage import Coverage
-from ortlab.records.runs import EXECUTED_BY_ORT, Initialization, Run
+from ortlab.records.runs import EXECUTED_BY_ORT, Coverage, Initialization, Run
 from ortlab.shown import Shown
 
 if TYPE_CHECKING:
