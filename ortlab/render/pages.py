@@ -40,7 +40,6 @@ from ortlab.render.budget_page import budget_page, budget_plot
 from ortlab.render.check_pages import preflight_page, recipe_page, report_page, selftest_page
 from ortlab.render.comparison_page import comparison_page
 from ortlab.render.density_page import density_page, density_plot
-from ortlab.render.engines_page import engines_page, engines_plot
 from ortlab.render.graph_pages import (
     embedded_page,
     file_page,
@@ -71,7 +70,7 @@ from ortlab.render.profile_pages import (
 )
 from ortlab.render.ranks_pages import balance_page, balance_plot, cluster_page, ranks_page, ranks_plot
 from ortlab.render.run_pages import ledger_page, run_page
-from ortlab.render.sweep_page import sweep_page, sweep_plot
+from ortlab.render.sweep_page import engines_page, engines_plot, sweep_page, sweep_plot
 from ortlab.studies.batch_size import BatchSizeSearch
 from ortlab.studies.bisection import Bisection
 from ortlab.studies.budget import Budget
