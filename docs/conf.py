@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from sphinx.application import Sphinx
 
 HERE = Path(__file__).parent
@@ -74,14 +76,18 @@ def generate(_: Sphinx) -> None:
         shutil.copy(notebook, GENERATED / f"{notebook.stem.partition('_')[2]}.ipynb")
 
 
-def keep_colons(*event: Any) -> None:
-    """Begin what is said of an attribute with an empty line: in the first, words before a colon are napoleon's type."""
-    *_, lines = event
-    if event[1] in {"attribute", "property", "data"}:
-        lines.insert(0, "")
+def exchange(old: str, new: str) -> Callable[..., None]:
+    """Exchange a sign in what is said of attributes: what stands before a colon in it, napoleon takes for a type."""
+
+    def act(_app: Sphinx, what: str, _name: str, _object: Any, _options: Any, lines: list[str]) -> None:
+        if what in {"attribute", "property", "data"}:
+            lines[:] = [line.replace(old, new) for line in lines]
+
+    return act
 
 
 def setup(app: Sphinx) -> None:
     """Let each build start with `generate`, and no words be taken for types."""
     app.connect("builder-inited", generate)
-    app.connect("autodoc-process-docstring", keep_colons, priority=400)  # napoleon's is 500
+    app.connect("autodoc-process-docstring", exchange(":", "\0"), priority=400)  # napoleon's is 500
+    app.connect("autodoc-process-docstring", exchange("\0", ":"), priority=600)
