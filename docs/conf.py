@@ -5,9 +5,11 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from sphinx.application import Sphinx
 
 HERE = Path(__file__).parent
@@ -74,6 +76,18 @@ def generate(_: Sphinx) -> None:
         shutil.copy(notebook, GENERATED / f"{notebook.stem.partition('_')[2]}.ipynb")
 
 
+def exchange(old: str, new: str) -> Callable[..., None]:
+    """Exchange a sign in what is said of attributes: what stands before a colon in it, napoleon takes for a type."""
+
+    def act(_app: Sphinx, what: str, _name: str, _object: Any, _options: Any, lines: list[str]) -> None:
+        if what in {"attribute", "property", "data"}:
+            lines[:] = [line.replace(old, new) for line in lines]
+
+    return act
+
+
 def setup(app: Sphinx) -> None:
-    """Let each build start with `generate`."""
+    """Let each build start with `generate`, and no words be taken for types."""
     app.connect("builder-inited", generate)
+    app.connect("autodoc-process-docstring", exchange(":", "\0"), priority=400)  # napoleon's is 500
+    app.connect("autodoc-process-docstring", exchange("\0", ":"), priority=600)

@@ -202,7 +202,7 @@ def _selftest(args: argparse.Namespace) -> int:
     for one in test.findings:
         if one.outcome in {"failed", "did not hold"}:
             print(f"  {one.outcome:<12}  {one.part}, {one.name}: {one.said}")
-    print(f"Report: {report}\nRecord: {data} (ortlab.records.selftest.SelfTest.load reads it)")
+    print(f"Report: {report}\nRecord: {data} (ortlab.records.checks.SelfTest.load reads it)")
     if test.interrupted:
         return INTERRUPTED
     return 0 if test.ok else FAILED

@@ -24,7 +24,7 @@ HOMES: Final = {
     "record of candidates": ("ortlab.studies.engine_comparison", "EngineComparison"),
     "record of saved FLOPs": ("ortlab.graphs.flops", "FlopSavings"),
     "run": ("ortlab.records.runs", "Run"),
-    "self-test": ("ortlab.records.selftest", "SelfTest"),
+    "self-test": ("ortlab.records.checks", "SelfTest"),
     "sweep": ("ortlab.studies.sweep", "Sweep"),
 }
 """Module and class by what the file says it holds."""

@@ -58,11 +58,9 @@ class ShownAsPanel(Shown):
         show_panel(self)  # type: ignore[arg-type]  # the only subclass is Lab, which this module cannot name
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, Any]:
-        from ortlab.notebook.widgets.display import was_shown
+        from ortlab.notebook.widgets.display import as_line
 
-        if was_shown(self):  # type: ignore[arg-type]
-            return {"text/plain": repr(self)}
-        return super()._repr_mimebundle_()
+        return as_line(self) or super()._repr_mimebundle_()  # type: ignore[arg-type]
 
     def _page(self) -> Page:
         from ortlab.render.lab_pages import lab_page

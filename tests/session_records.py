@@ -23,9 +23,9 @@ from ortlab.ranks import Cluster
 from ortlab.ranks.balancing import balance
 from ortlab.ranks.cluster_records import rank_status
 from ortlab.ranks.ledgers import RankLedger, Ranks
+from ortlab.records.checks import Finding, SelfTest
 from ortlab.records.comparison import compare
 from ortlab.records.runs import Ledger, Run
-from ortlab.records.selftest import Finding, SelfTest
 from ortlab.records.tuning_results import read_tuning_results
 from ortlab.studies.sweep import Sweep
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.errors import StepError
+from ortlab.records import record_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,8 +75,7 @@ class Headline:
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Headline:
         """Rebuild the record from `to_dict`; a missing field raises KeyError or TypeError."""
-        rows = tuple(Row(**{**row, "plans": tuple(row["plans"])}) for row in record["rows"])
-        return cls(record["device"], record["room_bytes"], rows)
+        return record_files.rebuilt(cls, record)
 
 
 def largest(rows: tuple[Row, ...], engine: str) -> Row | None:

@@ -14,9 +14,8 @@ from torch.utils import _pytree
 
 from ortlab.engine.inspection.build import Builder, Outcome
 from ortlab.engine.inspection.changes import unchanged, weights_kept
-from ortlab.engine.inspection.failures import finding_of_forward
+from ortlab.engine.inspection.failures import device_of, finding_of_forward, findings_in_model
 from ortlab.engine.inspection.places import Places
-from ortlab.engine.inspection.standing import device_of, findings_in_model
 from ortlab.errors import StepError
 from ortlab.options.options import Options
 from ortlab.records.preflight import Checked, Finding, Findings, Kind, Level, Place, Preflight

@@ -29,7 +29,7 @@ from ortlab.checks.selftest_parts import FINDING, PARTS, TRYING, Device, Size
 from ortlab.engine.devices import check_gpu
 from ortlab.engine.installation import versions
 from ortlab.errors import OptionError
-from ortlab.records.selftest import Finding, Outcome, SelfTest
+from ortlab.records.checks import Finding, Outcome, SelfTest
 
 _MIB: Final = 2**20
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from ortlab.checks.selftest_models import NAMES, parted, small_model, step_of, weights
-from ortlab.records.selftest import Finding
+from ortlab.records.checks import Finding
 
 if TYPE_CHECKING:
     import torch

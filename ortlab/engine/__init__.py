@@ -35,10 +35,10 @@ def load() -> ModuleType:
 
 def _load() -> ModuleType:
     from ortlab.engine import (
+        backward_guard,
         devices,
         exporter,
         extensions,
-        gradient_release,
         graph_optimizers,
         installation,
         repairs,
@@ -68,7 +68,7 @@ def _load() -> ModuleType:
     graph_passes.install()
     chunked_loss.install()
     graph_optimizers.install()
-    gradient_release.install()
+    backward_guard.install()
     repairs.install_all()
     taps.install()  # last: what it adds to the outputs of a trace stands behind what the repairs add
     module: ModuleType = ortmodule

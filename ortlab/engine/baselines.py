@@ -16,8 +16,7 @@ import torch
 
 from ortlab.errors import BuildError, OptionError, StepError
 from ortlab.options.configuration import activation_memory_budget, checkpointed_paths, engine_kind
-from ortlab.records.coverage import Coverage
-from ortlab.records.runs import Initialization
+from ortlab.records.runs import Coverage, Initialization
 
 
 class _PyTorchEngine:

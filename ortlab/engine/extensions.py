@@ -55,11 +55,6 @@ class ExtensionStatus:
     cache: Path  # the folder for what is compiled; it need not exist
     allocator: str = "ctypes"  # how ORT takes GPU memory from torch's pool: "ctypes", or ORT's own extension
 
-    @property
-    def functions_available(self) -> bool:
-        """Whether models with custom autograd Functions can be exported."""
-        return not self.functions.startswith("unavailable")
-
 
 class _Installed:
     """What :func:`install` chose for this process."""

@@ -31,9 +31,8 @@ from ortlab.engine.tracing.arguments import batch_sizes, size_difference, sizes
 from ortlab.engine.tracing.autograd import saving_apart
 from ortlab.errors import BuildError, ExecutionError, FallbackWarning, OrtlabError, PlanWarning
 from ortlab.options.options import Effect, Options
-from ortlab.records.coverage import Coverage
 from ortlab.records.messages import ORTLAB, MessageLog
-from ortlab.records.runs import EXECUTED_BY_FALLBACK, EXECUTED_BY_ORT, Initialization
+from ortlab.records.runs import EXECUTED_BY_FALLBACK, EXECUTED_BY_ORT, Coverage, Initialization
 
 if TYPE_CHECKING:
     from ortlab.engine.execution import Execution, Progress

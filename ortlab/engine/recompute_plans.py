@@ -24,7 +24,8 @@ from ortlab.engine.kept_values import name_of
 from ortlab.errors import BuildError
 from ortlab.graphs.nodes import YIELD, layer_of
 from ortlab.memory import insight
-from ortlab.memory.plan_reading import operators, read_plan
+from ortlab.memory.dialects import operators
+from ortlab.memory.plan_reading import read_plan
 from ortlab.memory.recompute import COPY, RecomputePlace, RecomputePlaces
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 
-from ortlab.engine import load, triton
+from ortlab.engine import build_environment, load
 from ortlab.engine.backward_guard import GuardedBackward
 from ortlab.engine.build_environment import building_with
 from ortlab.engine.callback_error import border_watched, take_error
@@ -112,7 +112,7 @@ class _SessionOptions:
         if not self.options.intra_op_spinning:
             session_options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         left_out = [] if "ROCMExecutionProvider" in providers else [_ROCM_ONLY]
-        left_out += [] if self.options.acts("triton") else [triton.FUSION]
+        left_out += [] if self.options.acts("triton") else [build_environment.FUSION]
         if self.copies:
             left_out += _FUSES_WHAT_IS_READ
         elif self.options.memory_efficient_gradient:
@@ -358,7 +358,7 @@ def make_manager(
     )
     level = log_level(options.log_level)
     logger = ortmodule_logger(level, log, get_rank())
-    triton.prepare(options)
+    build_environment.prepare(options)
     fallback = _FallbackManager(module, _FallbackPolicy.FALLBACK_DISABLE, False, logger)  # noqa: FBT003
     flattened = _FlattenedModule(module)
     manager = (_Training if training else _Inference)(flattened, debug, fallback, logger)
@@ -366,7 +366,7 @@ def make_manager(
     # At the other levels ONNX Runtime says nothing in a step unless something is wrong, and then at once.
     manager.collecting = partial(runtime_messages, log, "step") if level.talks_in_steps else None
     if options.acts("triton"):
-        manager.collecting = partial(triton.stepping, options, manager.collecting)
+        manager.collecting = partial(build_environment.stepping, options, manager.collecting)
     manager._first_skip_check_warning = False
     # ORTModule would create a second session in each build, only to print the plans; see memory_report().
     manager._runtime_inspector.memory_ob._is_enabled = False

@@ -16,7 +16,7 @@ from ortlab.graphs.alignment import is_copy
 
 if TYPE_CHECKING:
     from ortlab.graphs.alignment import Alignment
-    from ortlab.graphs.stages import Value
+    from ortlab.graphs.nodes import Value
     from ortlab.graphs.wiring import Wiring
 
 _Places: TypeAlias = dict[tuple[str, int, str], list[int]]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from ortlab.records import record_files
 from ortlab.records.record_files import JsonRecord
 from ortlab.shown import Shown
 
@@ -44,11 +45,6 @@ class Rewrite:
         """Whether one node does what several did."""
         return len(self.before) > 1 and len(self.after) == 1
 
-    @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Rewrite:
-        """Rebuild it from plain JSON types."""
-        return cls(nodes_of(record["before"]), nodes_of(record["after"]))
-
 
 @dataclass(frozen=True)
 class Move:
@@ -60,16 +56,6 @@ class Move:
     past: tuple[DiffNode, ...]  #: The nodes that it passed, as they are called in the first graph
     #: Whether it now comes before the nodes that it followed; otherwise it follows those that it came before.
     up: bool
-
-    @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Move:
-        """Rebuild it from plain JSON types."""
-        return cls(
-            nodes_of(record["before"]),
-            nodes_of(record["after"]),
-            nodes_of(record["past"]),
-            bool(record["up"]),
-        )
 
 
 @dataclass(frozen=True)
@@ -86,17 +72,6 @@ class Change:
     old: str
     new: str
 
-    @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Change:
-        """Rebuild it from plain JSON types."""
-        return cls(
-            DiffNode(**record["before"]),
-            DiffNode(**record["after"]),
-            record["what"],
-            record["old"],
-            record["new"],
-        )
-
 
 @dataclass(frozen=True)
 class Side:
@@ -112,17 +87,6 @@ class Side:
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
 
-    @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Side:
-        """Rebuild it from plain JSON types."""
-        lists = {name: tuple(record[name]) for name in ("inputs", "outputs")}
-        return cls(**{**record, **lists})
-
-
-def nodes_of(records: Iterable[Mapping[str, Any]]) -> tuple[DiffNode, ...]:
-    """Rebuild nodes from plain JSON types."""
-    return tuple(DiffNode(**one) for one in records)
-
 
 _BETWEEN: Final = "com.microsoft.YieldOp"
 """The node that hands the forward's results to PyTorch; what depends on it is backward."""
@@ -130,38 +94,22 @@ _BETWEEN: Final = "com.microsoft.YieldOp"
 
 @dataclass(frozen=True, repr=False)
 class GraphDiff(Shown, JsonRecord, noun="difference of graphs", layout=1):
-    """The differences of two graphs.
+    """The differences of two graphs."""
 
-    Attributes
-    ----------
-    before, after
-        The graphs.
-    matched
-        Names of the nodes that are in both, in `before` and in `after`, in the order of the first.
-    added, removed
-        Nodes that are in one graph only, and for which nothing stands in the other.
-    recomputed, recomputed_before
-        Copies of nodes that run again in the backward, in `after` only and in `before` only.
-    rewritten
-        Nodes whose results others make; see `fused`.
-    moved
-        Nodes that do the same elsewhere.
-    changed
-        What is different about nodes that are in both.
-    graphs
-        The two graphs themselves, so that they can be drawn; none in a difference that was read from JSON.
-    """
-
-    before: Side
-    after: Side
+    before: Side  #: The graphs
+    after: Side  #: See `before`
+    #: Names of the nodes that are in both, in `before` and in `after`, in the order of the first.
     matched: tuple[tuple[str, str], ...] = ()
+    #: Nodes that are in one graph only, and for which nothing stands in the other.
     added: tuple[DiffNode, ...] = ()
-    removed: tuple[DiffNode, ...] = ()
+    removed: tuple[DiffNode, ...] = ()  #: See `added`
+    #: Copies of nodes that run again in the backward, in `after` only and in `before` only.
     recomputed: tuple[DiffNode, ...] = ()
-    recomputed_before: tuple[DiffNode, ...] = ()
-    rewritten: tuple[Rewrite, ...] = ()
-    moved: tuple[Move, ...] = ()
-    changed: tuple[Change, ...] = ()
+    recomputed_before: tuple[DiffNode, ...] = ()  #: See `recomputed`
+    rewritten: tuple[Rewrite, ...] = ()  #: Nodes whose results others make; see `fused`
+    moved: tuple[Move, ...] = ()  #: Nodes that do the same elsewhere
+    changed: tuple[Change, ...] = ()  #: What is different about nodes that are in both
+    #: The two graphs themselves, so that they can be drawn; none in a difference that was read from JSON.
     graphs: tuple[Graph, ...] = field(default=(), repr=False, compare=False)
 
     @property
@@ -208,24 +156,13 @@ class GraphDiff(Shown, JsonRecord, noun="difference of graphs", layout=1):
 
     def _fields(self) -> dict[str, Any]:
         before, after = self.colours()
-        found = asdict(replace(self, graphs=()))
-        found.pop("graphs")
+        found = record_files.plain({name: one for name, one in vars(self).items() if name != "graphs"})
         return {**found, "sentences": list(self.sentences), "colours": {"before": before, "after": after}}
 
     @classmethod
     def _of_fields(cls, fields: dict[str, Any]) -> GraphDiff:
-        return cls(
-            before=Side.from_dict(fields["before"]),
-            after=Side.from_dict(fields["after"]),
-            matched=tuple((one, other) for one, other in fields["matched"]),
-            rewritten=tuple(Rewrite.from_dict(one) for one in fields["rewritten"]),
-            moved=tuple(Move.from_dict(one) for one in fields["moved"]),
-            changed=tuple(Change.from_dict(one) for one in fields["changed"]),
-            added=nodes_of(fields["added"]),
-            removed=nodes_of(fields["removed"]),
-            recomputed=nodes_of(fields["recomputed"]),
-            recomputed_before=nodes_of(fields["recomputed_before"]),
-        )
+        made = {"sentences", "colours"}  # of the others, for who reads the file without ortlab
+        return record_files.rebuilt(cls, {name: one for name, one in fields.items() if name not in made})
 
 
 def diff(before: Graph, after: Graph, *, names: tuple[str, str] | None = None) -> GraphDiff:

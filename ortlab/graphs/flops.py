@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
 
 from ortlab.errors import OptionError
+from ortlab.graphs.flop_formulas import Shape  # noqa: TC001 - asked for when a record is read
 from ortlab.records.record_files import JsonRecord
 from ortlab.shown import Shown
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from ortlab.graphs.flop_formulas import Shape
 
 Kind = Literal["operator", "module", "layer"]
 KINDS: Final[tuple[Kind, ...]] = ("operator", "module", "layer")
@@ -48,21 +47,11 @@ class NodeFlops:
 
 @dataclass(frozen=True, repr=False)
 class Flops(Shown, JsonRecord, noun="record of FLOPs", layout=1):
-    """What one training step on ONNX Runtime calculates.
+    """What one training step on ONNX Runtime calculates."""
 
-    Attributes
-    ----------
-    nodes
-        In the order in which they ran.
-    configuration
-        The switches that differ from the defaults, in words.
-    part
-        Path of the wrapped part; empty for the whole model.
-    """
-
-    nodes: tuple[NodeFlops, ...]
-    configuration: str = ""
-    part: str = ""
+    nodes: tuple[NodeFlops, ...]  #: In the order in which they ran
+    configuration: str = ""  #: The switches that differ from the defaults, in words
+    part: str = ""  #: Path of the wrapped part; empty for the whole model
 
     @property
     def forward(self) -> int:
@@ -133,18 +122,6 @@ class Flops(Shown, JsonRecord, noun="record of FLOPs", layout=1):
             frame["FLOPs"] = frame["FLOPs"].astype("Int64")
         return frame
 
-    def _fields(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def _of_fields(cls, fields: dict[str, Any]) -> Flops:
-        shapes = ("inputs", "outputs")
-        nodes = [
-            NodeFlops(**{**one, **{key: tuple(map(tuple, one[key])) for key in shapes}})
-            for one in fields.pop("nodes")
-        ]
-        return cls(tuple(nodes), **fields)
-
 
 CHOOSING: Final = frozenset(
     {"Gather", "GatherND", "GatherElements", "Slice", "ShrunkenGather", "PadAndUnflatten"}
@@ -182,22 +159,13 @@ class NodeChange:
 
 @dataclass(frozen=True, repr=False)
 class FlopSavings(Shown, JsonRecord, noun="record of saved FLOPs", layout=2):
-    """One training step with a switch and without it.
+    """One training step with a switch and without it."""
 
-    Attributes
-    ----------
-    without, having
-        The same step, profiled without the switch and with it.
-    same
-        Which node of the one graph is which of the other, by their names, as `ortlab.graphs.diff` matches them.
-    changed
-        What differs between both, in words: "compute_optimizer=False against True".
-    """
-
-    without: Flops
-    having: Flops
+    without: Flops  #: The same step, profiled without the switch and with it
+    having: Flops  #: See `without`
+    #: Which node of the one graph is which of the other, by their names, as `ortlab.graphs.diff` matches them.
     same: Mapping[str, str]
-    changed: str = ""
+    changed: str = ""  #: What differs between both, in words: "compute_optimizer=False against True"
 
     @property
     def saved(self) -> int:
@@ -268,19 +236,6 @@ class FlopSavings(Shown, JsonRecord, noun="record of saved FLOPs", layout=2):
             for one in self.changes
         ]
         return pd.DataFrame(rows)
-
-    def _fields(self) -> dict[str, Any]:
-        return {
-            "without": self.without.to_dict(),
-            "having": self.having.to_dict(),
-            "same": dict(self.same),
-            "changed": self.changed,
-        }
-
-    @classmethod
-    def _of_fields(cls, fields: dict[str, Any]) -> FlopSavings:
-        graphs = {key: Flops.from_dict(fields[key]) for key in ("without", "having")}
-        return cls(**graphs, same=fields["same"], changed=fields["changed"])
 
     def _pairs(self) -> Iterator[tuple[NodeFlops | None, NodeFlops | None]]:
         """Yield each node with that of the other graph that is the same."""

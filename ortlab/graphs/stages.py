@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.errors import BuildError, OptionError
-from ortlab.graphs.nodes import operator_of
-from ortlab.graphs.origins import Origin, origins
+from ortlab.graphs.nodes import Origin, Value, operator_of, origins, value_of
+from ortlab.graphs.summary import GraphSummary, summarize
 from ortlab.shown import Shown
 
 if TYPE_CHECKING:
     import pandas as pd
-    from onnx import FunctionProto, GraphProto, ModelProto, TensorProto, ValueInfoProto
+    from onnx import FunctionProto, GraphProto, ModelProto, TensorProto
 
-    from ortlab.graphs.summary import GraphSummary
     from ortlab.memory.saved_activations import SavedActivations
     from ortlab.memory.trace import Trace
 
@@ -34,15 +33,6 @@ STAGES: Final = {
 
 VIEWED_BYTES: Final = 1024
 """Constants up to this size keep their values in a graph that is shown."""
-
-
-@dataclass(frozen=True)
-class Value:
-    """An input or output of a graph."""
-
-    name: str  #: Its name in the graph
-    dtype: str  #: ONNX element type, lower case - "float", "int64", ...
-    shape: tuple[int | str, ...]  #: Sizes; a symbolic size is a string
 
 
 @dataclass(frozen=True)
@@ -62,38 +52,21 @@ class TracedModel:
 
 @dataclass(frozen=True, repr=False)
 class Graph(Shown):
-    """One ONNX graph.
+    """One ONNX graph."""
 
-    Attributes
-    ----------
-    stage
-        One of `STAGES`.
-    mode
-        "training" or "inference".
-    serialized
-        The model as ONNX stores it. It holds constants, and no weights: ORTModule feeds those as inputs.
-    part
-        Path of the part of the model that it is of; empty where the whole model is wrapped.
-    traced
-        What is known of the module that it was traced from; nothing for a graph that was read from a file.
-    activations
-        What its forward keeps for its backward, where somebody has read it; see `with_activations`.
-    trace
-        A profiled step of it, where there is one; see `with_profile`.
-    stripped_bytes
-        Bytes of constants that were left out for viewing; 0 in a graph that can run.
-    note
-        How it came about, where it was built to be looked at; empty where it was there.
-    """
-
-    stage: str
-    mode: str
+    stage: str  #: One of `STAGES`
+    mode: str  #: "training" or "inference"
+    #: The model as ONNX stores it. It holds constants, and no weights: ORTModule feeds those as inputs.
     serialized: bytes = field(repr=False)
-    part: str = ""
+    part: str = ""  #: Path of the part of the model that it is of; empty where the whole model is wrapped
+    #: What is known of the module that it was traced from; nothing for a graph that was read from a file.
     traced: TracedModel = field(default=TracedModel(), repr=False, compare=False)
+    #: What its forward keeps for its backward, where somebody has read it; see `with_activations`.
     activations: SavedActivations | None = field(default=None, repr=False, compare=False)
+    #: A profiled step of it, where there is one; see `with_profile`.
     trace: Trace | None = field(default=None, repr=False, compare=False)
-    stripped_bytes: int = 0
+    stripped_bytes: int = 0  #: Bytes of constants that were left out for viewing; 0 in a graph that can run
+    #: How it came about, where it was built to be looked at; empty where it was there.
     note: str = field(default="", repr=False, compare=False)
 
     @cached_property
@@ -111,14 +84,12 @@ class Graph(Shown):
 
     @cached_property
     def origins(self) -> dict[str, Origin]:
-        """Where each node comes from in the model, by its name; see `ortlab.graphs.origins`."""
+        """Where each node comes from in the model, by its name; see `ortlab.graphs.nodes`."""
         return origins(self)
 
     @cached_property
     def summary(self) -> GraphSummary:
         """Operators by count and time, inputs, outputs, parameters, and where the nodes come from."""
-        from ortlab.graphs.summary import summarize
-
         return summarize(self)
 
     @property
@@ -253,15 +224,6 @@ class Graph(Shown):
             "passes": summary.counts,
             "forward_origins": {**summary.origins, "lines_recorded": summary.lines_recorded},
         }
-
-
-def value_of(info: ValueInfoProto) -> Value:
-    """Return name, type and shape of a value as ONNX states them."""
-    import onnx
-
-    tensor = info.type.tensor_type
-    shape = tuple(size.dim_param or size.dim_value for size in tensor.shape.dim)
-    return Value(info.name, onnx.TensorProto.DataType.Name(tensor.elem_type).lower(), shape)
 
 
 _VALUES: Final = (

@@ -6,8 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
-from ortlab.graphs.nodes import PHASES, YIELD, node_names, operator_of, phases
-from ortlab.graphs.origins import HOW
+from ortlab.graphs.nodes import HOW, PHASES, YIELD, Value, node_names, operator_of, phases, value_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,9 +14,8 @@ if TYPE_CHECKING:
     import pandas as pd
     from onnx import NodeProto
 
-    from ortlab.graphs.nodes import Phase
-    from ortlab.graphs.origins import Origin
-    from ortlab.graphs.stages import Graph, Value
+    from ortlab.graphs.nodes import Origin, Phase
+    from ortlab.graphs.stages import Graph
     from ortlab.memory.saved_activations import SavedActivation
     from ortlab.memory.trace import TracedNode
 
@@ -242,8 +240,6 @@ def _inputs(graph: Graph) -> tuple[tuple[Value, Kind], ...]:
 
 def _returned(graph: Graph) -> tuple[tuple[Value, Kind], ...]:
     """Return what a training graph hands over at the border; a shape that the graph does not hold is empty."""
-    from ortlab.graphs.stages import Value, value_of
-
     border = next((node for node in graph.model.graph.node if node.op_type == YIELD), None)
     if border is None:
         return ()

@@ -43,26 +43,14 @@ _OPERATOR: Final = "TritonOp"
 
 @dataclass(frozen=True, repr=False)
 class TritonKernel(Shown):
-    """One fused sub-graph and the code that was generated for it.
+    """One fused sub-graph and the code that was generated for it."""
 
-    Attributes
-    ----------
-    number
-        Of the sub-graph in its list, from 1.
-    key
-        ORT's hash of the sub-graph; the attribute ``onnx_key`` of its node.
-    graphs
-        The files of its forms, by "original" and "processed"; both are there, unless somebody has deleted one.
-    sources
-        Generated files, the newest last; none if the code could not be generated.
-    nodes
-        Names of the nodes of the lab's graph that run it; empty if they are not known.
-    """
-
-    number: int
-    key: int
+    number: int  #: Of the sub-graph in its list, from 1
+    key: int  #: ORT's hash of the sub-graph; the attribute ``onnx_key`` of its node
+    #: The files of its forms, by "original" and "processed"; both are there, unless somebody has deleted one.
     graphs: Mapping[str, Path]
-    sources: tuple[Path, ...]
+    sources: tuple[Path, ...]  #: Generated files, the newest last; none if the code could not be generated
+    #: Names of the nodes of the lab's graph that run it; empty if they are not known.
     nodes: tuple[str, ...] = ()
 
     def graph(self, form: str = "original") -> Graph:
@@ -132,18 +120,10 @@ class TritonKernel(Shown):
 
 @dataclass(frozen=True, repr=False)
 class TritonKernels(Shown):
-    """The sub-graphs in a folder, those of the lab's graph first, in its order.
+    """The sub-graphs in a folder, those of the lab's graph first, in its order."""
 
-    Attributes
-    ----------
-    folder
-        The folder.
-    kernels
-        One for each sub-graph.
-    """
-
-    folder: Path
-    kernels: tuple[TritonKernel, ...]
+    folder: Path  #: The folder
+    kernels: tuple[TritonKernel, ...]  #: One for each sub-graph
 
     def __len__(self) -> int:
         return len(self.kernels)

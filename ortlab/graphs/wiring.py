@@ -9,8 +9,7 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from ortlab.graphs.nodes import node_names
-from ortlab.graphs.stages import Value
+from ortlab.graphs.nodes import Value, node_names
 
 if TYPE_CHECKING:
     from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto

@@ -1,9 +1,10 @@
-"""What the panel and the views need of a lab, and its users do not: news, readings, and where plans act."""
+"""What the panel and views need of a lab, and its users do not: news, readings, where plans act, who has shown it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+from weakref import WeakKeyDictionary
 
 from ortlab.records.memory_phases import MemoryPhases
 
@@ -56,3 +57,25 @@ def recompute_places(lab: Lab, part: str | None = None) -> RecomputePlaces:
     engine_of(lab._bench, part, "plans")
     with builds(lab._bench, part) as found:
         return found.only[1].recompute_places()
+
+
+_shown: Final[WeakKeyDictionary[Lab, int]] = WeakKeyDictionary()
+"""By lab: the execution count of the cell in which it was shown last, or said what it was set to."""
+
+
+def note_shown(lab: Lab) -> None:
+    """Have the lab show itself as one line for the rest of the cell that runs."""
+    if (cell := _cell()) is not None:
+        _shown[lab] = cell
+
+
+def was_shown(lab: Lab) -> bool:
+    """Tell whether the cell that runs has shown the lab already."""
+    return (cell := _cell()) is not None and _shown.get(lab) == cell
+
+
+def _cell() -> int | None:
+    from IPython import get_ipython
+
+    shell = get_ipython()
+    return None if shell is None else shell.execution_count

@@ -10,8 +10,8 @@ from ortlab.analyses import graphs as stages
 from ortlab.analyses import memory as measuring
 from ortlab.analyses import profiling
 from ortlab.errors import OptionError
-from ortlab.parity import parity_run, subscribers
-from ortlab.records.coverage import names
+from ortlab.parity import folder_comparison, parity_run
+from ortlab.records.runs import names
 from ortlab.records.status import rebuild, rebuild_of_switch
 from ortlab.runs import bench, stepping
 from ortlab.runs.bench import Bench
@@ -24,7 +24,6 @@ from ortlab.studies import (
     budget_run,
     comparison_run,
     density,
-    engine_comparison_run,
     plans,
     sweep_run,
 )
@@ -233,12 +232,12 @@ class Lab(ShownAsPanel):
 
     budget = OnBench(budget_run.budget)
     compare = OnBench(comparison_run.compare)
-    compare_engines = OnBench(engine_comparison_run.compare_engines)
+    compare_engines = OnBench(comparison_run.compare_engines)
     sweep = OnBench(sweep_run.sweep)
     find_batch_size = OnBench(batch_size_run.find_batch_size)
     bisect = OnBench(bisection_run.bisect)
     parity = OnBench(parity_run.parity)
-    subscribe = OnBench(subscribers.subscribe)
+    subscribe = OnBench(folder_comparison.subscribe)
 
     # ---- look at memory, graph and data -------------------------------------------------------------------------
 

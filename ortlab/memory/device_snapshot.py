@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     import pandas as pd
     import torch
 
+    from ortlab.analyses.memory import Taken
     from ortlab.memory.saved_activations import SavedActivations
     from ortlab.options.configuration import Configuration
-    from ortlab.runs.allocator_history import Taken
 
 Maker = Literal[
     "ONNX Runtime, forward",
@@ -215,29 +215,14 @@ _NAMES_WRITTEN: Final = 8
 
 @dataclass(frozen=True, repr=False)
 class MemorySnapshot(Shown):
-    """What was in use on a GPU when the forward of a step had ended, and the history of the whole step.
+    """What was in use on a GPU when the forward of a step had ended, and the history of the whole step."""
 
-    Attributes
-    ----------
-    blocks
-        Blocks in use at the end of the forward, the largest first.
-    device
-        "cuda:0", ...
-    engine
-        Who executed the step: "ort", "eager", ...
-    options
-        The switches, as `Options.to_dict` gives them.
-    unsized
-        Kept activations whose size is not known, so that they cannot be found.
-    snapshot
-        torch's snapshot of the end of the step, with the history of the step and the names written into it.
-    """
-
-    blocks: tuple[NamedBlock, ...]
-    device: str
-    engine: str
-    options: dict[str, Any]
-    unsized: int = 0
+    blocks: tuple[NamedBlock, ...]  #: Blocks in use at the end of the forward, the largest first
+    device: str  #: "cuda:0", ...
+    engine: str  #: Who executed the step: "ort", "eager", ...
+    options: dict[str, Any]  #: The switches, as `Options.to_dict` gives them
+    unsized: int = 0  #: Kept activations whose size is not known, so that they cannot be found
+    #: torch's snapshot of the end of the step, with the history of the step and the names written into it.
     snapshot: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property

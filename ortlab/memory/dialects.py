@@ -1,4 +1,4 @@
-"""Three ways in which recompute plans have been written down since 2022, and the logs that go with them.
+"""Three ways in which recompute plans have been written down since 2022, the logs that go with them, and plain words.
 
 - 2022: `Dropout:0,Gelu:1`, operator and strategy; logged as a MemoryAlleviation summary.
 - 2023: `BiasGelu+:1:-1,Cast+:2:-1`, cluster, strategy and count; logged as a feature matrix and a MemoryInsight table.
@@ -133,3 +133,76 @@ def write_log(log: Log) -> str:
     if log.insight.rows:
         tables.append(insight.write(log.insight))
     return "\n\n".join(tables)
+
+
+_WORDS: Final = {
+    "Gelu": "GELU",
+    "FastGelu": "GELU",
+    "QuickGelu": "GELU",
+    "BiasGelu": "GELU and its bias",
+    "Relu": "ReLU",
+    "Dropout": "dropout",
+    "BitmaskDropout": "dropout",
+    "BiasDropout": "dropout and a bias",
+    "LayerNormalization": "layer normalisation",
+    "SimplifiedLayerNormalization": "RMS normalisation",
+    "SkipLayerNormalization": "layer normalisation",
+    "Softmax": "softmax",
+    "BiasSoftmax": "softmax and its bias",
+    "BiasSoftmaxDropout": "softmax and dropout",
+    "MatMul": "matmul",
+    "FusedMatMul": "matmul",
+    "Gemm": "matmul",
+    "Add": "addition",
+    "Sub": "subtraction",
+    "Mul": "multiplication",
+    "Div": "division",
+    "Pow": "power",
+    "Sqrt": "square root",
+    "Tanh": "tanh",
+    "Sigmoid": "sigmoid",
+    "Erf": "error function",
+    "Neg": "negation",
+    "Cast": "cast",
+    "Where": "where",
+    "Gather": "gather",
+    "Concat": "concat",
+    "Slice": "slice",
+    "Split": "split",
+    "Expand": "expand",
+    "Tile": "tile",
+    "Reshape": "reshape",
+    "Transpose": "transpose",
+    "Squeeze": "reshape",
+    "Unsqueeze": "reshape",
+}
+"""Operators in words; others keep ORT's name."""
+
+
+def operators(cluster: str) -> list[str]:
+    """Split a cluster, or several with commas, into its operators: "Where+Dropout+" holds two."""
+    return [name for name in re.split(r"[+,]", cluster) if name]
+
+
+def sentence(cluster: str, strategy: int, frequency: int, layers: int | None = None) -> str:
+    """Say what a plan does in `frequency` places, which are in `layers` layers of the model.
+
+    Strategy 1 recomputes, 2 recomputes with compromise. `layers` is None where that is not known.
+    """
+    words: list[str] = []
+    for name in operators(cluster):
+        word = _WORDS.get(name, name)
+        if word not in words[-1:]:
+            words.append(word)
+    what = ", ".join(words[:-1]) + " and " + words[-1] if len(words) > 1 else "".join(words)
+    where = _counted(frequency, "place")
+    if layers:
+        where = (
+            _counted(layers, "layer") if layers == frequency else f"{where} of {_counted(layers, 'layer')}"
+        )
+    partly = "; that saves a part of it" if strategy > 1 else ""
+    return f"Recompute {what} in {where} instead of keeping it{partly}."
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"

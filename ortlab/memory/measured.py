@@ -6,6 +6,7 @@ import statistics
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from ortlab.records import record_files
 from ortlab.shown import Shown
 
 if TYPE_CHECKING:
@@ -102,37 +103,20 @@ class StepMemory:
 
 @dataclass(frozen=True, repr=False)
 class MemoryMeasurement(Shown):
-    """The memory of a step, measured in the running process; `lab.memory` makes it.
+    """The memory of a step, measured in the running process; `lab.memory` makes it."""
 
-    Attributes
-    ----------
-    steps
-        The steps that were measured, after `warm_up` others.
-    engine
-        Who executed them: "ort", "eager", "compile", ...
-    options
-        The switches they are for, as `Options.to_dict` gives them. On a CPU ORT's arena was off meanwhile, whatever
-        they say: it keeps freed memory, so that no level can be told.
-    kind
-        What was measured: "resident set, large buffers mapped" or "CUDA allocated".
-    device
-        "cpu" or "cuda:0", ...
-    warm_up
-        Steps that ran before, unmeasured: builds, and what an optimizer allocates in its first step, are in them.
-    scope
-        Where: "this process".
-    named_activations_bytes
-        What `lab.activations()` names of that which the forward leaves behind, worked out from shapes; None where
-        PyTorch executes, or a size is not known.
-    """
-
-    steps: tuple[StepMemory, ...]
-    engine: str
+    steps: tuple[StepMemory, ...]  #: The steps that were measured, after `warm_up` others
+    engine: str  #: Who executed them: "ort", "eager", "compile", ...
+    #: The switches they are for, as `Options.to_dict` gives them. On a CPU ORT's arena was off meanwhile, whatever they
+    #: say: it keeps freed memory, so that no level can be told.
     options: dict[str, Any]
-    kind: str
-    device: str
+    kind: str  #: What was measured: "resident set, large buffers mapped" or "CUDA allocated"
+    device: str  #: "cpu" or "cuda:0", ...
+    #: Steps that ran before, unmeasured: builds, and what an optimizer allocates in its first step, are in them.
     warm_up: int
-    scope: str = "this process"
+    scope: str = "this process"  #: Where: "this process"
+    #: What `lab.activations()` names of that which the forward leaves behind, worked out from shapes; None where
+    #: PyTorch executes, or a size is not known.
     named_activations_bytes: int | None = None
 
     @property
@@ -165,16 +149,6 @@ class MemoryMeasurement(Shown):
     def typical_rise_bytes(self) -> float:
         """Median of the steps' rises, in bytes."""
         return statistics.median(step.rise_bytes for step in self.steps)
-
-    @property
-    def after_forward_bytes(self) -> int | None:
-        """Level after the forward, in bytes; None for a step without one."""
-        return _after(self.step, "forward")
-
-    @property
-    def after_backward_bytes(self) -> int | None:
-        """Level after the backward, in bytes; None for a step without one."""
-        return _after(self.step, "backward")
 
     @property
     def saved_bytes(self) -> int | None:
@@ -220,24 +194,6 @@ class MemoryMeasurement(Shown):
             ]
         )
 
-    def phase_table(self) -> pd.DataFrame:
-        """One row per step and phase, in bytes, measured."""
-        import pandas as pd
-
-        return pd.DataFrame(
-            [
-                {
-                    "step": number,
-                    "phase": phase.phase,
-                    "before [bytes]": phase.before_bytes,
-                    "peak [bytes]": phase.peak_bytes,
-                    "after [bytes]": phase.after_bytes,
-                }
-                for number, step in enumerate(self.steps, start=1)
-                for phase in step.phases
-            ]
-        )
-
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types, readable by `from_dict`."""
         return asdict(self)
@@ -245,20 +201,4 @@ class MemoryMeasurement(Shown):
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> MemoryMeasurement:
         """Rebuild a measurement from `to_dict`."""
-        steps = tuple(
-            StepMemory(
-                **{
-                    **step,
-                    "phases": tuple(PhasePeak(**phase) for phase in step["phases"]),
-                    "known_at_start": Known(**step["known_at_start"]),
-                    "known_before": tuple(Known(**known) for known in step["known_before"]),
-                }
-            )
-            for step in record["steps"]
-        )
-        return cls(**{**record, "steps": steps})
-
-
-def _after(step: StepMemory, phase: str) -> int | None:
-    found = step.phase(phase)
-    return None if found is None else found.after_bytes
+        return record_files.rebuilt(cls, record)

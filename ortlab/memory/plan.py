@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import reduce
+from operator import add
 from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.errors import OptionError
 from ortlab.memory import dialects, formulas
-from ortlab.memory.symbolic_sizes import check_names, other_symbols
+from ortlab.memory.dialects import sentence
+from ortlab.memory.symbolic_sizes import check_names, other_symbols, summed
 from ortlab.shown import Shown
 
 if TYPE_CHECKING:
@@ -19,9 +22,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from ortlab.memory.recompute import LevelSet
-
-STRATEGIES: Final = {0: "keep", 1: "recompute", 2: "recompute with compromise"}
-"""Names of the strategies in `<cluster>:<strategy>:<count>` (row F13)."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,6 @@ class PlanRow:
     measured_cost_ms: float | None = None
 
     @property
-    def strategy_name(self) -> str:
-        """Name of the strategy, one of `STRATEGIES`."""
-        return STRATEGIES[self.strategy]
-
-    @property
     def as_asked(self) -> bool:
         """Whether ORT applies it in as many places as asked for; true as well where nobody has asked or looked."""
         if self.requested is None or self.applied is None:
@@ -88,51 +83,31 @@ class MemoryPlan(Shown):
 
     The savings overlap where clusters share operators, and freed memory can lie away from the peak, so the sum of
     the rows is no prediction for all of them together. Measure: enable, rerun, compare.
-
-    Attributes
-    ----------
-    rows
-        The plans.
-    symbols
-        Values of the symbolic dimensions that the savings were evaluated with; those of the first batch, unless
-        `origins` says otherwise.
-    memory_level
-        The lab's memory level; at 1 and 2 it chooses the plans itself.
-    report
-        ORT's own MemoryInsight text.
-    missing
-        Wrapped parts of the model that have no graph yet, because they were not called.
-    probe
-        ORT's probe level: "1:0" looks for subgraphs anywhere, "1:1" within transformer layers only.
-    absent
-        Plans that the present options ask for and the model does not have; ORT itself passes over them in silence.
-    origins
-        Where the value of a symbol comes from, in words, for those that the first batch does not give as they are.
-    label_totals
-        For each symbol that counts labels which are not ignored: the number of all labels, a formula (row T16).
-    of_parts
-        Where several parts of the model are wrapped: the plan of each by its path, of which this one is put together.
-    level_set
-        What `memory_level` stands for in this model; None at 0.
-    order_saving_bytes
-        What any plan takes off the peak because ORT orders all nodes differently once there is one, in bytes;
-        predicted by simulation, negative where the peak rises. It is part of each `peak_saving_bytes`.
-    note
-        How the graph came about, where it was built for this; empty where it was there.
     """
 
-    rows: tuple[PlanRow, ...]
+    rows: tuple[PlanRow, ...]  #: The plans
+    #: Values of the symbolic dimensions that the savings were evaluated with; those of the first batch, unless
+    #: `origins` says otherwise.
     symbols: Mapping[str, int]
-    memory_level: int
-    report: str
+    memory_level: int  #: The lab's memory level; at 1 and 2 it chooses the plans itself
+    report: str  #: ORT's own MemoryInsight text
+    #: Wrapped parts of the model that have no graph yet, because they were not called.
     missing: tuple[str, ...] = ()
+    #: ORT's probe level: "1:0" looks for subgraphs anywhere, "1:1" within transformer layers only.
     probe: str = "1:0"
+    #: Plans that the present options ask for and the model does not have; ORT itself passes over them in silence.
     absent: tuple[str, ...] = ()
+    #: Where the value of a symbol comes from, in words, for those that the first batch does not give as they are.
     origins: Mapping[str, str] = field(default_factory=dict)
+    #: For each symbol that counts labels which are not ignored: the number of all labels, a formula (row T16).
     label_totals: Mapping[str, str] = field(default_factory=dict)
+    #: Where several parts of the model are wrapped: the plan of each by its path, of which this one is put together.
     of_parts: Mapping[str, MemoryPlan] = field(default_factory=dict)
-    level_set: LevelSet | None = None
+    level_set: LevelSet | None = None  #: What `memory_level` stands for in this model; None at 0
+    #: What any plan takes off the peak because ORT orders all nodes differently once there is one, in bytes; predicted
+    #: by simulation, negative where the peak rises. It is part of each `peak_saving_bytes`.
     order_saving_bytes: float | None = None
+    #: How the graph came about, where it was built for this; empty where it was there.
     note: str = field(default="", compare=False)
 
     @property
@@ -215,8 +190,6 @@ class MemoryPlan(Shown):
     def _parts_at(
         self, batch: int | None, sequence: int | None, density: float | None, sizes: Mapping[str, int]
     ) -> MemoryPlan:
-        from ortlab.memory.plan_reading import merged
-
         known = {path: {*plan.symbols, *plan.unresolved} for path, plan in self.of_parts.items()}
         check_names(sizes, sorted(set().union(*known.values())))
         again = {
@@ -304,6 +277,62 @@ class MemoryPlan(Shown):
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""
         return asdict(self)
+
+
+def merged(plans: Mapping[str, MemoryPlan], missing: tuple[str, ...] = ()) -> MemoryPlan:
+    """Put together the plans of a model's parts, by path: a configuration acts on all parts that have it.
+
+    `missing` names the parts that have no plan yet.
+    """
+    rows: dict[str, list[tuple[str, PlanRow]]] = {}
+    for path, plan in plans.items():
+        for row in plan.rows:
+            rows.setdefault(row.config, []).append((path, row))
+    together = sorted((_together(places) for places in rows.values()), key=by_saving)
+    symbols: dict[str, int] = {}
+    origins: dict[str, str] = {}
+    for path, plan in plans.items():
+        for name, size in plan.symbols.items():
+            alike = all(other.symbols.get(name, size) == size for other in plans.values())
+            shown = name if alike else f"{path}: {name}"
+            symbols[shown] = size
+            if name in plan.origins:
+                origins[shown] = plan.origins[name]
+    report = "\n\n".join(f"{path}\n{plan.report}" for path, plan in plans.items() if plan.report)
+    several = list(plans.values())
+    sets = [one.level_set for one in several if one.level_set]
+    absent = [one for one in several[0].absent if all(one in other.absent for other in several)]
+    return MemoryPlan(
+        tuple(together),
+        symbols,
+        max(plan.memory_level for plan in several),
+        report,
+        missing,
+        probe=several[0].probe,
+        absent=tuple(absent),
+        origins=origins,
+        of_parts=dict(plans),
+        level_set=reduce(add, sets) if sets else None,
+    )
+
+
+def _together(places: list[tuple[str, PlanRow]]) -> PlanRow:
+    rows = [row for _, row in places]
+    frequency = sum(row.frequency for row in rows)
+    layers = summed(row.layers for row in rows)
+    return replace(
+        rows[0],
+        frequency=frequency,
+        saving_symbolic="; ".join(f"{path}: {row.saving_symbolic}" for path, row in places),
+        saving_bytes=summed(row.saving_bytes for row in rows),
+        enabled=any(row.enabled for row in rows),
+        sentence=sentence(rows[0].cluster, rows[0].strategy, frequency, layers),
+        parts=tuple(path for path, _ in places),
+        excludes=tuple(dict.fromkeys(other for row in rows for other in row.excludes)),
+        applied=summed(row.applied for row in rows),
+        unresolved=tuple(dict.fromkeys(name for row in rows for name in row.unresolved)),
+        layers=layers,
+    )
 
 
 def without_count(part: str) -> str:

@@ -1,17 +1,14 @@
-"""Makes the record of a memory plan from what ORT reports, and says in words what each plan does."""
+"""Makes the record of a memory plan from what ORT reports."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import reduce
-from operator import add
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from ortlab.memory import formulas, insight
+from ortlab.memory.dialects import sentence
 from ortlab.memory.plan import MemoryPlan, PlanRow, by_saving, without_count
-from ortlab.memory.symbolic_sizes import summed
 from ortlab.records.density import LABEL
 
 if TYPE_CHECKING:
@@ -95,43 +92,6 @@ def read_plan(  # noqa: PLR0913 - each is one fact of the report, given by name
     )
 
 
-def merged(plans: Mapping[str, MemoryPlan], missing: tuple[str, ...] = ()) -> MemoryPlan:
-    """Put together the plans of a model's parts, by path: a configuration acts on all parts that have it.
-
-    `missing` names the parts that have no plan yet.
-    """
-    rows: dict[str, list[tuple[str, PlanRow]]] = {}
-    for path, plan in plans.items():
-        for row in plan.rows:
-            rows.setdefault(row.config, []).append((path, row))
-    together = sorted((_together(places) for places in rows.values()), key=by_saving)
-    symbols: dict[str, int] = {}
-    origins: dict[str, str] = {}
-    for path, plan in plans.items():
-        for name, size in plan.symbols.items():
-            alike = all(other.symbols.get(name, size) == size for other in plans.values())
-            shown = name if alike else f"{path}: {name}"
-            symbols[shown] = size
-            if name in plan.origins:
-                origins[shown] = plan.origins[name]
-    report = "\n\n".join(f"{path}\n{plan.report}" for path, plan in plans.items() if plan.report)
-    several = list(plans.values())
-    sets = [one.level_set for one in several if one.level_set]
-    absent = [one for one in several[0].absent if all(one in other.absent for other in several)]
-    return MemoryPlan(
-        tuple(together),
-        symbols,
-        max(plan.memory_level for plan in several),
-        report,
-        missing,
-        probe=several[0].probe,
-        absent=tuple(absent),
-        origins=origins,
-        of_parts=dict(plans),
-        level_set=reduce(add, sets) if sets else None,
-    )
-
-
 def with_measured_density(plan: MemoryPlan, runs: Iterable[Run]) -> MemoryPlan:
     """Evaluate what depends on a count of labels that the first batch does not tell, with the density of the last run.
 
@@ -145,95 +105,3 @@ def with_measured_density(plan: MemoryPlan, runs: Iterable[Run]) -> MemoryPlan:
     found = plan.at(label_density=density)
     words = f"label density {density:.1%}, measured in run {number}"
     return replace(found, origins={**found.origins, **dict.fromkeys(counts, words)})
-
-
-def _together(places: list[tuple[str, PlanRow]]) -> PlanRow:
-    rows = [row for _, row in places]
-    frequency = sum(row.frequency for row in rows)
-    layers = summed(row.layers for row in rows)
-    return replace(
-        rows[0],
-        frequency=frequency,
-        saving_symbolic="; ".join(f"{path}: {row.saving_symbolic}" for path, row in places),
-        saving_bytes=summed(row.saving_bytes for row in rows),
-        enabled=any(row.enabled for row in rows),
-        sentence=sentence(rows[0].cluster, rows[0].strategy, frequency, layers),
-        parts=tuple(path for path, _ in places),
-        excludes=tuple(dict.fromkeys(other for row in rows for other in row.excludes)),
-        applied=summed(row.applied for row in rows),
-        unresolved=tuple(dict.fromkeys(name for row in rows for name in row.unresolved)),
-        layers=layers,
-    )
-
-
-_WORDS: Final = {
-    "Gelu": "GELU",
-    "FastGelu": "GELU",
-    "QuickGelu": "GELU",
-    "BiasGelu": "GELU and its bias",
-    "Relu": "ReLU",
-    "Dropout": "dropout",
-    "BitmaskDropout": "dropout",
-    "BiasDropout": "dropout and a bias",
-    "LayerNormalization": "layer normalisation",
-    "SimplifiedLayerNormalization": "RMS normalisation",
-    "SkipLayerNormalization": "layer normalisation",
-    "Softmax": "softmax",
-    "BiasSoftmax": "softmax and its bias",
-    "BiasSoftmaxDropout": "softmax and dropout",
-    "MatMul": "matmul",
-    "FusedMatMul": "matmul",
-    "Gemm": "matmul",
-    "Add": "addition",
-    "Sub": "subtraction",
-    "Mul": "multiplication",
-    "Div": "division",
-    "Pow": "power",
-    "Sqrt": "square root",
-    "Tanh": "tanh",
-    "Sigmoid": "sigmoid",
-    "Erf": "error function",
-    "Neg": "negation",
-    "Cast": "cast",
-    "Where": "where",
-    "Gather": "gather",
-    "Concat": "concat",
-    "Slice": "slice",
-    "Split": "split",
-    "Expand": "expand",
-    "Tile": "tile",
-    "Reshape": "reshape",
-    "Transpose": "transpose",
-    "Squeeze": "reshape",
-    "Unsqueeze": "reshape",
-}
-"""Operators in words; others keep ORT's name."""
-
-
-def operators(cluster: str) -> list[str]:
-    """Split a cluster, or several with commas, into its operators: "Where+Dropout+" holds two."""
-    return [name for name in re.split(r"[+,]", cluster) if name]
-
-
-def sentence(cluster: str, strategy: int, frequency: int, layers: int | None = None) -> str:
-    """Say what a plan does in `frequency` places, which are in `layers` layers of the model.
-
-    Strategy 1 recomputes, 2 recomputes with compromise. `layers` is None where that is not known.
-    """
-    words: list[str] = []
-    for name in operators(cluster):
-        word = _WORDS.get(name, name)
-        if word not in words[-1:]:
-            words.append(word)
-    what = ", ".join(words[:-1]) + " and " + words[-1] if len(words) > 1 else "".join(words)
-    where = _counted(frequency, "place")
-    if layers:
-        where = (
-            _counted(layers, "layer") if layers == frequency else f"{where} of {_counted(layers, 'layer')}"
-        )
-    partly = "; that saves a part of it" if strategy > 1 else ""
-    return f"Recompute {what} in {where} instead of keeping it{partly}."
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"

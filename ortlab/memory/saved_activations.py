@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 from weakref import ref
@@ -155,37 +155,22 @@ class SavedActivations(Shown):
 
     The rows are buffers, so their bytes add up: two results that share one are one row. Parameters, buffers of the
     model and constants are not in it; nor are the inputs, which the caller holds.
-
-    Attributes
-    ----------
-    rows
-        The activations.
-    symbols
-        Sizes of the input's dimensions that the bytes are for.
-    inputs
-        Inputs that the backward reads.
-    applied
-        Recompute plans that are applied in the graph that it was read from.
-    missing
-        Wrapped parts of the model that have no graph yet, because they were not called.
-    effects
-        What each recompute plan does to it, applied alone to the graph without plans; empty where nobody has looked.
-    shown_by
-        What its page shows: the groups of one kind; everything where it is empty.
-    source
-        The lab that it was read from, as long as that lives; not written to JSON.
-    note
-        How its graph came about, where it was built for this; empty where it was there.
     """
 
-    rows: tuple[SavedActivation, ...]
+    rows: tuple[SavedActivation, ...]  #: The activations
+    #: Sizes of the input's dimensions that the bytes are for.
     symbols: Mapping[str, int] = field(default_factory=dict)
-    inputs: tuple[KeptInput, ...] = ()
-    applied: tuple[str, ...] = ()
+    inputs: tuple[KeptInput, ...] = ()  #: Inputs that the backward reads
+    applied: tuple[str, ...] = ()  #: Recompute plans that are applied in the graph that it was read from
+    #: Wrapped parts of the model that have no graph yet, because they were not called.
     missing: tuple[str, ...] = ()
+    #: What each recompute plan does to it, applied alone to the graph without plans; empty where nobody has looked.
     effects: tuple[PlanEffect, ...] = ()
+    #: What its page shows: the groups of one kind; everything where it is empty.
     shown_by: Kind | Literal[""] = ""
+    #: The lab that it was read from, as long as that lives; not written to JSON.
     source: ActivationsSource = field(default_factory=ActivationsSource, compare=False)
+    #: How its graph came about, where it was built for this; empty where it was there.
     note: str = field(default="", compare=False)
 
     @property
@@ -420,3 +405,53 @@ def _of_part(part: str, symbols: Mapping[str, int]) -> dict[str, int]:
     begin = f"{part}{_OF_PART}"
     own = {name.removeprefix(begin): size for name, size in symbols.items() if name.startswith(begin)}
     return {**symbols, **own}
+
+
+_EVERYWHERE = -1
+
+
+def kept_with(
+    activations: SavedActivations, plans: Sequence[str], places: Mapping[str, int]
+) -> SavedActivations:
+    """Return what is kept with these plans; an estimate, since plans may act on each other.
+
+    `activations` knows the effects of all plans. `places` has, by plan such as "Gelu+:1:-1", in how many places of the
+    graph it can act: a plan in some of them removes the first ones of what it removes in all.
+    """
+    effects = {effect.config: effect for effect in activations.effects}
+    kept = {_key(row): row for row in activations.rows}
+    for plan in activations.applied:  # back to the graph without plans, as the effects are told for it
+        effect = effects.get(_everywhere(plan))
+        if effect is not None:
+            kept.update({_key(row): row for row in _first(effect.removed, plan, places)})
+    added: dict[tuple[str, str], SavedActivation] = {}
+    for config in (part for plan in plans for part in plan.split(",")):
+        effect = effects.get(_everywhere(config))
+        if effect is None:
+            continue
+        for row in _first(effect.removed, config, places):
+            kept.pop(_key(row), None)
+            added.pop(_key(row), None)
+        added.update({_key(row): row for row in _first(_new(effect, kept), config, places)})
+    return replace(activations, rows=tuple({**added, **kept}.values()), applied=tuple(plans))
+
+
+def _new(effect: PlanEffect, kept: Mapping[tuple[str, str], SavedActivation]) -> list[SavedActivation]:
+    return [row for row in effect.added if _key(row) not in kept]
+
+
+def _first(rows: Iterable[SavedActivation], plan: str, places: Mapping[str, int]) -> list[SavedActivation]:
+    """Return what a plan acts on in its first places, in the order of the graph."""
+    ordered = sorted(rows, key=lambda row: row.position)
+    count, every = int(plan.rpartition(":")[2]), places.get(_everywhere(plan), 0)
+    if count == _EVERYWHERE or not every:
+        return ordered
+    return ordered[: round(len(ordered) * min(count / every, 1.0))]
+
+
+def _everywhere(plan: str) -> str:
+    return f"{plan.rpartition(':')[0]}:{_EVERYWHERE}"
+
+
+def _key(row: SavedActivation) -> tuple[str, str]:
+    return row.part, row.value

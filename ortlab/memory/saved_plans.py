@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.errors import OptionError
 from ortlab.memory import alleviation, dialects, feature_matrix, formulas, insight
+from ortlab.memory.dialects import sentence
 from ortlab.memory.plan import without_count
-from ortlab.memory.plan_reading import sentence
-from ortlab.options import plan_syntax
+from ortlab.options import variables
 from ortlab.shown import Shown
 
 if TYPE_CHECKING:
@@ -67,30 +67,14 @@ class SavedPlan:
 
 @dataclass(frozen=True, repr=False)
 class SavedPlans(Shown):
-    """Everything that a file or a log says about plans.
+    """Everything that a file or a log says about plans."""
 
-    Attributes
-    ----------
-    source
-        Name of the file, or "a text".
-    dialect
-        "2022", "2023" or "2024", after the year of the release that wrote or read it so.
-    rows
-        The plans, in its order.
-    symbols
-        Sizes of the batch that the log's figures are for.
-    log
-        Its tables; None for a configuration.
-    complete
-        Whether no table was cut off before its end.
-    """
-
-    source: str
-    dialect: str
-    rows: tuple[SavedPlan, ...]
-    symbols: Mapping[str, int]
-    log: Log | None = None
-    complete: bool = True
+    source: str  #: Name of the file, or "a text"
+    dialect: str  #: "2022", "2023" or "2024", after the year of the release that wrote or read it so
+    rows: tuple[SavedPlan, ...]  #: The plans, in its order
+    symbols: Mapping[str, int]  #: Sizes of the batch that the log's figures are for
+    log: Log | None = None  #: Its tables; None for a configuration
+    complete: bool = True  #: Whether no table was cut off before its end
 
     @property
     def enabled(self) -> tuple[str, ...]:
@@ -201,7 +185,7 @@ def read_saved(source: str | os.PathLike[str]) -> SavedPlans:
         )
     if not dialects.has_tables(text):
         try:
-            plans, dialect = plan_syntax.read_plans(text), plan_syntax.dialect_of(text)
+            plans, dialect = variables.read_plans(text), variables.dialect_of(text)
         except OptionError as error:
             raise OptionError(
                 f"{_begun(name)} holds neither plans nor a table of plans.",

@@ -167,16 +167,6 @@ class Lifetimes:
         return int(self.live.argmax()) if len(self.live) else 0
 
     @property
-    def forward_peak(self) -> int:
-        """The most bytes that live at once in the forward."""
-        return int(self.live[: self.first_backward].max(initial=0))
-
-    @property
-    def backward_peak(self) -> int:
-        """The most bytes that live at once in the backward."""
-        return int(self.live[self.first_backward :].max(initial=0))
-
-    @property
     def kept(self) -> tuple[Buffer, ...]:
         """Buffers that the forward leaves for the backward, largest first."""
         return _largest_first(one for one in self.buffers if one.first < self.first_backward <= one.last)

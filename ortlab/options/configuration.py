@@ -23,18 +23,10 @@ _NUMBER: Final = re.compile(r"\d{0,3}\.?\d{0,12}(e-\d{1,2})?")
 
 @dataclass(frozen=True)
 class Configuration:
-    """An engine and the switches; a change makes a new record.
+    """An engine and the switches; a change makes a new record."""
 
-    Attributes
-    ----------
-    engine
-        "ort", "eager", "checkpoint" or "compile", with what it is told: see `check_engine`.
-    options
-        The switches.
-    """
-
-    engine: str
-    options: Options
+    engine: str  #: "ort", "eager", "checkpoint" or "compile", with what it is told: see `check_engine`
+    options: Options  #: The switches
 
     def changed(self, changes: Mapping[str, object], have: Collection[Need]) -> Configuration:
         """Return the configuration after some changes, if it can act in this process.

@@ -27,34 +27,18 @@ _PYTHON_LEVELS: Final[Mapping[str, int]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LogLevel:
-    """One value of the switch `log_level`, and the five settings that it stands for.
+    """One value of the switch `log_level`, and the five settings that it stands for."""
 
-    Attributes
-    ----------
-    name
-        The value of the switch.
-    readers
-        Whom it is for.
-    backend
-        The mildest severity that ONNX Runtime's C++ code writes.
-    ortmodule
-        The mildest severity that ORTModule's Python code, and torch's exporter, write.
-    rank_zero_only
-        Whether, of many processes, only the one of rank 0 keeps what ORTModule and the exporter write.
-    export_filter
-        Whether lines of the exporter that mean nothing to a user are left out: those about operators of ONNX
-        Runtime whose shapes the exporter does not know.
-    graph_filter
-        Whether the graph that was traced is left out.
-    """
-
-    name: str
-    readers: str
-    backend: str
-    ortmodule: str
+    name: str  #: The value of the switch
+    readers: str  #: Whom it is for
+    backend: str  #: The mildest severity that ONNX Runtime's C++ code writes
+    ortmodule: str  #: The mildest severity that ORTModule's Python code, and torch's exporter, write
+    #: Whether, of many processes, only the one of rank 0 keeps what ORTModule and the exporter write.
     rank_zero_only: bool
+    #: Whether lines of the exporter that mean nothing to a user are left out: those about operators of ONNX Runtime
+    #: whose shapes the exporter does not know.
     export_filter: bool
-    graph_filter: bool
+    graph_filter: bool  #: Whether the graph that was traced is left out
 
     @property
     def backend_severity(self) -> int:

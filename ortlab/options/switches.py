@@ -182,9 +182,7 @@ class Switch:
         Text may spell one: "1", "true", "off", "info", "a,b". Raises OptionError, which names what is expected and an
         example, where the value does not fit.
         """
-        if (
-            type(value) is str
-        ):  # and not a path that knows what was read there: `ortlab.options.triton_config`
+        if type(value) is str:  # and not a path that knows what was read there: `ortlab.options.option_files`
             value = value.strip()
         if self.type is bool:
             return self._read_bool(value)

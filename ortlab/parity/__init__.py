@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ortlab.engine.subscriptions import inspect_activation
     from ortlab.engine.tensor_subscriber import TensorSubscriber
-    from ortlab.parity.folder_comparison import compare_folders
+    from ortlab.parity.folder_comparison import StatisticsSubscriber, compare_folders
     from ortlab.parity.function_check_run import check_functions
-    from ortlab.parity.subscribers import StatisticsSubscriber
     from ortlab.parity.upstream_folders import merge_folders
 
 _HOMES = {
-    "StatisticsSubscriber": "ortlab.parity.subscribers",
+    "StatisticsSubscriber": "ortlab.parity.folder_comparison",
     "TensorSubscriber": "ortlab.engine.tensor_subscriber",
     "check_functions": "ortlab.parity.function_check_run",
     "compare_folders": "ortlab.parity.folder_comparison",

@@ -19,7 +19,7 @@ from torch.autograd.gradcheck import GradcheckError
 from ortlab.engine.functions.export import functions
 from ortlab.engine.random_state import RandomState
 from ortlab.errors import StepError
-from ortlab.parity.function_check import FunctionCheck, FunctionReport
+from ortlab.parity.parity import FunctionCheck, FunctionReport
 
 _SEED: Final = 1234
 _OF_TORCH: Final = ("torch", "onnxruntime", "ortlab")

@@ -1,11 +1,10 @@
-"""PyTorch against ONNX Runtime: each tensor of a step in two runs, the first that differs, and the whole record."""
+"""PyTorch against ONNX Runtime: each tensor of a step in two runs, the first that differs; and checks of functions."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from ortlab.records.activation_statistics import TensorStatistics, blocks
 from ortlab.records.record_files import JsonRecord
@@ -14,6 +13,7 @@ from ortlab.shown import Shown
 if TYPE_CHECKING:
     import pandas as pd
     import torch
+
 
 INPUT: Final = "input"
 OUTPUT: Final = "output"
@@ -36,45 +36,25 @@ NOT_COMPARED: Final = "not compared"
 
 @dataclass(frozen=True)
 class Site:
-    """Where in a run a tensor was seen; two runs are aligned by it.
+    """Where in a run a tensor was seen; two runs are aligned by it."""
 
-    Attributes
-    ----------
-    step
-        Number of the step, from 1 on.
-    module
-        Path of the module, as in `named_modules`; empty for the model itself.
-    call
-        Which call of the module in that step, from 1 on; 0 for what belongs to no call: parameters.
-    kind
-        One of `KINDS`.
-    name
-        Which tensor: its place in what the module takes or returns, such as "0" or "hidden_states.1"; for a
-        parameter, its name in the module.
-    """
-
-    step: int
-    module: str
-    call: int
-    kind: str
+    step: int  #: Number of the step, from 1 on
+    module: str  #: Path of the module, as in `named_modules`; empty for the model itself
+    call: int  #: Which call of the module in that step, from 1 on; 0 for what belongs to no call: parameters
+    kind: str  #: One of `KINDS`
+    #: Which tensor: its place in what the module takes or returns, such as "0" or "hidden_states.1"; for a parameter,
+    #: its name in the module.
     name: str
 
 
 @dataclass(frozen=True)
 class Distance:
-    """How far two tensors of the same shape are apart.
+    """How far two tensors of the same shape are apart."""
 
-    Attributes
-    ----------
-    relative
-        Norm of the difference over the norm of the reference (L2); 0 if both are zero or equal, inf if only the
-        reference is zero, or if nan and inf stand at different places.
-    largest
-        Largest absolute difference of two entries.
-    """
-
+    #: Norm of the difference over the norm of the reference (L2); 0 if both are zero or equal, inf if only the
+    #: reference is zero, or if nan and inf stand at different places.
     relative: float
-    largest: float
+    largest: float  #: Largest absolute difference of two entries
 
     @classmethod
     def between(cls, reference: torch.Tensor, other: torch.Tensor) -> Distance:
@@ -121,31 +101,16 @@ def _ratio(squares: float, of_reference: float) -> float:
 
 @dataclass(frozen=True)
 class TensorPair:
-    """A tensor of two runs.
+    """A tensor of two runs."""
 
-    Attributes
-    ----------
-    site
-        Where it was seen.
-    reference, candidate
-        Its facts on each side; None where that side has no such tensor.
-    distance
-        How far they are apart; None where that cannot be told.
-    floor
-        Relative distance that rounding and repetition alone explain, as measured at this place.
-    limit
-        Relative distance above which it counts as different.
-    note
-        Why there is no distance, or what to know about it.
-    """
-
-    site: Site
-    reference: TensorStatistics | None
-    candidate: TensorStatistics | None
-    distance: Distance | None = None
+    site: Site  #: Where it was seen
+    reference: TensorStatistics | None  #: Its facts on each side; None where that side has no such tensor
+    candidate: TensorStatistics | None  #: See `reference`
+    distance: Distance | None = None  #: How far they are apart; None where that cannot be told
+    #: Relative distance that rounding and repetition alone explain, as measured at this place.
     floor: float = 0.0
-    limit: float = 0.0
-    note: str = ""
+    limit: float = 0.0  #: Relative distance above which it counts as different
+    note: str = ""  #: Why there is no distance, or what to know about it
 
     @property
     def verdict(self) -> str:
@@ -155,20 +120,6 @@ class TensorPair:
         if self.distance.relative == 0:
             return EQUAL
         return DIFFERS if self.distance.relative > self.limit else WITHIN
-
-    @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> TensorPair:
-        """Rebuild a pair from plain JSON types."""
-        fields = dict(record)
-        fields["site"] = Site(**fields["site"])
-        for side in ("reference", "candidate"):
-            fields[side] = _statistics(fields[side]) if fields[side] else None
-        fields["distance"] = Distance(**fields["distance"]) if fields["distance"] else None
-        return cls(**fields)
-
-
-def _statistics(record: Mapping[str, Any]) -> TensorStatistics:
-    return TensorStatistics(**{**record, "shape": tuple(record["shape"]), "sample": tuple(record["sample"])})
 
 
 AGREES: Final = "agrees"
@@ -181,91 +132,44 @@ NOT_DONE: Final = "not done"
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first tensor, in the order of the computation, that is further apart than the floor allows.
+    """The first tensor, in the order of the computation, that is further apart than the floor allows."""
 
-    Attributes
-    ----------
-    phase
-        "forward", "backward" or "update".
-    module
-        Path of the module that computes it; empty for the model itself.
-    module_class
-        Its class.
-    source
-        File and line of its forward; empty where there is none, as for torch's own modules.
-    pair
-        The tensors.
-    reason
-        Why this module: "its inputs agree, its output does not".
-    others
-        Paths of modules that it can be as well, because ONNX Runtime computes them in one operator.
-    """
-
-    phase: str
-    module: str
-    module_class: str
-    source: str
-    pair: TensorPair
-    reason: str
+    phase: str  #: "forward", "backward" or "update"
+    module: str  #: Path of the module that computes it; empty for the model itself
+    module_class: str  #: Its class
+    source: str  #: File and line of its forward; empty where there is none, as for torch's own modules
+    pair: TensorPair  #: The tensors
+    reason: str  #: Why this module: "its inputs agree, its output does not"
+    #: Paths of modules that it can be as well, because ONNX Runtime computes them in one operator.
     others: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class ChecklistItem:
-    """One question that is settled before numbers are held responsible on an engine.
+    """One question that is settled before numbers are held responsible on an engine."""
 
-    Attributes
-    ----------
-    question
-        What was asked: "Is dropout off?".
-    state
-        "done" (settled), "found" (something that explains a difference was found) or "not done".
-    result
-        The answer, with its numbers.
-    """
-
-    question: str
-    state: str
-    result: str
+    question: str  #: What was asked: "Is dropout off?"
+    state: str  #: "done" (settled), "found" (something that explains a difference was found) or "not done"
+    result: str  #: The answer, with its numbers
 
 
 @dataclass(frozen=True, repr=False)
 class Parity(Shown, JsonRecord, noun="comparison of tensors", layout=1):
-    """PyTorch against ONNX Runtime, or any two runs; `Lab.parity` makes it.
+    """PyTorch against ONNX Runtime, or any two runs; `Lab.parity` makes it."""
 
-    Attributes
-    ----------
-    model
-        What the model is called.
-    reference, candidate
-        What the two runs are called: "eager" and "ort".
-    steps
-        How many steps were compared.
-    pairs
-        Every tensor, in the order in which the reference made it.
-    losses
-        The loss of each step: the reference's and the candidate's; None where a step has none.
-    forward, backward, update
-        The first divergence of each phase; None if there is none.
-    checks
-        The checklist, in order; empty for runs made elsewhere.
-    notes
-        What else is to be known, one sentence each.
-    written_bytes
-        What the reference run wrote to disk for each step, in bytes; 0 where nothing was written.
-    """
-
-    model: str
-    reference: str
-    candidate: str
-    steps: int
-    pairs: tuple[TensorPair, ...]
+    model: str  #: What the model is called
+    reference: str  #: What the two runs are called: "eager" and "ort"
+    candidate: str  #: See `reference`
+    steps: int  #: How many steps were compared
+    pairs: tuple[TensorPair, ...]  #: Every tensor, in the order in which the reference made it
+    #: The loss of each step: the reference's and the candidate's; None where a step has none.
     losses: tuple[tuple[float | None, float | None], ...] = ()
-    forward: Divergence | None = None
-    backward: Divergence | None = None
-    update: Divergence | None = None
-    checks: tuple[ChecklistItem, ...] = ()
-    notes: tuple[str, ...] = ()
+    forward: Divergence | None = None  #: The first divergence of each phase; None if there is none
+    backward: Divergence | None = None  #: See `forward`
+    update: Divergence | None = None  #: See `forward`
+    checks: tuple[ChecklistItem, ...] = ()  #: The checklist, in order; empty for runs made elsewhere
+    notes: tuple[str, ...] = ()  #: What else is to be known, one sentence each
+    #: What the reference run wrote to disk for each step, in bytes; 0 where nothing was written.
     written_bytes: int = 0
 
     @property
@@ -317,30 +221,6 @@ class Parity(Shown, JsonRecord, noun="comparison of tensors", layout=1):
 
         return pd.DataFrame([_row(pair) for pair in self.pairs])
 
-    # ---- JSON -------------------------------------------------------------------------------------------------
-
-    def _fields(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def _of_fields(cls, fields: dict[str, Any]) -> Parity:
-        read = {
-            "pairs": tuple(TensorPair.from_dict(pair) for pair in fields["pairs"]),
-            "losses": tuple((theirs, ours) for theirs, ours in fields["losses"]),
-            "checks": tuple(ChecklistItem(**one) for one in fields["checks"]),
-            "notes": tuple(fields["notes"]),
-        }
-        phases = {
-            phase: _divergence(fields[phase]) if fields[phase] else None
-            for phase in ("forward", "backward", "update")
-        }
-        return cls(**{**fields, **read, **phases})
-
-
-def _divergence(record: Mapping[str, Any]) -> Divergence:
-    fields = {**record, "pair": TensorPair.from_dict(record["pair"]), "others": tuple(record["others"])}
-    return Divergence(**fields)
-
 
 def _row(pair: TensorPair) -> dict[str, object]:
     distance = pair.distance
@@ -357,3 +237,26 @@ def _row(pair: TensorPair) -> dict[str, object]:
     for fact in ("shape", "dtype", "mean", "std", "minimum", "maximum", "nan", "inf"):
         row |= {f"{side} {fact}": getattr(seen, fact) if seen else None for side, seen in sides}
     return row
+
+
+@dataclass(frozen=True)
+class FunctionCheck:
+    """One Function: whether its backward is the derivative of its forward."""
+
+    name: str  #: Its class, with the module that it is from
+    calls: int  #: How often one forward of the model called it
+    state: str  #: "agrees", "differs", or "not checked"
+    found: str = ""  #: What differs, or why it was not checked; empty where it agrees
+
+
+@dataclass(frozen=True, repr=False)
+class FunctionReport(Shown):
+    """The Functions of a model, in the order of their first calls."""
+
+    model: str  #: Name of the model's class
+    checks: tuple[FunctionCheck, ...] = ()  #: One per Function
+
+    @property
+    def ok(self) -> bool:
+        """Whether no backward differs from the derivative of its forward."""
+        return not any(check.state == "differs" for check in self.checks)

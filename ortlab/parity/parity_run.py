@@ -15,12 +15,19 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from ortlab.errors import BuildError, ExecutionError, StepError
-from ortlab.parity.checklist import Runs, checklist
-from ortlab.parity.floor import Jitter, WithoutDropout, deterministic, limits
 from ortlab.parity.observation import Observation
 from ortlab.parity.parity import OUTPUT, Parity, Site, TensorPair
-from ortlab.parity.parity_search import Locating
-from ortlab.parity.tensor_comparison import Compared, Reference, pairs, stored
+from ortlab.parity.parity_search import Locating, Runs, checklist
+from ortlab.parity.tensor_comparison import (
+    Compared,
+    Jitter,
+    Reference,
+    WithoutDropout,
+    deterministic,
+    limits,
+    pairs,
+    stored,
+)
 from ortlab.runs.experiment import check_count
 from ortlab.runs.interrupts import interrupts_kept, say
 

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from ortlab.errors import OptionError
@@ -73,28 +73,16 @@ class Epoch:
 
 @dataclass(frozen=True, repr=False)
 class Balance(Shown, JsonRecord, noun="record of a load balance", layout=1):
-    """Epochs with and without load balancing.
+    """Epochs with and without load balancing."""
 
-    Attributes
-    ----------
-    sizes
-        Tokens of each sample of the data set: what it is balanced by.
-    without, having
-        Epochs of torch's `DistributedSampler`, and of the load balancing batch sampler.
-    padded
-        Whether a batch counts as its longest sample times its samples, as where it is padded, or as the tokens it has.
-    batch_size
-        Samples of a batch; 0 where a function of the user makes the batches.
-    drop_last
-        Whether what does not make a step for all ranks is left out.
-    """
-
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  #: Tokens of each sample of the data set: what it is balanced by
+    #: Epochs of torch's `DistributedSampler`, and of the load balancing batch sampler.
     without: tuple[Epoch, ...]
-    having: tuple[Epoch, ...]
+    having: tuple[Epoch, ...]  #: See `without`
+    #: Whether a batch counts as its longest sample times its samples, as where it is padded, or as the tokens it has.
     padded: bool
-    batch_size: int
-    drop_last: bool
+    batch_size: int  #: Samples of a batch; 0 where a function of the user makes the batches
+    drop_last: bool  #: Whether what does not make a step for all ranks is left out
 
     @property
     def ranks(self) -> int:
@@ -170,16 +158,13 @@ class Balance(Shown, JsonRecord, noun="record of a load balance", layout=1):
             ]
         )
 
-    def _fields(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def _of_fields(cls, fields: dict[str, Any]) -> Balance:
-        epochs = {name: tuple(_epoch(one) for one in fields[name]) for name in ("without", "having")}
-        counts = {len(one.batches) for found in epochs.values() for one in found}
-        if not all(epochs.values()) or len(counts) != 1:
+        made = super()._of_fields(fields)
+        counts = {len(one.batches) for one in (*made.without, *made.having)}
+        if not made.without or not made.having or len(counts) != 1:
             raise ValueError("its epochs are not of the same ranks")
-        return cls(**{**fields, **epochs, "sizes": tuple(fields["sizes"])})
+        return made
 
     def _ratios(self, epochs: Sequence[Epoch]) -> list[float]:
         """Return maximum over mean tokens per rank of each step."""
@@ -195,16 +180,6 @@ class Balance(Shown, JsonRecord, noun="record of a load balance", layout=1):
     def _tokens(self, batch: Sequence[int]) -> int:
         sizes = [self.sizes[index] for index in batch]
         return max(sizes) * len(sizes) if self.padded else sum(sizes)
-
-
-def _epoch(record: Mapping[str, Any]) -> Epoch:
-    timing = record["timing"]
-    return Epoch(
-        tuple(tuple(map(tuple, rank)) for rank in record["batches"]),
-        None
-        if timing is None
-        else Timing(**{key: tuple(map(tuple, value)) for key, value in timing.items()}),
-    )
 
 
 ByRank = Sequence[Sequence[Sequence[int]]]  # batches, each the indices of its samples

@@ -16,19 +16,11 @@ _TORN_OUT: Final = ("Connection closed by peer", "Connection reset by peer", "Br
 
 @dataclass(frozen=True)
 class RankError:
-    """What a cell raised on a rank.
+    """What a cell raised on a rank."""
 
-    Attributes
-    ----------
-    name, value
-        Class and text of the exception.
-    traceback
-        As IPython shows it, with the colours of a terminal.
-    """
-
-    name: str
-    value: str
-    traceback: str
+    name: str  #: Class and text of the exception
+    value: str  #: See `name`
+    traceback: str  #: As IPython shows it, with the colours of a terminal
 
     @property
     def is_consequence(self) -> bool:
@@ -42,25 +34,15 @@ class RankError:
 
 @dataclass(frozen=True)
 class RankOutput:
-    """What one rank gave back, so far or at the end.
+    """What one rank gave back, so far or at the end."""
 
-    Attributes
-    ----------
-    rank
-        Its number, from 0 on.
-    stdout, stderr
-        What it printed.
-    displays
-        What it displayed, in order, the value of the cell's last line among it: data by MIME type.
-    error
-        What the cell raised, with its traceback; None if it raised nothing, has not ended, or the error of a magic was
-        printed in place of a traceback.
-    """
-
-    rank: int
-    stdout: str = ""
-    stderr: str = ""
+    rank: int  #: Its number, from 0 on
+    stdout: str = ""  #: What it printed
+    stderr: str = ""  #: See `stdout`
+    #: What it displayed, in order, the value of the cell's last line among it: data by MIME type.
     displays: tuple[Mapping[str, Any], ...] = ()
+    #: What the cell raised, with its traceback; None if it raised nothing, has not ended, or the error of a magic was
+    #: printed in place of a traceback.
     error: RankError | None = None
 
     @property

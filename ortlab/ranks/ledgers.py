@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ortlab.errors import LedgerError
 from ortlab.records import record_files
 from ortlab.records.density import EMBED, LABEL
-from ortlab.records.runs import Run
+from ortlab.records.runs import Run  # noqa: TC001 - asked for when a record is read
 from ortlab.shown import Shown
 
 if TYPE_CHECKING:
@@ -30,28 +30,14 @@ PATTERN: Final = "rank-*-of-*.json"
 
 @dataclass(frozen=True)
 class RankLedger:
-    """What one rank has measured.
+    """What one rank has measured."""
 
-    Attributes
-    ----------
-    rank, ranks
-        Its number, from 0 on, and how many train together.
-    host
-        Name of its machine.
-    process
-        Id of its process there.
-    backend
-        How it exchanges gradients: "gloo", "nccl"; empty without a process group.
-    runs
-        The runs of its lab, in order.
-    """
-
-    rank: int
-    ranks: int
-    host: str
-    process: int
-    backend: str
-    runs: tuple[Run, ...]
+    rank: int  #: Its number, from 0 on, and how many train together
+    ranks: int  #: See `rank`
+    host: str  #: Name of its machine
+    process: int  #: Id of its process there
+    backend: str  #: How it exchanges gradients: "gloo", "nccl"; empty without a process group
+    runs: tuple[Run, ...]  #: The runs of its lab, in order
 
     def save(self, folder: str | Path) -> Path:
         """Write it into a folder, which is made if it is missing, and return the file's path.
@@ -83,8 +69,7 @@ class RankLedger:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types, readable by `from_dict`."""
-        place = {name: getattr(self, name) for name in ("rank", "ranks", "host", "process", "backend")}
-        return {"schema": SCHEMA, **place, "runs": [run.to_dict() for run in self.runs]}
+        return {"schema": SCHEMA, **record_files.plain(vars(self))}
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> RankLedger:
@@ -97,8 +82,7 @@ class RankLedger:
         """
         fields = record_files.without_layout(record, SCHEMA, "This ledger of a rank")
         try:
-            runs = tuple(Run.from_dict(run) for run in fields["runs"])
-            return record_files.checked(cls(**{**fields, "runs": runs}))
+            return record_files.checked(record_files.rebuilt(cls, fields))
         except (KeyError, TypeError) as error:
             raise LedgerError(
                 "This ledger of a rank cannot be read.", why=f"A field is missing or unknown: {error}."
@@ -215,18 +199,10 @@ def step_computing_ms(step: Step) -> float | None:
 
 @dataclass(frozen=True, repr=False)
 class Ranks(Shown):
-    """The ledgers of the ranks that train together.
+    """The ledgers of the ranks that train together."""
 
-    Attributes
-    ----------
-    ledgers
-        One for each rank that has given its own, in order of the ranks.
-    number
-        The run that is shown; 0 for the last that all of them have.
-    """
-
-    ledgers: tuple[RankLedger, ...]
-    number: int = 0
+    ledgers: tuple[RankLedger, ...]  #: One for each rank that has given its own, in order of the ranks
+    number: int = 0  #: The run that is shown; 0 for the last that all of them have
 
     def __post_init__(self) -> None:
         """Sort the ledgers, and refuse those that do not belong together.

@@ -42,36 +42,21 @@ def blocks(flat: Tensor) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class TensorStatistics:
-    """The facts about a tensor.
+    """The facts about a tensor."""
 
-    Attributes
-    ----------
-    shape
-        Its sizes.
-    dtype
-        Its element type, as torch prints it: "torch.float32".
-    minimum, maximum, mean
-        Over all elements; nan if one element is nan, and for an empty tensor.
-    std
-        Standard deviation with n - 1 in the denominator, as `torch.std`; nan for fewer than two elements.
-    nan, inf, negative, positive, zero
-        How many elements are so.
-    sample
-        The first 128 elements.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    minimum: float
-    maximum: float
-    mean: float
+    shape: tuple[int, ...]  #: Its sizes
+    dtype: str  #: Its element type, as torch prints it: "torch.float32"
+    minimum: float  #: Over all elements; nan if one element is nan, and for an empty tensor
+    maximum: float  #: See `minimum`
+    mean: float  #: See `minimum`
+    #: Standard deviation with n - 1 in the denominator, as `torch.std`; nan for fewer than two elements.
     std: float
-    nan: int
-    inf: int
-    negative: int
-    positive: int
-    zero: int
-    sample: tuple[float, ...]
+    nan: int  #: How many elements are so
+    inf: int  #: See `nan`
+    negative: int  #: See `nan`
+    positive: int  #: See `nan`
+    zero: int  #: See `nan`
+    sample: tuple[float, ...]  #: The first 128 elements
 
     @property
     def size(self) -> int:

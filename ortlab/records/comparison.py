@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from ortlab.errors import LedgerError
 from ortlab.options.options import Options, setting_words
-from ortlab.records.coverage import names
-from ortlab.records.runs import least_step_memory, median_parts
+from ortlab.records.runs import least_step_memory, median_parts, names
 from ortlab.records.verdicts import (
     FASTER,
     FELL_BACK,
@@ -45,39 +44,19 @@ _OPTIONS_NAMED: Final = 2
 
 @dataclass(frozen=True)
 class Contrast(Timed):
-    """One configuration against the baseline.
+    """One configuration against the baseline."""
 
-    Attributes
-    ----------
-    run
-        The run; of several in turns the first.
-    name
-        What differs from the baseline, short: "memory_level=1".
-    time
-        The ratio of the times, with its interval and verdict.
-    memory_ratio
-        Step memory over the baseline's, no unit; None where a side has none.
-    loss_difference
-        Largest relative difference of the losses, step by step, or None where losses are missing.
-    remarks
-        What a reader must know before believing the numbers: other data, other start, fallback, ...
-    fell_back
-        Whether PyTorch executed any step of the run or of the baseline that ORT was asked for.
-    runs
-        All its runs, one for each round.
-    memory
-        "less memory" or "more memory"; empty where step memory is the same, or is not known.
-    """
-
-    run: Run
-    name: str
-    time: TimeRatio
-    memory_ratio: float | None
+    run: Run  #: The run; of several in turns the first
+    name: str  #: What differs from the baseline, short: "memory_level=1"
+    time: TimeRatio  #: The ratio of the times, with its interval and verdict
+    memory_ratio: float | None  #: Step memory over the baseline's, no unit; None where a side has none
+    #: Largest relative difference of the losses, step by step, or None where losses are missing.
     loss_difference: float | None
+    #: What a reader must know before believing the numbers: other data, other start, fallback, ...
     remarks: tuple[str, ...]
-    fell_back: bool
-    runs: tuple[Run, ...]
-    memory: str
+    fell_back: bool  #: Whether PyTorch executed any step of the run or of the baseline that ORT was asked for
+    runs: tuple[Run, ...]  #: All its runs, one for each round
+    memory: str  #: "less memory" or "more memory"; empty where step memory is the same, or is not known
 
     @property
     def verdict(self) -> str:
@@ -106,26 +85,13 @@ class Slow:
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Shown):
-    """A baseline and the configurations held against it; `Lab.compare` makes it.
+    """A baseline and the configurations held against it; `Lab.compare` makes it."""
 
-    Attributes
-    ----------
-    baseline
-        The baseline's run; of several in turns the first.
-    contrasts
-        The others, in order.
-    runs
-        All runs of the baseline, one for each round.
-    failed
-        Name and reason of each configuration that could not be run.
-    spent
-        By number of a run on ONNX Runtime that takes much longer than PyTorch's: what its time goes to.
-    """
-
-    baseline: Run
-    contrasts: tuple[Contrast, ...]
-    runs: tuple[Run, ...] = ()
-    failed: tuple[tuple[str, str], ...] = ()
+    baseline: Run  #: The baseline's run; of several in turns the first
+    contrasts: tuple[Contrast, ...]  #: The others, in order
+    runs: tuple[Run, ...] = ()  #: All runs of the baseline, one for each round
+    failed: tuple[tuple[str, str], ...] = ()  #: Name and reason of each configuration that could not be run
+    #: By number of a run on ONNX Runtime that takes much longer than PyTorch's: what its time goes to.
     spent: Mapping[int, str] = field(default_factory=dict)
 
     @property

@@ -19,32 +19,16 @@ LABEL: Final = "LABEL"
 
 @dataclass(frozen=True)
 class DensityRow:
-    """One input in one step.
+    """One input in one step."""
 
-    Attributes
-    ----------
-    step
-        Number of the step in its run, from 1.
-    kind
-        "EMBED": tokens that an embedding with a padding index looks up. "LABEL": targets of a cross entropy.
-    name
-        Name of the input.
-    pad_index
-        The token that is padding, or the label that is ignored.
-    valid
-        How many are something else.
-    total
-        How many there are.
-    valid_per_sample
-        Valid tokens of each sample of the batch; empty for labels, as in ORTModule's own table.
-    """
-
-    step: int
+    step: int  #: Number of the step in its run, from 1
+    #: "EMBED": tokens that an embedding with a padding index looks up. "LABEL": targets of a cross entropy.
     kind: str
-    name: str
-    pad_index: int
-    valid: int
-    total: int
+    name: str  #: Name of the input
+    pad_index: int  #: The token that is padding, or the label that is ignored
+    valid: int  #: How many are something else
+    total: int  #: How many there are
+    #: Valid tokens of each sample of the batch; empty for labels, as in ORTModule's own table.
     valid_per_sample: tuple[int, ...] = ()
 
     @property
@@ -55,15 +39,9 @@ class DensityRow:
 
 @dataclass(frozen=True)
 class Density:
-    """The rows of a run, in order of its steps.
+    """The rows of a run, in order of its steps."""
 
-    Attributes
-    ----------
-    rows
-        One per input and step.
-    """
-
-    rows: tuple[DensityRow, ...] = ()
+    rows: tuple[DensityRow, ...] = ()  #: One per input and step
 
     def __bool__(self) -> bool:
         """Tell whether anything was counted."""
@@ -122,42 +100,21 @@ Reach = Literal["acts", "off", "no CUDA", "not a sub-module", "dense", "absent",
 
 @dataclass(frozen=True)
 class SwitchEffect:
-    """What a switch does to the step: runs with it and without it, in turns.
+    """What a switch does to the step: runs with it and without it, in turns."""
 
-    Attributes
-    ----------
-    switch
-        Name of the switch.
-    time_ratio, time_low, time_high
-        Step time with it over that without, and the 95 % bootstrap interval; nan where it was not measured.
-    verdict
-        What the interval allows to say.
-    memory_ratio
-        Peak memory with it over that without.
-    loss_difference
-        Largest relative difference of the losses; None where losses are missing.
-    flops_with, flops_without
-        FLOPs of the step, from the shapes that its nodes ran with.
-    rounds
-        Runs of each.
-    steps
-        Steps of each run.
-    failure
-        Why it was not measured; empty if it was.
-    """
-
-    switch: str
+    switch: str  #: Name of the switch
+    #: Step time with it over that without, and the 95 % bootstrap interval; nan where it was not measured.
     time_ratio: float
-    time_low: float
-    time_high: float
-    verdict: str
-    memory_ratio: float
-    loss_difference: float | None
-    flops_with: int
-    flops_without: int
-    rounds: int
-    steps: int
-    failure: str = ""
+    time_low: float  #: See `time_ratio`
+    time_high: float  #: See `time_ratio`
+    verdict: str  #: What the interval allows to say
+    memory_ratio: float  #: Peak memory with it over that without
+    loss_difference: float | None  #: Largest relative difference of the losses; None where losses are missing
+    flops_with: int  #: FLOPs of the step, from the shapes that its nodes ran with
+    flops_without: int  #: See `flops_with`
+    rounds: int  #: Runs of each
+    steps: int  #: Steps of each run
+    failure: str = ""  #: Why it was not measured; empty if it was
 
     @property
     def flops_share(self) -> float:
@@ -167,25 +124,13 @@ class SwitchEffect:
 
 @dataclass(frozen=True, repr=False)
 class DensityReport(Shown, JsonRecord, noun="record of densities", layout=1):
-    """What was counted of a model's inputs, and what may be made of it.
+    """What was counted of a model's inputs, and what may be made of it."""
 
-    Attributes
-    ----------
-    density
-        The rows.
-    source
-        Where they come from, in words: "run 3", "the run that goes on", "2 batches".
-    labels, tokens
-        Whether ORT's label and embedding sparsity act on them here.
-    effects
-        What the switches do, as far as that was measured.
-    """
-
-    density: Density
-    source: str
-    labels: Reach = "unknown"
-    tokens: Reach = "unknown"
-    effects: tuple[SwitchEffect, ...] = ()
+    density: Density  #: The rows
+    source: str  #: Where they come from, in words: "run 3", "the run that goes on", "2 batches"
+    labels: Reach = "unknown"  #: Whether ORT's label and embedding sparsity act on them here
+    tokens: Reach = "unknown"  #: See `labels`
+    effects: tuple[SwitchEffect, ...] = ()  #: What the switches do, as far as that was measured
 
     @property
     def rows(self) -> tuple[DensityRow, ...]:

@@ -40,38 +40,21 @@ def is_read(step: int) -> bool:
 
 @dataclass(frozen=True)
 class MemoryPhase:
-    """Memory at one point of one step.
+    """Memory at one point of one step."""
 
-    Attributes
-    ----------
-    step
-        Number of the step in its run, from 1.
-    phase
-        "pre_forward", "post_forward", "pre_backward" or "post_backward".
-    sizes
-        Name to bytes, measured. CPU: "resident" and "max resident", of the whole process, the latter since the run
-        or its last build began. CUDA: "allocated", "cached" and "inactive" of torch's allocator, each now and at most.
-    """
-
-    step: int
-    phase: str
+    step: int  #: Number of the step in its run, from 1
+    phase: str  #: "pre_forward", "post_forward", "pre_backward" or "post_backward"
+    #: Name to bytes, measured. CPU: "resident" and "max resident", of the whole process, the latter since the run or
+    #: its last build began. CUDA: "allocated", "cached" and "inactive" of torch's allocator, each now and at most.
     sizes: dict[str, int]
 
 
 @dataclass(frozen=True, repr=False)
 class MemoryPhases(Shown):
-    """Memory at the points of the steps of a run: `run.memory_phases`, or a log that was read.
+    """Memory at the points of the steps of a run: `run.memory_phases`, or a log that was read."""
 
-    Attributes
-    ----------
-    readings
-        In the order in which they were taken.
-    source
-        Where they are from: "run 3", or "a log".
-    """
-
-    readings: tuple[MemoryPhase, ...]
-    source: str = ""
+    readings: tuple[MemoryPhase, ...]  #: In the order in which they were taken
+    source: str = ""  #: Where they are from: "run 3", or "a log"
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -101,36 +101,19 @@ KEPT: Final = 100_000
 
 @dataclass(frozen=True)
 class Message:
-    """One message.
+    """One message."""
 
-    Attributes
-    ----------
-    level
-        "VERBOSE", "INFO", "WARNING", "ERROR" or "FATAL".
-    source
-        "exporter" (torch and the model's own code while it is traced), "ORTModule" or "ONNX Runtime".
-    text
-        What was said, without time stamp and colours; a graph or a table has many lines.
-    stage
-        What was being done: "export", "graph", "session" or "step".
-    run
-        Number of the run it belongs to; None outside runs, as in a plain call of the model.
-    when
-        When it was said, ISO 8601, UTC.
-    place
-        Where in ONNX Runtime's source it was said, for those who know it; empty for other sources.
-    harmless
-        Why nobody has to act on it, where that is known: such a warning has the level INFO (see
-        `KNOWN`).
-    """
-
-    level: str
+    level: str  #: "VERBOSE", "INFO", "WARNING", "ERROR" or "FATAL"
+    #: "exporter" (torch and the model's own code while it is traced), "ORTModule" or "ONNX Runtime".
     source: str
-    text: str
-    stage: str = ""
+    text: str  #: What was said, without time stamp and colours; a graph or a table has many lines
+    stage: str = ""  #: What was being done: "export", "graph", "session" or "step"
+    #: Number of the run it belongs to; None outside runs, as in a plain call of the model.
     run: int | None = None
-    when: str = ""
+    when: str = ""  #: When it was said, ISO 8601, UTC
+    #: Where in ONNX Runtime's source it was said, for those who know it; empty for other sources.
     place: str = ""
+    #: Why nobody has to act on it, where that is known: such a warning has the level INFO (see `KNOWN`).
     harmless: str = ""
 
     @property

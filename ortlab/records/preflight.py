@@ -26,21 +26,11 @@ class Level(Enum):
 
 
 class Place(NamedTuple):
-    """Where something stands in a model.
+    """Where something stands in a model."""
 
-    Attributes
-    ----------
-    module
-        Path as `named_modules` gives it; "" for the model itself.
-    module_class
-        Class of that module.
-    where
-        File and line of the code, as "file:line"; "" if no line is known.
-    """
-
-    module: str = ""
-    module_class: str = ""
-    where: str = ""
+    module: str = ""  #: Path as `named_modules` gives it; "" for the model itself
+    module_class: str = ""  #: Class of that module
+    where: str = ""  #: File and line of the code, as "file:line"; "" if no line is known
 
 
 _NOWHERE: Final = Place()
@@ -90,30 +80,14 @@ _LEVELS: Final = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was found, and where.
+    """One thing that was found, and where."""
 
-    Attributes
-    ----------
-    kind
-        What sort of thing.
-    what
-        What it is, one sentence.
-    place
-        Module and line of source.
-    fix
-        What can be done about it, one sentence.
-    times
-        How often it happens in one forward there.
-    level
-        What it means; by default that of its kind.
-    """
-
-    kind: Kind
-    what: str
-    place: Place = _NOWHERE
-    fix: str = ""
-    times: int = 1
-    level: Level = Level.OBSTACLE
+    kind: Kind  #: What sort of thing
+    what: str  #: What it is, one sentence
+    place: Place = _NOWHERE  #: Module and line of source
+    fix: str = ""  #: What can be done about it, one sentence
+    times: int = 1  #: How often it happens in one forward there
+    level: Level = Level.OBSTACLE  #: What it means; by default that of its kind
 
     @classmethod
     def of(cls, kind: Kind, what: str, place: Place = _NOWHERE, fix: str = "") -> Finding:
@@ -155,73 +129,33 @@ class Findings:
 
 @dataclass(frozen=True)
 class Checked:
-    """A module that was tested on its own.
+    """A module that was tested on its own."""
 
-    Attributes
-    ----------
-    path
-        As `named_modules` gives it.
-    module_class
-        Its class.
-    parameters
-        Numbers in its trainable parameters.
-    trains
-        Whether it was exported, its gradient graph built and a session created, with nothing wrong in it.
-    reason
-        Why not; empty if it does.
-    """
-
-    path: str
-    module_class: str
-    parameters: int
+    path: str  #: As `named_modules` gives it
+    module_class: str  #: Its class
+    parameters: int  #: Numbers in its trainable parameters
+    #: Whether it was exported, its gradient graph built and a session created, with nothing wrong in it.
     trains: bool
-    reason: str = ""
+    reason: str = ""  #: Why not; empty if it does
 
 
 @dataclass(frozen=True, repr=False)
 class Preflight(Shown):
-    """What stands between a model and ONNX Runtime; `ortlab.preflight` makes it.
+    """What stands between a model and ONNX Runtime; `ortlab.preflight` makes it."""
 
-    Attributes
-    ----------
-    model
-        Class of the model.
-    name
-        What the user calls it.
-    training
-        Whether it was in training mode.
-    built
-        Whether the whole model was exported, its gradient graph built and a session created.
-    findings
-        What was found, the worst first.
-    parts
-        The largest sub-modules that train on ONNX Runtime, where the model as a whole does not.
-    checked
-        All sub-modules that were tested.
-    parameters
-        Numbers in the model's trainable parameters.
-    parts_parameters
-        Numbers in those of `parts`, each parameter once.
-    seconds
-        Wall time of all of it.
-    export_seconds
-        Of it, the export of the whole model; not a number if that failed.
-    device
-        Where the model is.
-    """
-
-    model: str
-    name: str
-    training: bool
-    built: bool
-    findings: tuple[Finding, ...]
+    model: str  #: Class of the model
+    name: str  #: What the user calls it
+    training: bool  #: Whether it was in training mode
+    built: bool  #: Whether the whole model was exported, its gradient graph built and a session created
+    findings: tuple[Finding, ...]  #: What was found, the worst first
+    #: The largest sub-modules that train on ONNX Runtime, where the model as a whole does not.
     parts: tuple[Checked, ...]
-    checked: tuple[Checked, ...]
-    parameters: int
-    parts_parameters: int
-    seconds: float
-    export_seconds: float
-    device: str
+    checked: tuple[Checked, ...]  #: All sub-modules that were tested
+    parameters: int  #: Numbers in the model's trainable parameters
+    parts_parameters: int  #: Numbers in those of `parts`, each parameter once
+    seconds: float  #: Wall time of all of it
+    export_seconds: float  #: Of it, the export of the whole model; not a number if that failed
+    device: str  #: Where the model is
 
     def of(self, level: Level) -> tuple[Finding, ...]:
         """Return the findings of one level."""

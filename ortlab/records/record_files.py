@@ -5,10 +5,11 @@ from __future__ import annotations
 import builtins
 import json
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import fields as fields_of
 from dataclasses import is_dataclass
 from functools import cache
+from itertools import repeat
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import (
@@ -34,7 +35,7 @@ _Content = TypeVar("_Content", bound="list[Any] | dict[str, Any]")
 _Record = TypeVar("_Record")
 
 
-class JsonRecord(ABC):
+class JsonRecord:
     """A record that goes to a JSON file and comes back.
 
     Parameters
@@ -53,14 +54,14 @@ class JsonRecord(ABC):
         super().__init_subclass__()
         cls._noun, cls._layout = noun, layout
 
-    @abstractmethod
     def _fields(self) -> dict[str, Any]:
-        """Return plain JSON types."""
+        """Return its fields as plain JSON types."""
+        return _plain_fields(self)
 
     @classmethod
-    @abstractmethod
     def _of_fields(cls, fields: dict[str, Any]) -> Self:
         """Make the record of what `_fields` returned; `from_dict` explains what is raised where a field is missing."""
+        return rebuilt(cls, fields)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types, readable by `from_dict`."""
@@ -107,25 +108,50 @@ class JsonRecord(ABC):
         return shown(cls.from_dict(content), f"The file {path} of a {cls._noun}")
 
 
-def rebuilt(kind: type[_Record], fields: Mapping[str, Any]) -> _Record:
-    """Make a data class of its fields as plain JSON types; data classes and tuples in them are rebuilt as well.
+def plain(value: Any) -> Any:
+    """Return plain JSON types: a record by its own `to_dict`, any other data class by its fields."""
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    if is_dataclass(value):
+        return _plain_fields(value)
+    if isinstance(value, Mapping):
+        return {str(name): plain(one) for name, one in value.items()}
+    return [plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _plain_fields(record: Any) -> dict[str, Any]:
+    names = [one.name for one in fields_of(record)] if is_dataclass(record) else vars(record)
+    return {name: plain(getattr(record, name)) for name in names}
+
+
+def rebuilt(kind: type[_Record], found: Mapping[str, Any]) -> _Record:
+    """Make a record of its fields as plain JSON types; what they hold is rebuilt as the record declares it.
 
     Raises KeyError for a field that it does not have, and TypeError where one is missing.
     """
-    types = get_type_hints(kind)
-    return kind(**{name: _value(types[name], value) for name, value in fields.items()})
+    kinds = _kinds(cast("Any", kind))
+    return kind(**{name: _value(kinds[name], value) for name, value in found.items()})
 
 
 def _value(kind: Any, value: Any) -> Any:
+    """Rebuild a value of a declared kind; one of another kind stays as it is, for `checked` to refuse."""
     origin, inner = get_origin(kind), get_args(kind)
-    if origin is UnionType and len(inner) == 2 and NoneType in inner:  # noqa: PLR2004 - X | None
-        return None if value is None else _value(next(one for one in inner if one is not NoneType), value)
-    if origin is tuple:
-        return tuple(_value(inner[0], one) for one in value)
-    if is_dataclass(kind):
-        reads = getattr(kind, "from_dict", None)
-        return reads(value) if reads else rebuilt(cast("type[Any]", kind), value)
-    return value
+    if value is None:
+        return None
+    if origin in {UnionType, Union}:  # of X | None the X; of a switch's value a tuple of names
+        tuples = [one for one in inner if get_origin(one) is tuple]
+        several = [one for one in inner if one is not NoneType]
+        return _value(several[0] if len(several) == 1 else next(iter(tuples), Any), value)
+    if origin in {tuple, list} and isinstance(value, list | tuple):
+        every = inner if origin is tuple and inner[-1] is not Ellipsis else repeat(inner[0], len(value))
+        return origin(_value(one, held) for one, held in zip(every, value, strict=True))
+    if origin in {dict, Mapping} and isinstance(value, Mapping):
+        return {
+            inner[0](name) if inner[0] is int else name: _value(inner[1], one) for name, one in value.items()
+        }
+    if hasattr(kind, "from_dict"):
+        return kind.from_dict(value)
+    return rebuilt(cast("type[Any]", kind), value) if is_dataclass(kind) else value
 
 
 # ---- what a file may hold ---------------------------------------------------------------------------------------

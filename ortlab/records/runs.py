@@ -1,9 +1,9 @@
-"""What happened in N training steps: the `Run` record, and the `Ledger` that keeps a lab's runs."""
+"""What happened in N training steps: the `Run` record with what ORT covered of the model, and the `Ledger` of a lab."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 from ortlab.errors import LedgerError
 from ortlab.options.options import Options, setting_words
 from ortlab.records import record_files
-from ortlab.records.coverage import Coverage, names
 from ortlab.records.density import Density
 from ortlab.records.memory_phases import MemoryPhase, MemoryPhases
 from ortlab.records.record_files import JsonRecord
@@ -19,6 +18,74 @@ from ortlab.shown import Shown
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+@dataclass(frozen=True)
+class Part:
+    """One wrapped sub-module, and who executed it."""
+
+    path: str  #: Where it is in the model, as `named_modules` says: "encoder.layer.0"
+    kind: str  #: Name of its class
+    parameters: int  #: Numbers in its parameters
+    calls: int = 0  #: How often it was called
+    on_ort: int = 0  #: How many of these calls ONNX Runtime executed
+    fallback_reason: str = ""  #: Why PyTorch executed one of them; empty if it executed none
+
+    @property
+    def executed(self) -> bool:
+        """Whether it was called, and ONNX Runtime executed every call."""
+        return 0 < self.calls == self.on_ort
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The wrapped parts of a model; empty, false, where all of it is wrapped or PyTorch was asked for."""
+
+    parts: tuple[Part, ...] = ()  #: In the order of the model
+    #: Numbers in the parameters of the parts that ONNX Runtime executed; before the first call, of all parts. A
+    #: parameter that two parts share counts once.
+    covered: int = 0
+    parameters: int = 0  #: Numbers in the model's parameters
+
+    def __bool__(self) -> bool:
+        """Tell whether there are parts."""
+        return bool(self.parts)
+
+    @property
+    def called(self) -> bool:
+        """Whether any part was called."""
+        return any(part.calls for part in self.parts)
+
+    @property
+    def executed(self) -> tuple[str, ...]:
+        """Paths of the parts that ONNX Runtime executed in every call."""
+        return tuple(part.path for part in self.parts if part.executed)
+
+    @property
+    def uncalled(self) -> tuple[str, ...]:
+        """Paths of the parts that were not called."""
+        return tuple(part.path for part in self.parts if not part.calls)
+
+    @property
+    def fallback_reason(self) -> str:
+        """Why PyTorch executed a part that ONNX Runtime was asked for, with its path; empty if it did not."""
+        return "; ".join(
+            f"{part.path}: {part.fallback_reason}" for part in self.parts if part.fallback_reason
+        )
+
+    @property
+    def share(self) -> float | None:
+        """Covered parameters as a fraction of the model's, 0 to 1; None for a model without any."""
+        return self.covered / self.parameters if self.parameters else None
+
+
+def names(paths: Iterable[str], shown: int = 2) -> str:
+    """Write paths in a few words: "encoder, head"; "encoder.layer.0 and 11 more"."""
+    listed = list(paths)
+    if len(listed) <= shown:
+        return ", ".join(listed)
+    return f"{listed[0]} and {len(listed) - 1} more"
+
 
 SCHEMA = 2
 """Version of the JSON layout of `Run.to_dict`."""
@@ -38,40 +105,26 @@ EXECUTED_BY_PARTS = "ort parts"
 
 @dataclass(frozen=True)
 class Step:
-    """One training step, as measured.
+    """One training step, as measured."""
 
-    Attributes
-    ----------
-    total_ms
-        Wall time of the whole step, in ms, initialisation left out.
-    forward_ms, backward_ms, optimizer_ms
-        Wall time inside the wrapped module's forward, inside `backward()` calls, and inside `optimizer.step()`, in ms.
-    initialization_ms
-        Export, graph building and session creation that this step had to wait for, in ms; not part of the others.
-    loss
-        The loss that the step reported, or None where it reported none.
-    executed_by
-        Who executed the forward pass: "ort", "ort parts" (ORT the wrapped parts, PyTorch the rest), "eager",
-        "checkpoint", "compile" (with what it was told: "compile:0.5") or "fallback" (PyTorch, because ORT could not).
-    exchange_ms
-        The part of `backward_ms` after the last gradient of this process: the exchange with other ranks, and the wait
-        for slower ones. None where one process trains alone, and on CUDA, where it cannot be told apart.
-    page_faults
-        Pages that the process asked the system for in the step: an allocator that had given memory back takes it again,
-        which takes time. None where the system does not tell.
-    swapped_pages
-        Pages among them that had to be read from a disk, as on a machine that swaps.
-    """
-
-    total_ms: float
+    total_ms: float  #: Wall time of the whole step, in ms, initialisation left out
+    #: Wall time inside the wrapped module's forward, inside `backward()` calls, and inside `optimizer.step()`, in ms.
     forward_ms: float
-    backward_ms: float
-    optimizer_ms: float
+    backward_ms: float  #: See `forward_ms`
+    optimizer_ms: float  #: See `forward_ms`
+    #: Export, graph building and session creation that this step had to wait for, in ms; not part of the others.
     initialization_ms: float
-    loss: float | None
+    loss: float | None  #: The loss that the step reported, or None where it reported none
+    #: Who executed the forward pass: "ort", "ort parts" (ORT the wrapped parts, PyTorch the rest), "eager",
+    #: "checkpoint", "compile" (with what it was told: "compile:0.5") or "fallback" (PyTorch, because ORT could not).
     executed_by: str
+    #: The part of `backward_ms` after the last gradient of this process: the exchange with other ranks, and the wait
+    #: for slower ones. None where one process trains alone, and on CUDA, where it cannot be told apart.
     exchange_ms: float | None = None
+    #: Pages that the process asked the system for in the step: an allocator that had given memory back takes it again,
+    #: which takes time. None where the system does not tell.
     page_faults: int | None = None
+    #: Pages among them that had to be read from a disk, as on a machine that swaps.
     swapped_pages: int | None = None
 
     @property
@@ -82,27 +135,17 @@ class Step:
 
 @dataclass(frozen=True)
 class Initialization:
-    """Where the time before the first step went (row F17), in ms, by phase as ORT's own tracker reports it.
+    """Where the time before the first step went (row F17), in ms, by phase as ORT's own tracker reports it."""
 
-    Attributes
-    ----------
-    stage
-        The earliest stage that was redone: "export", "graph" or "session".
-    export_ms, graph_builder_ms, detection_ms, graph_ms, session_ms
-        Export to ONNX, creation of the graph builder, input detection, gradient-graph building, session creation.
-    total_ms
-        End to end, as measured; shape inference and the first eager forward are in here only.
-    reason
-        What had changed - an input, or the module - where no change of options asked for it; else empty.
-    """
-
-    stage: str
+    stage: str  #: The earliest stage that was redone: "export", "graph" or "session"
+    #: Export to ONNX, creation of the graph builder, input detection, gradient-graph building, session creation.
     export_ms: float
-    graph_builder_ms: float
-    detection_ms: float
-    graph_ms: float
-    session_ms: float
-    total_ms: float
+    graph_builder_ms: float  #: See `export_ms`
+    detection_ms: float  #: See `export_ms`
+    graph_ms: float  #: See `export_ms`
+    session_ms: float  #: See `export_ms`
+    total_ms: float  #: End to end, as measured; shape inference and the first eager forward are in here only
+    #: What had changed - an input, or the module - where no change of options asked for it; else empty.
     reason: str = ""
 
     def plus(self, later: Initialization) -> Initialization:
@@ -116,22 +159,14 @@ class Initialization:
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """The memory a run needed, and what exactly was measured.
+    """The memory a run needed, and what exactly was measured."""
 
-    Attributes
-    ----------
-    start_bytes, peak_bytes
-        At the start of the run and at its highest point, in bytes.
-    kind
-        "resident set" (CPU: the whole process, Python included) or "CUDA allocated" (torch's allocator).
-    scope
-        "this process" or "fresh process". In a process that has run other things before, freed memory that the
-        allocator kept can hide a part of the rise.
-    """
-
-    start_bytes: int
-    peak_bytes: int
+    start_bytes: int  #: At the start of the run and at its highest point, in bytes
+    peak_bytes: int  #: See `start_bytes`
+    #: "resident set" (CPU: the whole process, Python included) or "CUDA allocated" (torch's allocator).
     kind: str
+    #: "this process" or "fresh process". In a process that has run other things before, freed memory that the allocator
+    #: kept can hide a part of the rise.
     scope: str = "this process"
 
     @property
@@ -142,88 +177,48 @@ class PeakMemory:
 
 @dataclass(frozen=True, repr=False)
 class Run(Shown, JsonRecord, noun="run", layout=SCHEMA):
-    """N training steps under one engine and one set of options; JSON in and out.
+    """N training steps under one engine and one set of options; JSON in and out."""
 
-    Attributes
-    ----------
-    number
-        1, 2, ... in the order of the lab's ledger.
-    engine
-        The engine that was asked for: "ort", "eager", "checkpoint" or "compile", with what it was told.
-    options
-        Every switch as it stood.
-    steps
-        One record per step.
-    initialization
-        Export, graph and session time, or None where nothing had to be built.
-    memory
-        Peak memory of the process, a detail; or None where the platform cannot tell.
-    fallback_reason
-        Why PyTorch executed a step that ORT was asked for; empty where ORT did.
-    device
-        "cpu" or "cuda:0", ...
-    start_digest
-        Digest of weights, buffers, optimizer state and random state at the start; equal digests, equal starts.
-    data_digest
-        Digest of the model's inputs over all steps, in order; equal digests, equal data.
-    graph_digests
-        SHA-256 of each ONNX graph by stage, empty for engines that have none.
-    seed
-        `torch.initial_seed()` at the start.
-    versions
-        Package versions by name.
-    sweep
-        Number of the lab's sweep that the run belongs to; 0 for a run of its own.
-    density
-        How much of the inputs was not padding, step by step; empty unless `print_input_density` was on.
-    phases
-        Memory before and after forward and backward; empty unless `print_memory_stats` was on.
-    coverage
-        Where only parts of the model are wrapped: who executed each; else empty.
-    mode
-        "training" or "evaluation", as the model was at its forwards; "mixed" if it was both.
-    optimizers
-        Names of the optimizers that stepped, with the kernels that they told of; see `optimizer_name`.
-    started_at
-        Start, ISO 8601, UTC.
-    step_memory_bytes
-        Step memory: how far a step rises above its start, in bytes, as `lab.memory().rise_bytes`. This is what
-        runs are compared by. None where it was not measured.
-    no_step_memory
-        Why it is missing, one sentence; else empty.
-    others_cores
-        Cores that other programs used meanwhile, on average; None where the system does not tell.
-    planned_steps
-        How many steps were asked for; there are fewer in `steps` if Ctrl-C stopped the run. 0 where nobody knew, as in
-        a training that somebody else's loop runs.
-    unkept
-        What the step changes and a rerun cannot put back, such as ``ticks, a count of itertools``.
-    """
-
+    #: 1, 2, ... in the order of the lab's ledger.
     number: int
+    #: The engine that was asked for: "ort", "eager", "checkpoint" or "compile", with what it was told.
     engine: str
-    options: Options
-    steps: tuple[Step, ...]
+    options: Options  #: Every switch as it stood
+    steps: tuple[Step, ...]  #: One record per step
+    #: Export, graph and session time, or None where nothing had to be built.
     initialization: Initialization | None
-    memory: PeakMemory | None
-    fallback_reason: str
-    device: str
+    memory: PeakMemory | None  #: Peak memory of the process, a detail; or None where the platform cannot tell
+    fallback_reason: str  #: Why PyTorch executed a step that ORT was asked for; empty where ORT did
+    device: str  #: "cpu" or "cuda:0", ...
+    #: Digest of weights, buffers, optimizer state and random state at the start; equal digests, equal starts.
     start_digest: str
-    data_digest: str
-    seed: int
-    started_at: str
+    data_digest: str  #: Digest of the model's inputs over all steps, in order; equal digests, equal data
+    seed: int  #: `torch.initial_seed()` at the start
+    started_at: str  #: Start, ISO 8601, UTC
+    #: SHA-256 of each ONNX graph by stage, empty for engines that have none.
     graph_digests: dict[str, str] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
-    sweep: int = 0
+    versions: dict[str, str] = field(default_factory=dict)  #: Package versions by name
+    sweep: int = 0  #: Number of the lab's sweep that the run belongs to; 0 for a run of its own
+    #: How much of the inputs was not padding, step by step; empty unless `print_input_density` was on.
     density: Density = field(default_factory=Density)
+    #: Memory before and after forward and backward; empty unless `print_memory_stats` was on.
     phases: tuple[MemoryPhase, ...] = ()
+    #: "training" or "evaluation", as the model was at its forwards; "mixed" if it was both.
     mode: str = "training"
+    #: Where only parts of the model are wrapped: who executed each; else empty.
     coverage: Coverage = field(default_factory=Coverage)
+    #: Names of the optimizers that stepped, with the kernels that they told of; see `optimizer_name`.
     optimizers: tuple[str, ...] = ()
+    #: Step memory: how far a step rises above its start, in bytes, as `lab.memory().rise_bytes`. This is what runs are
+    #: compared by. None where it was not measured.
     step_memory_bytes: int | None = None
-    no_step_memory: str = ""
+    no_step_memory: str = ""  #: Why it is missing, one sentence; else empty
+    #: Cores that other programs used meanwhile, on average; None where the system does not tell.
     others_cores: float | None = None
+    #: How many steps were asked for; there are fewer in `steps` if Ctrl-C stopped the run. 0 where nobody knew, as in a
+    #: training that somebody else's loop runs.
     planned_steps: int = 0
+    #: What the step changes and a rerun cannot put back, such as ``ticks, a count of itertools``.
     unkept: tuple[str, ...] = ()
 
     @property

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ortlab.errors import OptionError
 from ortlab.options.options import Effect, Options, declaration
-from ortlab.records.coverage import Coverage
-from ortlab.records.runs import EXECUTED_BY_ORT, Initialization, Run
+from ortlab.records.runs import EXECUTED_BY_ORT, Coverage, Initialization, Run
 from ortlab.shown import Shown
 
 if TYPE_CHECKING:
@@ -18,63 +17,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Status(Shown):
-    """The state of a lab, as its badge shows it.
+    """The state of a lab, as its badge shows it."""
 
-    Attributes
-    ----------
-    engine
-        The engine that was asked for: "ort", "eager", "checkpoint" or "compile", with what it is told.
-    state
-        "not built", "rebuild pending", "ready", "fallback" or "unwrapped".
-    executed_by
-        Who executed the last forward: "ort", "ort parts", "fallback", or the engine; empty before the first. See
-        `Run.executed_by`.
-    reason
-        Why it fell back, or why the last build was needed.
-    pending_stage
-        What the next call redoes first: "export", "graph", "session", or "" for nothing.
-    coverage
-        Where only parts of the model are wrapped: who executed each in the last forward; else empty.
-    detail
-        What the engine does to this model, in words: the layers that are checkpointed; empty for the others.
-    can_repeat
-        Whether a step has run in the lab, from whose start reruns and analyses go.
-    """
-
+    #: The engine that was asked for: "ort", "eager", "checkpoint" or "compile", with what it is told.
     engine: str
-    state: str
+    state: str  #: "not built", "rebuild pending", "ready", "fallback" or "unwrapped"
+    #: Who executed the last forward: "ort", "ort parts", "fallback", or the engine; empty before the first. See
+    #: `Run.executed_by`.
     executed_by: str
-    reason: str
-    pending_stage: str
+    reason: str  #: Why it fell back, or why the last build was needed
+    pending_stage: str  #: What the next call redoes first: "export", "graph", "session", or "" for nothing
+    #: Where only parts of the model are wrapped: who executed each in the last forward; else empty.
     coverage: Coverage = field(default_factory=Coverage)
+    #: What the engine does to this model, in words: the layers that are checkpointed; empty for the others.
     detail: str = ""
-    can_repeat: bool = False
+    can_repeat: bool = False  #: Whether a step has run in the lab, from whose start reruns and analyses go
 
 
 @dataclass(frozen=True)
 class Rebuild:
-    """What a call redoes before it runs the model, and what that took when it was last measured.
+    """What a call redoes before it runs the model, and what that took when it was last measured."""
 
-    Attributes
-    ----------
-    stage
-        What is redone first: "export", "graph" or "session"; "step" if the next step acts differently and nothing is
-        redone, "" if nothing changes.
-    changed
-        Options that make the difference.
-    is_first
-        Whether nothing has been built yet, so that every stage is made in any case.
-    last_ms
-        What that took when it was last measured in this lab, in ms; None if it was not. It is not a prediction.
-    run
-        Number of the run in which it was measured.
-    """
-
+    #: What is redone first: "export", "graph" or "session"; "step" if the next step acts differently and nothing is
+    #: redone, "" if nothing changes.
     stage: str
-    changed: tuple[str, ...] = ()
-    is_first: bool = False
+    changed: tuple[str, ...] = ()  #: Options that make the difference
+    is_first: bool = False  #: Whether nothing has been built yet, so that every stage is made in any case
+    #: What that took when it was last measured in this lab, in ms; None if it was not. It is not a prediction.
     last_ms: float | None = None
-    run: int | None = None
+    run: int | None = None  #: Number of the run in which it was measured
 
 
 _STAGES = ("export", "graph", "session")

@@ -20,42 +20,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TunedOperator:
-    """One choice.
+    """One choice."""
 
-    Attributes
-    ----------
-    provider
-        The execution provider: "CUDAExecutionProvider".
-    operator
-        The operator's signature, with its data types, as ORT writes it.
-    shape
-        The signature of its sizes.
-    choice
-        Number of the implementation that was fastest; 0 is the one that is taken without tuning.
-    """
-
-    provider: str
-    operator: str
-    shape: str
-    choice: int
+    provider: str  #: The execution provider: "CUDAExecutionProvider"
+    operator: str  #: The operator's signature, with its data types, as ORT writes it
+    shape: str  #: The signature of its sizes
+    choice: int  #: Number of the implementation that was fastest; 0 is the one that is taken without tuning
 
 
 @dataclass(frozen=True, repr=False)
 class TuningResults(Shown):
-    """The choices of one mode, and what they hold for.
+    """The choices of one mode, and what they hold for."""
 
-    Attributes
-    ----------
-    path
-        The file.
-    operators
-        The choices, in the order of the file.
-    validators
-        By provider: what has to be the same for ORT to take them, such as the GPU's name and ORT's version.
-    """
-
-    path: str
-    operators: tuple[TunedOperator, ...]
+    path: str  #: The file
+    operators: tuple[TunedOperator, ...]  #: The choices, in the order of the file
+    #: By provider: what has to be the same for ORT to take them, such as the GPU's name and ORT's version.
     validators: dict[str, dict[str, str]]
 
     def table(self) -> pd.DataFrame:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from ortlab import units
-from ortlab.memory.kept_with_plans import kept_with
+from ortlab.memory.saved_activations import kept_with
 from ortlab.render.budget_page import answer_notes, plans_words
 from ortlab.render.page import Block, Column, Mark, Note, Page, Table, row
 

@@ -13,9 +13,8 @@ from ortlab.records.preflight import Finding, Kind, Level
 from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, row
 
 if TYPE_CHECKING:
-    from ortlab.records.checks import Recipe, Report
+    from ortlab.records.checks import Recipe, Report, SelfTest
     from ortlab.records.preflight import Checked, Preflight
-    from ortlab.records.selftest import SelfTest
 
 # ---- pre-flight -----------------------------------------------------------------------------------------------------
 

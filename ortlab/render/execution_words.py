@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ortlab import units
-from ortlab.records.coverage import names
+from ortlab.records.runs import names
 from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Table, row
 
 if TYPE_CHECKING:
-    from ortlab.records.coverage import Coverage, Part
-    from ortlab.records.runs import Run
+    from ortlab.records.runs import Coverage, Part, Run
 
 ENGINE_NAMES = {
     "ort": "ONNX Runtime",

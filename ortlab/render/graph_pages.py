@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ortlab.graphs.diff import GraphDiff
-    from ortlab.graphs.nodes import Phase
+    from ortlab.graphs.nodes import Phase, Value
     from ortlab.graphs.onnx_files import FileGraph
-    from ortlab.graphs.stages import Graph, GraphSet, Value
+    from ortlab.graphs.stages import Graph, GraphSet
     from ortlab.graphs.summary import GraphSummary, Kind, OperatorRow, SummaryNode
     from ortlab.graphs.viewer.document import EmbeddedGraph
 

@@ -19,20 +19,18 @@ from ortlab.memory.saved_plans import SavedPlans
 from ortlab.memory.trace import Trace
 from ortlab.options.catalogue import OptionList
 from ortlab.options.options import Options
-from ortlab.parity.function_check import FunctionReport
-from ortlab.parity.parity import Parity
+from ortlab.parity.parity import FunctionReport, Parity
 from ortlab.ranks import Cluster
 from ortlab.ranks.balancing import Balance
 from ortlab.ranks.cluster_records import ClusterStatus
 from ortlab.ranks.ledgers import Ranks
-from ortlab.records.checks import Recipe, Report
+from ortlab.records.checks import Recipe, Report, SelfTest
 from ortlab.records.comparison import Comparison
 from ortlab.records.density import DensityReport
 from ortlab.records.memory_phases import MemoryPhases
 from ortlab.records.messages import Messages
 from ortlab.records.preflight import Level, Preflight
 from ortlab.records.runs import Ledger, Run
-from ortlab.records.selftest import SelfTest
 from ortlab.records.status import Status
 from ortlab.records.tuning_results import TuningResults
 from ortlab.studies.batch_size import BatchSizeSearch, plans_name

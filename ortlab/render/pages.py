@@ -19,20 +19,18 @@ from ortlab.memory.saved_plans import SavedPlans
 from ortlab.memory.trace import Trace
 from ortlab.options.catalogue import OptionList
 from ortlab.options.options import Options
-from ortlab.parity.function_check import FunctionReport
-from ortlab.parity.parity import Parity
+from ortlab.parity.parity import FunctionReport, Parity
 from ortlab.ranks import Cluster
 from ortlab.ranks.balancing import Balance
 from ortlab.ranks.cluster_records import ClusterStatus
 from ortlab.ranks.ledgers import Ranks
-from ortlab.records.checks import Recipe, Report
+from ortlab.records.checks import Recipe, Report, SelfTest
 from ortlab.records.comparison import Comparison
 from ortlab.records.density import DensityReport
 from ortlab.records.memory_phases import MemoryPhases
 from ortlab.records.messages import Messages
 from ortlab.records.preflight import Preflight
 from ortlab.records.runs import Ledger, Run
-from ortlab.records.selftest import SelfTest
 from ortlab.records.status import Status
 from ortlab.records.tuning_results import TuningResults
 from ortlab.render.activations_page import activations_page, activations_plot
@@ -42,7 +40,6 @@ from ortlab.render.budget_page import budget_page, budget_plot
 from ortlab.render.check_pages import preflight_page, recipe_page, report_page, selftest_page
 from ortlab.render.comparison_page import comparison_page
 from ortlab.render.density_page import density_page, density_plot
-from ortlab.render.engines_page import engines_page, engines_plot
 from ortlab.render.graph_pages import (
     embedded_page,
     file_page,
@@ -51,8 +48,7 @@ from ortlab.render.graph_pages import (
     graph_set_page,
     with_picture,
 )
-from ortlab.render.kernel_pages import kernel_page, kernels_page, tuning_page
-from ortlab.render.lab_pages import status_page
+from ortlab.render.lab_pages import messages_page, option_list_page, options_page, status_page
 from ortlab.render.memory_pages import (
     measurement_page,
     measurement_plot,
@@ -60,14 +56,21 @@ from ortlab.render.memory_pages import (
     phases_plot,
     snapshot_page,
 )
-from ortlab.render.message_pages import messages_page
-from ortlab.render.option_pages import option_list_page, options_page
 from ortlab.render.parity_pages import function_page, parity_page, parity_plot
 from ortlab.render.plan_pages import plan_page, saved_plans_page
-from ortlab.render.profile_pages import flops_page, flops_plot, savings_page, savings_plot, trace_page
+from ortlab.render.profile_pages import (
+    flops_page,
+    flops_plot,
+    kernel_page,
+    kernels_page,
+    savings_page,
+    savings_plot,
+    trace_page,
+    tuning_page,
+)
 from ortlab.render.ranks_pages import balance_page, balance_plot, cluster_page, ranks_page, ranks_plot
 from ortlab.render.run_pages import ledger_page, run_page
-from ortlab.render.sweep_page import sweep_page, sweep_plot
+from ortlab.render.sweep_page import engines_page, engines_plot, sweep_page, sweep_plot
 from ortlab.studies.batch_size import BatchSizeSearch
 from ortlab.studies.bisection import Bisection
 from ortlab.studies.budget import Budget

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from ortlab.parity.function_check import FunctionReport
-    from ortlab.parity.parity import Divergence, Parity, TensorPair
+    from ortlab.parity.parity import Divergence, FunctionReport, Parity, TensorPair
 
 _SHOWN: Final = 40
 """Rows of a folded table; the rest is in `Parity.table`."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from ortlab import units
-from ortlab.records.coverage import names
+from ortlab.records.runs import names
 from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, left_out, row
 
 if TYPE_CHECKING:

@@ -55,15 +55,6 @@ def losses(runs: Sequence[Run]) -> Figure:
     return figure
 
 
-def step_times(runs: Sequence[Run]) -> Figure:
-    """Draw the median step time of every run by part, with the quartiles of the whole step as error bars."""
-    shown = _latest(runs)
-    figure = new_figure(1.2 + _INCHES_PER_BAR * len(shown))
-    axes = figure.add_subplot()
-    _draw_times(axes, shown)
-    return figure
-
-
 def memory(runs: Sequence[Run]) -> Figure:
     """Draw the step memory of every run that has one: how far a step rises above its start."""
     shown = [run for run in _latest(runs) if run.step_memory_bytes is not None]

@@ -1,17 +1,17 @@
-"""The page and the figure of a sweep: its points by time and by memory, and what could not be measured."""
+"""Pages and figures of a sweep and of engines: points by time and by memory, and what could not be measured."""
 
 from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ortlab import units
 from ortlab.options.configuration import engine_kind
-from ortlab.records.verdicts import MINIMUM_ROUNDS
+from ortlab.records.verdicts import MINIMUM_ROUNDS, SLOW
 from ortlab.render.comparison_page import COMPARED, MEMORY_MEASURED, compared_cells, reasons, remark_mark
-from ortlab.render.execution_words import ENGINE_NAMES
+from ortlab.render.execution_words import ENGINE_NAMES, engine_words
 from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, row
 from ortlab.render.plots import (
     FALLBACK,
@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from ortlab.records.runs import Run
+    from ortlab.studies.engine_comparison import Candidate, EngineComparison
     from ortlab.studies.sweep import Outcome, Point, Sweep
+
 
 _COLUMNS = (
     Column("point", meaning="its number in the order of the grid, and what differs between the points"),
@@ -71,7 +73,7 @@ def sweep_page(sweep: Sweep) -> Page:
         )
     elif sweep.complete:
         blocks.append(Note("No point could be measured.", Mark.BAD))
-    blocks += _not_measured(sweep)
+    blocks += _not_measured("point", ((f"{one.number}  {sweep.name(one)}", one) for one in sweep.points))
     blocks += reasons(
         ((sweep.name(one.point), one.time.reason) for one in outcomes), "lab.sweep(..., rounds=3)"
     )
@@ -136,21 +138,19 @@ def _rebuilt(point: Point) -> str:
     return f"{what}, {units.duration(build.total_ms)}{times}"
 
 
-def _not_measured(sweep: Sweep) -> list[Block]:
-    failed = [point for point in sweep.points if point.state in {"failed", "skipped"}]
-    if not failed:
-        return []
-    columns = (Column("point"), Column("what happened"), Column("reason"))
-    marks = {"failed": Mark.BAD, "skipped": Mark.QUIET}
+def _not_measured(what: str, points: Iterable[tuple[str, Point]]) -> list[Block]:
+    """List points that failed or were not run, each with its name and the reason."""
     rows = tuple(
         row(
-            f"{point.number}  {sweep.name(point)}",
-            Cell(point.state if point.state == "failed" else "not run", marks[point.state]),
+            name,
+            Cell("failed", Mark.BAD) if point.state == "failed" else Cell("not run", Mark.QUIET),
             point.failure or point.skipped,
         )
-        for point in failed
+        for name, point in points
+        if point.state in {"failed", "skipped"}
     )
-    return [Table("Not measured", columns, rows)]
+    columns = (Column(what), Column("what happened"), Column("reason"))
+    return [Table("Not measured", columns, rows)] if rows else []
 
 
 def _sources(sweep: Sweep, outcomes: Sequence[Outcome]) -> Note:
@@ -208,7 +208,10 @@ def sweep_plot(sweep: Sweep) -> Figure:
     with_memory = not any(math.isnan(one.point.step_memory_bytes) for one in outcomes)
     devices = ", ".join(dict.fromkeys(run.device for one in outcomes for run in one.point.runs))
     for position, one in enumerate(outcomes):
-        _mark(axes, one, one.point.step_memory_bytes / MIB if with_memory else position)
+        place = one.point.step_memory_bytes / MIB if with_memory else position
+        colour = engine_colour(one.point.runs[0].engine, fell_back=one.point.fell_back)
+        best = one.on_front
+        _mark(axes, one.point, place, str(one.point.number), filled=best, bold=best, color=colour)
     if with_memory:
         _join_front(axes, outcomes)
     memory = "step memory [MiB]" if with_memory else "points, the fastest first"
@@ -219,29 +222,30 @@ def sweep_plot(sweep: Sweep) -> Figure:
     return figure
 
 
-def _mark(axes: Axes, one: Outcome, memory: float) -> None:
-    point = one.point
+def _mark(
+    axes: Axes, point: Point, place: float, number: str, *, filled: bool, bold: bool, **look: Any
+) -> None:
+    """Draw a point's median step time, with quartiles, and its number."""
     low, high = quartiles(point.warm_steps)
-    colour = engine_colour(point.runs[0].engine, fell_back=point.fell_back)
     axes.errorbar(
-        [memory],
+        [place],
         [point.step_ms],
         yerr=[[point.step_ms - low], [high - point.step_ms]],
-        color=colour,
-        marker="o",
         markersize=7,
-        markerfacecolor=colour if one.on_front else "none",
+        markerfacecolor=look["color"] if filled else "none",
         capsize=3,
         linewidth=1,
+        linestyle="none",
+        **{"marker": "o", **look},
     )
     axes.annotate(
-        str(point.number),
-        (memory, point.step_ms),
+        number,
+        (place, point.step_ms),
         xytext=(6, 5),
         textcoords="offset points",
         fontsize=8,
         color=INK,
-        fontweight="bold" if one.on_front else "normal",
+        fontweight="bold" if bold else "normal",
     )
 
 
@@ -294,3 +298,152 @@ def _label(sweep: Sweep, one: Outcome) -> str:
     # A hyphen is the minus of a plan, "Gelu+:1:-1", and no place to break a line at.
     lines = textwrap.fill(words, _NAME_WIDTH, subsequent_indent="    ", break_on_hyphens=False)
     return plain(lines)
+
+
+_CANDIDATE_COLUMNS = (
+    Column("candidate", meaning="who executed the model, and how it differs from the lab as it is set"),
+    *COMPARED,
+)
+
+
+def engines_page(candidates: EngineComparison) -> Page:
+    """Say what each candidate took, what it did to the model, and which could not be run."""
+    every = list(candidates)
+    measured = [candidate for candidate in every if candidate.outcome is not None]
+    blocks: list[Block] = []
+    if not candidates.sweep.complete:
+        done, planned = candidates.sweep.runs_done, candidates.sweep.runs_planned
+        blocks.append(Note(f"Interrupted: {done} of {planned} runs are done.", Mark.WARN))
+    if measured:
+        blocks.append(
+            Table(
+                "", _CANDIDATE_COLUMNS, tuple(_candidate_row(candidates, candidate) for candidate in measured)
+            )
+        )
+    else:
+        blocks.append(Note("No candidate could be measured.", Mark.BAD))
+    if (times := candidates.times_of_pytorch) > SLOW:
+        blocks.append(Note(f"ONNX Runtime takes {times:.2f} times PyTorch's time.", Mark.WARN))
+    blocks += _not_measured("candidate", ((candidate_words(one), one.point) for one in every))
+    blocks += [
+        Note(f"{candidate_words(candidate)}: {candidate.detail}.", Mark.QUIET)
+        for candidate in measured
+        if candidate.detail
+    ]
+    blocks += [
+        Note(f"{candidate_words(candidate)}: no step memory: {candidate.no_memory}", Mark.WARN)
+        for candidate in every
+        if candidate.no_memory
+    ]
+    blocks += [
+        Note(
+            f"{candidate_words(candidate)}: {'; '.join(candidate.outcome.remarks)}.",
+            Mark.BAD if candidate.outcome.fell_back else Mark.WARN,
+        )
+        for candidate in measured
+        if candidate.outcome is not None and candidate.outcome.remarks
+    ]
+    blocks += reasons(
+        (
+            (candidate_words(candidate), candidate.outcome.time.reason)
+            for candidate in measured
+            if candidate.outcome
+        ),
+        "lab.compare_engines() with three rounds or more",
+    )
+    if measured:
+        blocks += [
+            drawing(
+                "Step time against the memory of a step, one mark per candidate; ortlab.plot(candidates) draws it.",
+                lambda: engines_plot(candidates),
+            ),
+            _candidate_sources(measured),
+        ]
+    rounds = f"{units.count(candidates.sweep.rounds)} rounds of " if candidates.sweep.rounds > 1 else ""
+    steps = units.many(candidates.sweep.count, "step")
+    return Page(f"Engines of {candidates.sweep.model}: {rounds}{steps} each", tuple(blocks))
+
+
+def candidate_words(candidate: Candidate) -> str:
+    """Name a candidate in words: "ONNX Runtime, memory_level=1", "torch.compile with activation memory budget 0.5"."""
+    _, comma, changed = candidate.name.partition(", ")
+    return f"{engine_words(candidate.engine)}{comma}{changed}"
+
+
+def _candidate_row(candidates: EngineComparison, candidate: Candidate) -> tuple[Cell, ...]:
+    outcome, point = candidate.outcome, candidate.point
+    assert outcome is not None  # noqa: S101 - only measured candidates have a row
+    name = Cell(candidate_words(candidate), Mark.BAD if point.fell_back else Mark.PLAIN)
+    is_base = point is candidates.sweep.baseline
+    return (name, *compared_cells(outcome, candidate.rise_ratio, is_base=is_base))
+
+
+def _candidate_sources(measured: list[Candidate]) -> Note:
+    devices = ", ".join(dict.fromkeys(run.device for candidate in measured for run in candidate.point.runs))
+    lines = [
+        "Ratios are against ONNX Runtime as the lab is set; below 1 is less.",
+        "Brackets: 95 % interval over rounds in turns (with fewer than three, over the warm steps of all).",
+        f"Times: measured on {devices}; what was built or compiled is no part of them.",
+    ]
+    if any(candidate.rise_bytes > 0 for candidate in measured):
+        lines.append(MEMORY_MEASURED)
+    if any(engine_kind(candidate.engine) != "ort" for candidate in measured):
+        lines.append(
+            "PyTorch and ONNX Runtime draw dropout masks from different generators: with dropout, losses differ."
+        )
+    return Note("\n".join(lines), Mark.QUIET)
+
+
+# ---- the figure -----------------------------------------------------------------------------------------------------
+
+
+_MARKERS = {"ort": "o", "eager": "s", "checkpoint": "^", "compile": "D"}
+
+
+def engines_plot(candidates: EngineComparison) -> Figure:
+    """Draw the median step time, with quartiles, against step memory.
+
+    Where step memory is not known, the candidates stand in a row.
+    Those that were not measured are left out.
+    """
+    shown = [candidate for candidate in candidates if candidate.outcome is not None]
+    figure = new_figure(max(3.4, 1.4 + 0.34 * len(shown)))
+    axes = figure.add_subplot()
+    if not shown:
+        dress(axes, "Step time against memory", "", "step [ms]")
+        say(axes, "No candidate was measured.")
+        return figure
+    devices = ", ".join(dict.fromkeys(run.device for candidate in shown for run in candidate.point.runs))
+    memory, words = _memory(shown)
+    for number, (candidate, place) in enumerate(zip(shown, memory, strict=True), start=1):
+        name = textwrap.fill(
+            units.fold(units.printable(f"{number}  {candidate_words(candidate)}"), 2 * _NAME_WIDTH),
+            _NAME_WIDTH,
+            subsequent_indent="    ",
+        )
+        _mark(
+            axes,
+            candidate.point,
+            place,
+            str(number),
+            filled=True,
+            bold=False,
+            color=engine_colour(candidate.engine, fell_back=candidate.point.fell_back),
+            marker=_MARKERS.get(engine_kind(candidate.engine), "o"),
+            label=plain(name),
+        )
+    dress(
+        axes, f"Step time and memory, measured on {devices} (median; whiskers: quartiles)", words, "step [ms]"
+    )
+    axes.margins(0.14)
+    axes.set_ylim(bottom=0)
+    key(axes, 1.02, handlelength=1.2)
+    return figure
+
+
+def _memory(shown: list[Candidate]) -> tuple[list[float], str]:
+    """Return where each candidate stands, and what that is: step memory, or places in a row."""
+    sizes = [candidate.rise_bytes / MIB for candidate in shown]
+    if not any(map(math.isnan, sizes)):
+        return sizes, "step memory [MiB]"
+    return [float(number) for number in range(1, len(shown) + 1)], "candidates"

@@ -20,9 +20,8 @@ from ortlab.options.configuration import Configuration, check_engine, engine_kin
 from ortlab.options.option_files import with_files, with_usable_export_folder
 from ortlab.options.options import Options, check_needs, declaration, unmet
 from ortlab.options.variables import sources
-from ortlab.records.coverage import Coverage
 from ortlab.records.messages import MessageLog
-from ortlab.records.runs import EXECUTED_BY_PARTS, Initialization, Ledger, Run
+from ortlab.records.runs import EXECUTED_BY_PARTS, Coverage, Initialization, Ledger, Run
 from ortlab.records.status import Status
 from ortlab.runs.experiment import Snapshot
 from ortlab.runs.interrupts import interrupts_kept, protected, say
@@ -35,10 +34,10 @@ from ortlab.runs.wrapping import Takeover, check_wrappable
 if TYPE_CHECKING:
     import torch
 
+    from ortlab.analyses.memory import Snapshotting
     from ortlab.lab.lab import Lab
     from ortlab.options.options import Need
-    from ortlab.parity.subscribers import Subscription
-    from ortlab.runs.allocator_history import Snapshotting
+    from ortlab.parity.folder_comparison import Subscription
     from ortlab.runs.experiment import Experiment
     from ortlab.runs.parts import Wishes
     from ortlab.runs.recording import LoopRecording

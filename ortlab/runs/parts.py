@@ -15,9 +15,15 @@ import torch
 from ortlab.engine.building import BuildingEngine
 from ortlab.engine.ort import OrtEngine
 from ortlab.errors import OrtlabError, WrapError
-from ortlab.records.coverage import Coverage, Part
 from ortlab.records.messages import MessageLog
-from ortlab.records.runs import EXECUTED_BY_EAGER, EXECUTED_BY_FALLBACK, EXECUTED_BY_ORT, EXECUTED_BY_PARTS
+from ortlab.records.runs import (
+    EXECUTED_BY_EAGER,
+    EXECUTED_BY_FALLBACK,
+    EXECUTED_BY_ORT,
+    EXECUTED_BY_PARTS,
+    Coverage,
+    Part,
+)
 from ortlab.runs.wrapping import Takeover
 
 if TYPE_CHECKING:

@@ -16,7 +16,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ortlab.engine.installation import versions
 from ortlab.errors import StepError
-from ortlab.records.coverage import names
 from ortlab.records.density import Density
 from ortlab.records.memory_phases import MemoryPhases
 from ortlab.records.runs import (
@@ -25,6 +24,7 @@ from ortlab.records.runs import (
     Initialization,
     Run,
     Step,
+    names,
     optimizer_name,
 )
 from ortlab.runs.experiment import DataDigest
@@ -42,7 +42,7 @@ from ortlab.runs.stopwatch import (
 
 if TYPE_CHECKING:
     from ortlab.options.options import Options
-    from ortlab.records.coverage import Coverage
+    from ortlab.records.runs import Coverage
     from ortlab.runs.experiment import Experiment
     from ortlab.runs.progress import Progress
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from ortlab.records.record_files import JsonRecord
-from ortlab.records.runs import Run, Step
+from ortlab.records.runs import Run, Step  # noqa: TC001 - asked for when a record is read
 from ortlab.shown import Shown
 
 if TYPE_CHECKING:
@@ -34,40 +34,23 @@ TOO_LARGE: Final = frozenset({OVER, RAN_OUT, PREDICTED})
 
 @dataclass(frozen=True)
 class BatchSizePoint:
-    """One batch size under one set of plans.
+    """One batch size under one set of plans."""
 
-    Attributes
-    ----------
-    size
-        Samples in the batch.
-    plans
-        The recompute plans; () for none.
-    outcome
-        "fits", "over the limit", "ran out of memory", "not run", "fell back" or "failed".
-    reason
-        Why it does not fit, or was not run; "" if it fits.
-    predicted_bytes
-        What it was predicted to need, from smaller batches and before it ran, of that which is limited: step memory, or
-        the whole device. None if there was nothing to predict from.
-    peak_bytes
-        Peak of the process or device that was measured, in bytes, without the copy of weights that the search keeps;
-        None if it did not run to its end.
-    step_memory_bytes
-        How far that is above what was held at the start of the last step; None likewise.
-    kind
-        What was measured: "resident set, large buffers mapped", "resident set" or "CUDA allocated"; "" without a peak.
-    runs
-        The timed runs, one for each round that is done; their own peaks are those of an ordinary heap.
-    """
-
-    size: int
-    plans: Plans
-    outcome: str
-    reason: str = ""
+    size: int  #: Samples in the batch
+    plans: Plans  #: The recompute plans; () for none
+    outcome: str  #: "fits", "over the limit", "ran out of memory", "not run", "fell back" or "failed"
+    reason: str = ""  #: Why it does not fit, or was not run; "" if it fits
+    #: What it was predicted to need, from smaller batches and before it ran, of that which is limited: step memory, or
+    #: the whole device. None if there was nothing to predict from.
     predicted_bytes: float | None = None
+    #: Peak of the process or device that was measured, in bytes, without the copy of weights that the search keeps;
+    #: None if it did not run to its end.
     peak_bytes: int | None = None
+    #: How far that is above what was held at the start of the last step; None likewise.
     step_memory_bytes: int | None = None
+    #: What was measured: "resident set, large buffers mapped", "resident set" or "CUDA allocated"; "" without a peak.
     kind: str = ""
+    #: The timed runs, one for each round that is done; their own peaks are those of an ordinary heap.
     runs: tuple[Run, ...] = ()
 
     @property
@@ -110,16 +93,6 @@ class BatchSizePoint:
     def ordinary_peak_bytes(self) -> int | None:
         """Highest peak of the timed runs, in bytes, as the process or device itself saw it; None without one."""
         return max((run.memory.peak_bytes for run in self.runs if run.memory), default=None)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types, readable by `from_dict`."""
-        return {**vars(self), "plans": list(self.plans), "runs": [run.to_dict() for run in self.runs]}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> BatchSizePoint:
-        """Rebuild a point from `to_dict`; a missing field raises KeyError or TypeError."""
-        runs = tuple(Run.from_dict(run) for run in data["runs"])
-        return cls(**{**data, "plans": tuple(data["plans"]), "runs": runs})
 
 
 def plans_name(plans: Plans) -> str:
@@ -172,59 +145,30 @@ def _line(measured: Measured) -> tuple[float, float]:
 
 @dataclass(eq=False, repr=False)
 class BatchSizeSearch(Shown, JsonRecord, noun="search", layout=2):
-    """Batch sizes tried under a limit; `Lab.find_batch_size` makes it and fills it in, point by point.
+    """Batch sizes tried under a limit; `Lab.find_batch_size` makes it and fills it in, point by point."""
 
-    Attributes
-    ----------
-    number
-        1, 2, ... in the order of the lab's searches.
-    model
-        What the lab calls the model.
-    engine
-        Who was asked to execute it.
-    device
-        "cpu", "cuda:0", ...
-    asked_bytes
-        The limit: of step memory, which is what a step needs above its start, or of the whole device.
-    of_device
-        Whether the limit is of all that the process holds (on a CPU) or torch's allocator hands out (on CUDA).
-    sizes
-        Batch sizes to try, going up; None for powers of two from 1.
-    plan_sets
-        Sets of plans to try where a size does not fit without; None as long as they are not chosen.
-    steps
-        Timed steps of each run.
-    rounds
-        Timed runs of each point.
-    start_digest
-        Digest of weights, buffers, optimizer state and random state that every run starts from.
-    kept_bytes
-        What the search's own copy of that start takes; it is taken off every measured peak.
-    held_bytes
-        What the process or device was seen to hold at the start of a step, without that copy.
-    versions
-        Versions of torch, onnxruntime and others that it was made with.
-    points
-        What was tried, in order.
-    stopped
-        Whether the user interrupted it; `lab.find_batch_size(make_batch, resume=...)` goes on.
-    """
-
+    #: 1, 2, ... in the order of the lab's searches.
     number: int
-    model: str
-    engine: str
-    device: str
+    model: str  #: What the lab calls the model
+    engine: str  #: Who was asked to execute it
+    device: str  #: "cpu", "cuda:0", ...
+    #: The limit: of step memory, which is what a step needs above its start, or of the whole device.
     asked_bytes: int
+    #: Whether the limit is of all that the process holds (on a CPU) or torch's allocator hands out (on CUDA).
     of_device: bool
-    sizes: tuple[int, ...] | None
+    sizes: tuple[int, ...] | None  #: Batch sizes to try, going up; None for powers of two from 1
+    #: Sets of plans to try where a size does not fit without; None as long as they are not chosen.
     plan_sets: tuple[Plans, ...] | None
-    steps: int
-    rounds: int
+    steps: int  #: Timed steps of each run
+    rounds: int  #: Timed runs of each point
+    #: Digest of weights, buffers, optimizer state and random state that every run starts from.
     start_digest: str
-    kept_bytes: int
-    versions: dict[str, str]
+    kept_bytes: int  #: What the search's own copy of that start takes; it is taken off every measured peak
+    versions: dict[str, str]  #: Versions of torch, onnxruntime and others that it was made with
+    #: What the process or device was seen to hold at the start of a step, without that copy.
     held_bytes: int = 0
-    points: list[BatchSizePoint] = field(default_factory=list)
+    points: list[BatchSizePoint] = field(default_factory=list)  #: What was tried, in order
+    #: Whether the user interrupted it; `lab.find_batch_size(make_batch, resume=...)` goes on.
     stopped: bool = False
 
     # ---- filling ----------------------------------------------------------------------------------------------
@@ -341,26 +285,6 @@ class BatchSizeSearch(Shown, JsonRecord, noun="search", layout=2):
             for one in self.points
         ]
         return pd.DataFrame(rows)
-
-    # ---- JSON -------------------------------------------------------------------------------------------------
-
-    def _fields(self) -> dict[str, Any]:
-        return {
-            **vars(self),
-            "sizes": None if self.sizes is None else list(self.sizes),
-            "plan_sets": None if self.plan_sets is None else [list(plans) for plans in self.plan_sets],
-            "points": [point.to_dict() for point in self.points],
-        }
-
-    @classmethod
-    def _of_fields(cls, fields: dict[str, Any]) -> BatchSizeSearch:
-        sizes, sets = fields["sizes"], fields["plan_sets"]
-        read = {
-            "points": [BatchSizePoint.from_dict(point) for point in fields["points"]],
-            "sizes": None if sizes is None else tuple(sizes),
-            "plan_sets": None if sets is None else tuple(tuple(plans) for plans in sets),
-        }
-        return cls(**{**fields, **read})
 
 
 LARGEST: Final = 1 << 20

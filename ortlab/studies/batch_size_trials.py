@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ortlab.records.runs import Run
     from ortlab.runs.bench import Bench
     from ortlab.runs.experiment import Snapshot
-    from ortlab.studies.batch_size import BatchSizeSearch, Plans, Task
+    from ortlab.studies.batch_size import BatchSizeSearch, Task
     from ortlab.studies.batch_size_room import Room
 
 _SINGLES: Final = 3

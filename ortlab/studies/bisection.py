@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from ortlab.errors import OptionError
-from ortlab.options.options import Options
+from ortlab.options.options import Options  # noqa: TC001 - asked for when a record is read
+from ortlab.options.switches import Value  # noqa: TC001 - asked for when a record is read
 from ortlab.records.record_files import JsonRecord
 from ortlab.records.runs import Run
 from ortlab.shown import Shown
@@ -17,51 +18,25 @@ from ortlab.shown import Shown
 if TYPE_CHECKING:
     import pandas as pd
 
-    from ortlab.options.switches import Value
-
 
 @dataclass(frozen=True)
 class Trial:
-    """A set of changes, run from the common start.
+    """A set of changes, run from the common start."""
 
-    Attributes
-    ----------
-    names
-        The changes that stood, in the order of search; none for the baseline.
-    value
-        What the metric says: a distance, a ratio, or the user's own number; None where it failed.
-    low, high
-        Ends of its 95 % interval, for a time; else None.
-    amount
-        What was measured: the median step time in ms, or the peak in bytes; None for the other metrics.
-    failure
-        Why it failed, its kind of error first; empty where it ran.
-    runs
-        Its runs, in order; none where only memory was measured.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  #: The changes that stood, in the order of search; none for the baseline
+    #: What the metric says: a distance, a ratio, or the user's own number; None where it failed.
     value: float | None = None
-    low: float | None = None
-    high: float | None = None
+    low: float | None = None  #: Ends of its 95 % interval, for a time; else None
+    high: float | None = None  #: See `low`
+    #: What was measured: the median step time in ms, or the peak in bytes; None for the other metrics.
     amount: float | None = None
-    failure: str = ""
-    runs: tuple[Run, ...] = ()
+    failure: str = ""  #: Why it failed, its kind of error first; empty where it ran
+    runs: tuple[Run, ...] = ()  #: Its runs, in order; none where only memory was measured
 
     @property
     def kind_of_failure(self) -> str:
         """The kind of error, without its words."""
         return self.failure.partition(":")[0]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types, readable by `from_dict`."""
-        return {**vars(self), "names": list(self.names), "runs": [run.to_dict() for run in self.runs]}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Trial:
-        """Rebuild a trial from `to_dict`; a missing field raises KeyError."""
-        runs = tuple(Run.from_dict(run) for run in data["runs"])
-        return cls(**{**data, "names": tuple(data["names"]), "runs": runs})
 
 
 LOSS: Final = "loss"
@@ -85,17 +60,10 @@ _TOLERANCE: Final = {LOSS: 1e-5, PARITY: 1e-4, STEP_MS: 0.02, PEAK_BYTES: 0.02}
 
 @dataclass(frozen=True)
 class Culprits:
-    """A smallest set of changes that shows the effect.
+    """A smallest set of changes that shows the effect."""
 
-    Attributes
-    ----------
-    names
-        The changes, in the order of search.
-    together
-        Groups of at least two of them that could not be told apart: no set that holds only a part gave an answer.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  #: The changes, in the order of search
+    #: Groups of at least two of them that could not be told apart: no set that holds only a part gave an answer.
     together: tuple[tuple[str, ...], ...] = ()
 
 
@@ -209,59 +177,31 @@ UNFINISHED: Final = "unfinished"
 
 @dataclass(eq=False, repr=False)
 class Bisection(Shown, JsonRecord, noun="bisection", layout=1):
-    """A search for the switches that cause a change; `Lab.bisect` makes it and fills it in, trial by trial.
+    """A search for the switches that cause a change; `Lab.bisect` makes it and fills it in, trial by trial."""
 
-    Attributes
-    ----------
-    number
-        1, 2, ... in the order of the lab's bisections.
-    model
-        What the lab calls the model.
-    metric
-        "loss", "parity", "step_ms", "peak_bytes", or the name of the user's function.
-    tolerance
-        Changes up to this are none; see `Metric`.
-    against
-        The switches of the baseline.
-    changes
-        What differs from it, by option, in the order of search.
-    count, rounds
-        Steps of each run; pairs of runs of each trial that is timed.
-    start_digest
-        Digest of weights, buffers, optimizer state and random state that every run starts from.
-    versions
-        Package versions by name.
-    trials
-        What was run, in order; the first is the baseline.
-    repeats
-        The baseline run again, which tells what equal runs differ by.
-    runs
-        How many runs (or measurements of memory) were made, pairs counted as two.
-    outcome
-        "responsible", "no change", "too noisy", "not comparable" (the model draws random numbers, and other ones
-        change the losses as much) or "unfinished".
-    culprits
-        The smallest sets that were found; each causes the change by itself.
-    drawn
-        Of losses: the largest relative difference of the baseline's when the model draws other random numbers, as its
-        dropout does; 0 where it draws none, None where nobody has looked.
-    """
-
+    #: 1, 2, ... in the order of the lab's bisections.
     number: int
-    model: str
-    metric: str
-    tolerance: float
-    against: Options
-    changes: dict[str, Value]
-    count: int
-    rounds: int
+    model: str  #: What the lab calls the model
+    metric: str  #: "loss", "parity", "step_ms", "peak_bytes", or the name of the user's function
+    tolerance: float  #: Changes up to this are none; see `Metric`
+    against: Options  #: The switches of the baseline
+    changes: dict[str, Value]  #: What differs from it, by option, in the order of search
+    count: int  #: Steps of each run; pairs of runs of each trial that is timed
+    rounds: int  #: See `count`
+    #: Digest of weights, buffers, optimizer state and random state that every run starts from.
     start_digest: str
-    versions: dict[str, str]
-    trials: list[Trial] = field(default_factory=list)
+    versions: dict[str, str]  #: Package versions by name
+    trials: list[Trial] = field(default_factory=list)  #: What was run, in order; the first is the baseline
+    #: The baseline run again, which tells what equal runs differ by.
     repeats: list[Trial] = field(default_factory=list)
-    runs: int = 0
+    runs: int = 0  #: How many runs (or measurements of memory) were made, pairs counted as two
+    #: "responsible", "no change", "too noisy", "not comparable" (the model draws random numbers, and other ones change
+    #: the losses as much) or "unfinished".
     outcome: str = UNFINISHED
+    #: The smallest sets that were found; each causes the change by itself.
     culprits: tuple[Culprits, ...] = ()
+    #: Of losses: the largest relative difference of the baseline's when the model draws other random numbers, as its
+    #: dropout does; 0 where it draws none, None where nobody has looked.
     drawn: float | None = None
 
     # ---- what came out ----------------------------------------------------------------------------------------
@@ -352,37 +292,6 @@ class Bisection(Shown, JsonRecord, noun="bisection", layout=1):
         """Write a change as it is set: "memory_level=1"."""
         value = self.changes[name]
         return f"{name}={','.join(value) if isinstance(value, tuple) else value}"
-
-    # ---- JSON -------------------------------------------------------------------------------------------------
-
-    def _fields(self) -> dict[str, Any]:
-        return {
-            **vars(self),
-            "against": self.against.to_dict(),
-            "changes": {
-                name: list(one) if isinstance(one, tuple) else one for name, one in self.changes.items()
-            },
-            "trials": [trial.to_dict() for trial in self.trials],
-            "repeats": [trial.to_dict() for trial in self.repeats],
-            "culprits": [
-                {"names": list(one.names), "together": [list(group) for group in one.together]}
-                for one in self.culprits
-            ],
-        }
-
-    @classmethod
-    def _of_fields(cls, fields: dict[str, Any]) -> Bisection:
-        changes = fields["changes"].items()
-        read = {
-            "against": Options.from_dict(fields["against"]),
-            "changes": {name: tuple(one) if isinstance(one, list) else one for name, one in changes},
-            **{name: [Trial.from_dict(one) for one in fields[name]] for name in ("trials", "repeats")},
-            "culprits": tuple(
-                Culprits(tuple(one["names"]), tuple(tuple(group) for group in one["together"]))
-                for one in fields["culprits"]
-            ),
-        }
-        return cls(**{**fields, **read})
 
 
 def _unknown(_run: object) -> float:

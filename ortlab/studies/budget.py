@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.records.record_files import JsonRecord
@@ -37,30 +37,16 @@ class Setting:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Plans, and what is predicted of them; nothing here was measured.
+    """Plans, and what is predicted of them; nothing here was measured."""
 
-    Attributes
-    ----------
-    plans
-        What `Options.memory_plan` takes; ":1:k" recomputes in the first k places.
-    step_memory_bytes
-        Predicted step memory: the measured one without plans, less what the simulation takes off.
-    cost_ms
-        What they are predicted to add to a step, in ms.
-    memory_level
-        The memory level that is switched on instead of plans; 0 for plans.
-    recompute
-        What `Options.recompute` takes, switched on instead of plans; empty for plans.
-    chunked_loss
-        Whether the loss is computed in blocks of rows, beside `recompute` or alone.
-    """
-
-    plans: tuple[str, ...]
+    plans: tuple[str, ...]  #: What `Options.memory_plan` takes; ":1:k" recomputes in the first k places
+    #: Predicted step memory: the measured one without plans, less what the simulation takes off.
     step_memory_bytes: float
-    cost_ms: float
-    memory_level: int = 0
+    cost_ms: float  #: What they are predicted to add to a step, in ms
+    memory_level: int = 0  #: The memory level that is switched on instead of plans; 0 for plans
+    #: What `Options.recompute` takes, switched on instead of plans; empty for plans.
     recompute: tuple[str, ...] = ()
-    chunked_loss: bool = False
+    chunked_loss: bool = False  #: Whether the loss is computed in blocks of rows, beside `recompute` or alone
 
     @property
     def switches(self) -> dict[str, Any]:
@@ -88,20 +74,11 @@ class Prediction:
 
 @dataclass(frozen=True)
 class PlanTrial:
-    """One set of plans that was run.
+    """One set of plans that was run."""
 
-    Attributes
-    ----------
-    prediction
-        The plans, and what was predicted.
-    step_memory_bytes
-        Measured step memory, in bytes.
-    why
-        Why it was run: "cheapest", "lowest", "by hand: largest saving first", "memory_level=1", "recompute=layers".
-    """
-
-    prediction: Prediction
-    step_memory_bytes: int
+    prediction: Prediction  #: The plans, and what was predicted
+    step_memory_bytes: int  #: Measured step memory, in bytes
+    #: Why it was run: "cheapest", "lowest", "by hand: largest saving first", "memory_level=1", "recompute=layers".
     why: str = "cheapest"
 
     @property
@@ -112,22 +89,13 @@ class PlanTrial:
 
 @dataclass(frozen=True)
 class Timing:
-    """Steps with the plans against steps without, timed in turns from one start: without, with, with, without.
+    """Steps with the plans against steps without, timed in turns from one start: without, with, with, without."""
 
-    Attributes
-    ----------
-    without_ms
-        Times of the steps without plans that count, in ms: those of the first turn, then those of the last.
-    with_ms
-        Times of the steps with plans that count, in ms.
-    low, high
-        Ends of the 95 % bootstrap confidence interval of the ratio of the medians.
-    """
-
+    #: Times of the steps without plans that count, in ms: those of the first turn, then those of the last.
     without_ms: tuple[float, ...]
-    with_ms: tuple[float, ...]
-    low: float
-    high: float
+    with_ms: tuple[float, ...]  #: Times of the steps with plans that count, in ms
+    low: float  #: Ends of the 95 % bootstrap confidence interval of the ratio of the medians
+    high: float  #: See `low`
 
     @property
     def ratio(self) -> float:
@@ -154,37 +122,19 @@ class Timing:
 
 @dataclass(frozen=True)
 class Solver:
-    """How the plans were found.
+    """How the plans were found."""
 
-    Attributes
-    ----------
-    plans, places
-        How many plans there were to choose from, and in how many places all together.
-    settings
-        How many memory levels and sets of recomputed layers there were beside them.
-    instants
-        Instants of the step that were looked at.
-    cost_ms
-        Predicted cost of the plans that the exact solver chose, in ms.
-    greedy_cost_ms
-        Cost of those that the greedy one did; None where it found nothing that fits.
-    gap
-        Share of the cost that a better choice could at most save; None where that is unknown.
-    proven
-        Whether nothing better exists, as far as savings add up.
-    seconds
-        How long all of it took, simulations included.
-    """
-
-    plans: int
-    places: int
-    instants: int
-    cost_ms: float
+    plans: int  #: How many plans there were to choose from, and in how many places all together
+    places: int  #: See `plans`
+    instants: int  #: Instants of the step that were looked at
+    cost_ms: float  #: Predicted cost of the plans that the exact solver chose, in ms
+    #: Cost of those that the greedy one did; None where it found nothing that fits.
     greedy_cost_ms: float | None
+    #: Share of the cost that a better choice could at most save; None where that is unknown.
     gap: float | None
-    proven: bool
-    seconds: float
-    settings: int = 0
+    proven: bool  #: Whether nothing better exists, as far as savings add up
+    seconds: float  #: How long all of it took, simulations included
+    settings: int = 0  #: How many memory levels and sets of recomputed layers there were beside them
 
     @property
     def ways(self) -> int:
@@ -194,55 +144,28 @@ class Solver:
 
 @dataclass(frozen=True)
 class Obstacle:
-    """The instant that keeps the peak from falling further.
+    """The instant that keeps the peak from falling further."""
 
-    Attributes
-    ----------
-    where
-        The phase, and what runs then.
-    bytes
-        What is needed then, predicted.
-    live
-        What lives there and how many bytes it has, the largest first.
-    """
-
-    where: str
-    bytes: float
-    live: tuple[tuple[str, int], ...] = ()
+    where: str  #: The phase, and what runs then
+    bytes: float  #: What is needed then, predicted
+    live: tuple[tuple[str, int], ...] = ()  #: What lives there and how many bytes it has, the largest first
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A way to run the step, as measured: without plans, eager, checkpointing, a level.
+    """A way to run the step, as measured: without plans, eager, checkpointing, a level."""
 
-    Attributes
-    ----------
-    name
-        What it is.
-    step_memory_bytes
-        Measured step memory, in bytes.
-    step_ms
-        Measured time of a step, in ms; None where it was not measured.
-    """
-
-    name: str
-    step_memory_bytes: int
-    step_ms: float | None = None
+    name: str  #: What it is
+    step_memory_bytes: int  #: Measured step memory, in bytes
+    step_ms: float | None = None  #: Measured time of a step, in ms; None where it was not measured
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a budget for a whole device leaves to a step.
+    """What a budget for a whole device leaves to a step."""
 
-    Attributes
-    ----------
-    asked_bytes
-        What the process or device may hold.
-    held_bytes
-        What it holds at the start of a step, measured: Python, libraries, weights, optimizer state.
-    """
-
-    asked_bytes: int
+    asked_bytes: int  #: What the process or device may hold
+    #: What it holds at the start of a step, measured: Python, libraries, weights, optimizer state.
     held_bytes: int
 
 
@@ -251,62 +174,33 @@ class Budget(Shown, JsonRecord, noun="budget", layout=2):
     """The plans that cost least time within an amount of step memory; `Lab.budget` makes it.
 
     Step memory is what a step needs above its start: `MemoryMeasurement.rise_bytes`.
-
-    Attributes
-    ----------
-    model
-        What the lab calls the model.
-    asked
-        What was asked for, as written: "70 %", "-30 %", "400 MiB", "6 GiB for the whole device".
-    limit_bytes
-        The same in bytes of step memory.
-    kind
-        How memory was measured: "resident set, large buffers mapped, this process", "CUDA allocated, this process".
-    without
-        The step without plans, as measured.
-    prediction
-        The chosen plans. Where nothing fits, those that are predicted to come closest.
-    floor
-        The least step memory that plans are predicted to reach.
-    solver
-        How they were found.
-    trials
-        What was run to verify them, in order; every one but the last missed the budget. Empty if nothing was run.
-    timing
-        Steps with the plans timed against steps without; None if nothing was timed.
-    obstacle
-        What keeps memory from falling further; None where the budget is met.
-    curve
-        Predicted memory and costs for other budgets, from none to the floor; empty if not asked for.
-    compared
-        Other ways to run the step, as `Lab.compare_engines` measured them, ONNX Runtime as it was set first.
-    applied
-        Whether the lab was left with these plans switched on.
-    whole_device
-        What the whole device was to hold, and holds; None where step memory was asked for.
-    before
-        Engine and switches that the lab had otherwise before: {"engine": "eager"}, {"memory_level": 1}.
-    device
-        "cpu" or "cuda:0", ...
     """
 
-    model: str
-    asked: str
-    limit_bytes: int
+    model: str  #: What the lab calls the model
+    asked: str  #: What was asked for, as written: "70 %", "-30 %", "400 MiB", "6 GiB for the whole device"
+    limit_bytes: int  #: The same in bytes of step memory
+    #: How memory was measured: "resident set, large buffers mapped, this process", "CUDA allocated, this process".
     kind: str
-    without: Compared
+    without: Compared  #: The step without plans, as measured
+    #: The chosen plans. Where nothing fits, those that are predicted to come closest.
     prediction: Prediction
-    floor: Prediction
-    solver: Solver
+    floor: Prediction  #: The least step memory that plans are predicted to reach
+    solver: Solver  #: How they were found
+    #: What was run to verify them, in order; every one but the last missed the budget. Empty if nothing was run.
     trials: tuple[PlanTrial, ...] = ()
+    #: Steps with the plans timed against steps without; None if nothing was timed.
     timing: Timing | None = None
-    obstacle: Obstacle | None = None
+    obstacle: Obstacle | None = None  #: What keeps memory from falling further; None where the budget is met
+    #: Predicted memory and costs for other budgets, from none to the floor; empty if not asked for.
     curve: tuple[Prediction, ...] = ()
+    #: Other ways to run the step, as `Lab.compare_engines` measured them, ONNX Runtime as it was set first.
     compared: tuple[Compared, ...] = ()
-    applied: bool = False
+    applied: bool = False  #: Whether the lab was left with these plans switched on
+    #: What the whole device was to hold, and holds; None where step memory was asked for.
     whole_device: Device | None = None
+    #: Engine and switches that the lab had otherwise before: {"engine": "eager"}, {"memory_level": 1}.
     before: Mapping[str, Any] = field(default_factory=dict)
-    device: str = "cpu"
+    device: str = "cpu"  #: "cpu" or "cuda:0", ...
 
     @property
     def answer(self) -> Prediction:
@@ -375,15 +269,6 @@ class Budget(Shown, JsonRecord, noun="budget", layout=2):
         rows += [_row("other budget", one, None, None) for one in self.curve]
         return pd.DataFrame(rows)
 
-    # ---- JSON -------------------------------------------------------------------------------------------------
-
-    def _fields(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def _of_fields(cls, fields: dict[str, Any]) -> Budget:
-        return cls(**{**fields, **{name: reader(fields[name]) for name, reader in _READERS.items()}})
-
 
 def _row(
     what: str, prediction: Prediction | None, measured_bytes: int | None, step_ms: float | None
@@ -396,35 +281,3 @@ def _row(
         "measured step memory [bytes]": measured_bytes,
         "measured step [ms]": step_ms,
     }
-
-
-def _prediction(value: Mapping[str, Any]) -> Prediction:
-    of_plans = {name: tuple(value.get(name, ())) for name in ("plans", "recompute")}
-    return Prediction(**{**value, **of_plans})
-
-
-def _trial(value: Mapping[str, Any]) -> PlanTrial:
-    return PlanTrial(**{**value, "prediction": _prediction(value["prediction"])})
-
-
-def _timing(value: Mapping[str, Any]) -> Timing:
-    return Timing(**{**value, "without_ms": tuple(value["without_ms"]), "with_ms": tuple(value["with_ms"])})
-
-
-def _obstacle(value: Mapping[str, Any]) -> Obstacle:
-    return Obstacle(**{**value, "live": tuple((str(name), int(size)) for name, size in value["live"])})
-
-
-_READERS: Final[Mapping[str, Callable[[Any], object]]] = {
-    "without": lambda value: Compared(**value),
-    "prediction": _prediction,
-    "floor": _prediction,
-    "solver": lambda value: Solver(**value),
-    "trials": lambda values: tuple(_trial(value) for value in values),
-    "timing": lambda value: _timing(value) if value else None,
-    "whole_device": lambda value: Device(**value) if value else None,
-    "obstacle": lambda value: _obstacle(value) if value else None,
-    "curve": lambda values: tuple(_prediction(value) for value in values),
-    "compared": lambda values: tuple(Compared(**value) for value in values),
-}
-"""How the fields that are records themselves are read from JSON."""

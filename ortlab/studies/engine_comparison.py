@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ortlab.errors import LedgerError
-from ortlab.memory.measured import MemoryMeasurement
+from ortlab.memory.measured import MemoryMeasurement  # noqa: TC001 - asked for when a record is read
 from ortlab.records.record_files import JsonRecord
 from ortlab.records.verdicts import times_of_pytorch
 from ortlab.shown import Shown
-from ortlab.studies.sweep import Sweep
+from ortlab.studies.sweep import Sweep  # noqa: TC001 - asked for when a record is read
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -22,33 +22,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run the step.
+    """One way to run the step."""
 
-    Attributes
-    ----------
-    name
-        "ort", with the options that make it differ from the present ones; or the engine: "compile:0.5".
-    point
-        Its runs, or why there are none.
-    outcome
-        Its time and losses against the baseline's; None if it was not measured.
-    memory
-        Its memory phase by phase, where that was asked for; else None.
-    no_memory
-        Why its step memory is missing; "" otherwise.
-    detail
-        What the engine did to this model, such as the layers that were checkpointed, or what takes its time; mostly "".
-    rise_ratio
-        Its step memory over the baseline's, no unit; nan where a side has none.
-    """
-
+    #: "ort", with the options that make it differ from the present ones; or the engine: "compile:0.5".
     name: str
-    point: Point
-    outcome: Outcome | None
-    memory: MemoryMeasurement | None
-    no_memory: str
+    point: Point  #: Its runs, or why there are none
+    outcome: Outcome | None  #: Its time and losses against the baseline's; None if it was not measured
+    memory: MemoryMeasurement | None  #: Its memory phase by phase, where that was asked for; else None
+    no_memory: str  #: Why its step memory is missing; "" otherwise
+    #: What the engine did to this model, such as the layers that were checkpointed, or what takes its time; mostly "".
     detail: str
-    rise_ratio: float
+    rise_ratio: float  #: Its step memory over the baseline's, no unit; nan where a side has none
 
     @property
     def engine(self) -> str:
@@ -68,24 +52,14 @@ class Candidate:
 
 @dataclass(repr=False)
 class EngineComparison(Shown, JsonRecord, noun="record of candidates", layout=1):
-    """Candidates that ran the same steps from the same start; `Lab.compare_engines` makes it.
+    """Candidates that ran the same steps from the same start; `Lab.compare_engines` makes it."""
 
-    Attributes
-    ----------
-    sweep
-        Their runs; the baseline is the present configuration on ONNX Runtime.
-    memories
-        By number of the point: the memory phase by phase, where that was asked for.
-    no_memory
-        By number of the point: why that is missing.
-    details
-        By number of the point: what the engine did to this model; of ONNX Runtime, where it takes much longer than
-        PyTorch, what most of its step goes to.
-    """
-
-    sweep: Sweep
+    sweep: Sweep  #: Their runs; the baseline is the present configuration on ONNX Runtime
+    #: By number of the point: the memory phase by phase, where that was asked for.
     memories: dict[int, MemoryMeasurement] = field(default_factory=dict)
-    no_memory: dict[int, str] = field(default_factory=dict)
+    no_memory: dict[int, str] = field(default_factory=dict)  #: By number of the point: why that is missing
+    #: By number of the point: what the engine did to this model; of ONNX Runtime, where it takes much longer than
+    #: PyTorch, what most of its step goes to.
     details: dict[int, str] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Candidate]:
@@ -157,25 +131,6 @@ class EngineComparison(Shown, JsonRecord, noun="record of candidates", layout=1)
             "reason": candidate.reason or candidate.no_memory,
             "detail": candidate.detail,
         }
-
-    # ---- JSON -------------------------------------------------------------------------------------------------
-
-    def _fields(self) -> dict[str, Any]:
-        return {
-            "sweep": self.sweep.to_dict(),
-            "memories": {str(number): memory.to_dict() for number, memory in self.memories.items()},
-            "no_memory": {str(number): why for number, why in self.no_memory.items()},
-            "details": {str(number): what for number, what in self.details.items()},
-        }
-
-    @classmethod
-    def _of_fields(cls, fields: dict[str, Any]) -> EngineComparison:
-        return cls(
-            Sweep.from_dict(fields["sweep"]),
-            {int(number): MemoryMeasurement.from_dict(one) for number, one in fields["memories"].items()},
-            {int(number): why for number, why in fields["no_memory"].items()},
-            {int(number): what for number, what in fields["details"].items()},
-        )
 
 
 def _words(value: object) -> str:

@@ -11,7 +11,8 @@ from ortlab.analyses.builds import builds, engine_of
 from ortlab.analyses.memory import memory
 from ortlab.analyses.profiling import profile
 from ortlab.errors import OptionError
-from ortlab.memory.plan_reading import merged, with_measured_density
+from ortlab.memory.plan import merged
+from ortlab.memory.plan_reading import with_measured_density
 from ortlab.memory.recompute import KnownCosts, PlanCost, best_costs, costs_key, predicted_costs
 from ortlab.memory.trace import lifetimes
 from ortlab.options.options import setting_words

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from ortlab.options.configuration import Configuration
-from ortlab.options.options import Effect, Options, switches
+from ortlab.options.configuration import Configuration  # noqa: TC001 - asked for when a record is read
+from ortlab.options.options import Effect, switches
 from ortlab.options.switches import Value
 from ortlab.records import comparison, verdicts
 from ortlab.records.record_files import JsonRecord
@@ -26,30 +26,18 @@ Changes: TypeAlias = dict[str, Value]
 
 @dataclass(frozen=True)
 class Point:
-    """One point of a sweep: a configuration and the runs that were made of it.
+    """One point of a sweep: a configuration and the runs that were made of it."""
 
-    Attributes
-    ----------
-    number
-        1, 2, ... in the order of the grid; 0 for a baseline that is not among the points.
-    changes
-        What the point changes, as the user asked: options by name, "engine" among them.
-    configuration
-        Engine and all switches; None if they contradict each other or cannot act here.
-    skipped
-        Why the point is not run: a contradiction, or another point that does the same; "" otherwise.
-    failure
-        Why a run of it failed; "" otherwise. Its other runs, if any, count no more.
-    runs
-        One for each round that is done.
-    """
-
+    #: 1, 2, ... in the order of the grid; 0 for a baseline that is not among the points.
     number: int
-    changes: Changes
+    changes: Changes  #: What the point changes, as the user asked: options by name, "engine" among them
+    #: Engine and all switches; None if they contradict each other or cannot act here.
     configuration: Configuration | None
+    #: Why the point is not run: a contradiction, or another point that does the same; "" otherwise.
     skipped: str = ""
+    #: Why a run of it failed; "" otherwise. Its other runs, if any, count no more.
     failure: str = ""
-    runs: tuple[Run, ...] = ()
+    runs: tuple[Run, ...] = ()  #: One for each round that is done
 
     @property
     def measured(self) -> bool:
@@ -110,32 +98,6 @@ class Point:
             return self.changes.get(name)
         return self.configuration.engine if name == "engine" else getattr(self.configuration.options, name)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types, readable by `from_dict`."""
-        configuration = self.configuration and {
-            "engine": self.configuration.engine,
-            "options": self.configuration.options.to_dict(),
-        }
-        return {
-            **vars(self),
-            "changes": {name: list(v) if isinstance(v, tuple) else v for name, v in self.changes.items()},
-            "configuration": configuration,
-            "runs": [run.to_dict() for run in self.runs],
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Point:
-        """Rebuild a point from `to_dict`; a missing field raises KeyError."""
-        held = data["configuration"]
-        return cls(
-            number=data["number"],
-            changes={name: tuple(v) if isinstance(v, list) else v for name, v in data["changes"].items()},
-            configuration=held and Configuration(held["engine"], Options.from_dict(held["options"])),
-            skipped=data["skipped"],
-            failure=data["failure"],
-            runs=tuple(Run.from_dict(run) for run in data["runs"]),
-        )
-
 
 def same_work(one: Configuration, other: Configuration) -> bool:
     """Tell whether two configurations do the same: only ONNX Runtime reads the switches."""
@@ -178,34 +140,20 @@ _LOSSES_DIFFER: Final = "its rounds gave different losses: its dropout masks, or
 
 @dataclass(frozen=True)
 class Outcome(Timed):
-    """A measured point against the baseline.
+    """A measured point against the baseline."""
 
-    Attributes
-    ----------
-    point
-        The point.
-    time
-        Step time over that of the baseline, with its interval and what may be said of it; see
-        `ortlab.records.verdicts`.
-    memory_ratio
-        Step memory over the baseline's; nan where a side has none.
-    loss_difference
-        Largest relative difference of the losses, step by step, or None where losses are missing.
-    on_front
-        Whether no other point takes less time without more memory, or less memory without more time. Memory that
-        differs by less than `MEMORY_RESOLUTION` counts as equal. A point that fell back is on no front.
-    remarks
-        What a reader must know before believing the numbers: other data, fallback, ...
-    memory_verdict
-        "less memory" or "more memory" than the baseline; empty where it is the same, or is not known.
-    """
-
-    point: Point
+    point: Point  #: The point
+    #: Step time over that of the baseline, with its interval and what may be said of it; see `ortlab.records.verdicts`.
     time: TimeRatio
-    memory_ratio: float
+    memory_ratio: float  #: Step memory over the baseline's; nan where a side has none
+    #: Largest relative difference of the losses, step by step, or None where losses are missing.
     loss_difference: float | None
+    #: Whether no other point takes less time without more memory, or less memory without more time. Memory that differs
+    #: by less than `MEMORY_RESOLUTION` counts as equal. A point that fell back is on no front.
     on_front: bool
+    #: What a reader must know before believing the numbers: other data, fallback, ...
     remarks: tuple[str, ...]
+    #: "less memory" or "more memory" than the baseline; empty where it is the same, or is not known.
     memory_verdict: str = ""
 
     @property
@@ -394,20 +342,11 @@ class Sweep(Shown, JsonRecord, noun="sweep", layout=1):
     # ---- JSON -------------------------------------------------------------------------------------------------
 
     def _fields(self) -> dict[str, Any]:
-        return {
-            "number": self.number,
-            "model": self.model,
-            "baseline": self._baseline,
-            "count": self.count,
-            "rounds": self.rounds,
-            "start_digest": self.start_digest,
-            "points": [point.to_dict() for point in self.points],
-        }
+        return {name.lstrip("_"): value for name, value in super()._fields().items()}
 
     @classmethod
     def _of_fields(cls, fields: dict[str, Any]) -> Sweep:
-        points = [Point.from_dict(point) for point in fields.pop("points")]
-        sweep = cls(fields.pop("number"), fields.pop("model"), points, **fields)
+        sweep = super()._of_fields(fields)
         _ = sweep.baseline  # raises if its position is not there
         return sweep
 

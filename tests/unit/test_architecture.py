@@ -99,6 +99,18 @@ def test_imports_run_one_way():
     assert found == EXCEPTIONS
 
 
+def test_no_modules_import_each_other_in_a_circle():
+    """Wherever in a file the import stands: an import inside a function is one as well."""
+    left = {
+        name: {one for one in imports(path) if one not in OUTSIDE and (name, one) not in EXCEPTIONS}
+        for name, path in modules()
+        if name not in OUTSIDE
+    }
+    while free := {name for name, imported in left.items() if not imported & (left.keys() - {name})}:
+        left = {name: imported for name, imported in left.items() if name not in free}
+    assert left == {}  # what is left imports itself by way of others, or imports what does
+
+
 def test_the_engines_page_names_every_file_and_folder_of_the_room():
     engine = PACKAGE / "engine"
     page = (engine / "README.md").read_text(encoding="utf-8")

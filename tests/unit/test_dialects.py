@@ -9,7 +9,7 @@ import pytest
 from ortlab.errors import OptionError
 from ortlab.memory import alleviation, dialects, feature_matrix, formulas, insight, read_saved
 from ortlab.memory.plan_reading import read_plan
-from ortlab.options import plan_syntax
+from ortlab.options import variables
 from ortlab.render import html
 from ortlab.render import text as plain
 
@@ -40,20 +40,20 @@ def between(text: str, first: str, last: str) -> str:
     ],
 )
 def test_each_dialect_is_read(text, plans):
-    assert plan_syntax.read_plans(text) == plans
+    assert variables.read_plans(text) == plans
 
 
 @pytest.mark.parametrize("text", ["Gelu", "Gelu:3", "Gelu+:1:-1;Add+:1:-1", '["Gelu+:1', "[1]", "<b>:1"])
 def test_what_is_no_plan_is_named(text):
     with pytest.raises(OptionError) as caught:
-        plan_syntax.read_plans(text)
+        variables.read_plans(text)
     assert caught.value.fix
 
 
 def test_plans_are_written_in_each_dialect():
     plans = ("Gelu+:1:-1", "Tile+:1:-1")
     for write in (dialects.write_alleviation, dialects.write_inline, dialects.write_json):
-        assert plan_syntax.read_plans(write(plans)) == plans
+        assert variables.read_plans(write(plans)) == plans
 
 
 @pytest.mark.parametrize("plan", ["Gelu+Add+:1:-1", "Cast+:2:-1", "Gelu+:1:3"])
@@ -250,7 +250,7 @@ def test_a_configuration_is_read_from_a_text_and_from_a_file(tmp_path, text, dia
         for source in (text, file, str(file)):
             saved = read_saved(source)
             assert (saved.dialect, saved.enabled, saved.log) == (dialect, plans, None)
-    assert plan_syntax.read_plans(saved.save(tmp_path / "new.json").read_text()) == plans
+    assert variables.read_plans(saved.save(tmp_path / "new.json").read_text()) == plans
 
 
 def test_plans_of_another_model_are_listed_with_the_near_names():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ortlab.checks.gpu_checks import gpu_checks, gpu_step, provider_check
+from ortlab.checks.doctor import gpu_checks, gpu_step, provider_check
 from ortlab.engine.devices import LIBRARIES
 from ortlab.records.checks import Check
 

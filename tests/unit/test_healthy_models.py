@@ -20,7 +20,7 @@ from ortlab.notebook.widgets.controls import Looks, close_tree
 from ortlab.notebook.widgets.message_list import MessageList
 from ortlab.records.messages import EXPORTER, KNOWN, RUNTIME, MessageLog, known_markdown
 from ortlab.render import html, text
-from ortlab.render.message_pages import warnings_text
+from ortlab.render.lab_pages import warnings_text
 
 SMALL = {"vocab_size": 300, "bos_token_id": 1, "eos_token_id": 2}
 

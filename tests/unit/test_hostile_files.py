@@ -16,7 +16,7 @@ import ortlab
 from ortlab.errors import BuildError, LedgerError, OptionError, OrtlabError
 from ortlab.options.options import Options
 from ortlab.ranks.balancing import balance
-from ortlab.records.selftest import Finding, SelfTest
+from ortlab.records.checks import Finding, SelfTest
 
 JUNK = (
     *(None, 3, -1, 0, "x", "", [], {}, [1], {"a": 1}, True, 1e400, float("nan"), 10**30, 1.5, [[[]]], [None]),

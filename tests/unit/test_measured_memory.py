@@ -379,11 +379,7 @@ def test_figures_are_of_the_step_with_the_highest_rise():
         20,
     )
     assert record.typical_rise_bytes == 690
-    assert (record.after_forward_bytes, record.after_backward_bytes, record.saved_bytes) == (
-        1400,
-        1100,
-        400,
-    )
+    assert record.saved_bytes == 400
     assert {piece.name: piece.number_of_bytes for piece in record.breakdown()} == {
         "parameters": 100,
         "buffers": 10,
@@ -394,7 +390,6 @@ def test_figures_are_of_the_step_with_the_highest_rise():
         "libraries and the rest": 690,
     }
     assert record.table()["bytes"].sum() == record.peak_bytes
-    assert len(record.phase_table()) == 6
 
 
 def test_a_measurement_is_json_and_back():

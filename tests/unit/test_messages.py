@@ -12,7 +12,7 @@ from ortlab.options import log_levels
 from ortlab.records import messages
 from ortlab.records.messages import EXPORTER, ORTMODULE, RUNTIME, Message, MessageLog, Messages
 from ortlab.render import html, text
-from ortlab.render.message_pages import MESSAGES_SHOWN, RUNS_SHOWN
+from ortlab.render.lab_pages import MESSAGES_SHOWN, RUNS_SHOWN
 
 
 @pytest.fixture

@@ -126,8 +126,7 @@ def test_ledger_and_figures_mark_it(ran):
     assert "#2 PYTORCH (fallback), in 1 of 10 steps: " in written
     assert "#3 PYTORCH (fallback): " in written
     assert html.render(lab.runs).count('ortlab-bad"><span>#') >= 2
-    for draw in (plots.step_times, plots.memory):
-        (axes,) = draw(lab.runs).axes
+    for axes in plots.overview(lab.runs).axes[1:]:
         red = [label.get_text().startswith(("#2", "#3")) for label in axes.get_yticklabels()]
         assert [matplotlib.colors.to_rgba(one.get_color()) == RED for one in axes.get_yticklabels()] == red
     (axes,) = plots.losses(lab.runs).axes

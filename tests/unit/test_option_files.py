@@ -14,9 +14,14 @@ from torch import nn
 
 import ortlab
 from ortlab.errors import OptionError
-from ortlab.options.option_files import triton_configuration, with_files
+from ortlab.options.option_files import (
+    OPERATORS,
+    TritonConfig,
+    read_triton_config,
+    triton_configuration,
+    with_files,
+)
 from ortlab.options.options import Options
-from ortlab.options.triton_config import OPERATORS, TritonConfig, read_triton_config
 
 # The sample of the ORTModule Training Guidelines, as JSON.
 SAMPLE = {

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ortlab.parity.floor import FACTOR, LEAST, MOST, limits
 from ortlab.parity.parity import Site
-from ortlab.parity.tensor_comparison import Compared, Reference, stored
+from ortlab.parity.tensor_comparison import FACTOR, LEAST, MOST, Compared, Reference, limits, stored
 
 
 def observed(values, *, shape=(4,)):

@@ -11,9 +11,9 @@ from ortlab.graphs.diff import GraphDiff
 from ortlab.graphs.flops import Flops, FlopSavings
 from ortlab.parity.parity import Parity
 from ortlab.ranks.balancing import Balance
+from ortlab.records.checks import SelfTest
 from ortlab.records.density import DensityReport
 from ortlab.records.runs import Run
-from ortlab.records.selftest import SelfTest
 from ortlab.studies.batch_size import BatchSizeSearch
 from ortlab.studies.bisection import Bisection
 from ortlab.studies.budget import Budget

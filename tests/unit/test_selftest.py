@@ -21,7 +21,7 @@ from ortlab.checks.selftest_models import parted
 from ortlab.checks.selftest_parts import _LEFT_ALONE, PARTS, other_value
 from ortlab.errors import LedgerError, OptionError
 from ortlab.options.options import switches
-from ortlab.records.selftest import Finding, SelfTest
+from ortlab.records.checks import Finding, SelfTest
 from ortlab.render import html, text
 from ortlab.render.check_pages import selftest_verdict
 
@@ -91,7 +91,7 @@ def test_the_smallest_form_trains_writes_both_files_and_names_what_was_not_run(t
     assert "[2/6] models" in done.stdout
     assert f"\n\n{selftest_verdict(test)}\n" in done.stdout
     assert selftest_verdict(test) in report
-    assert done.stdout.endswith("(ortlab.records.selftest.SelfTest.load reads it)\n")
+    assert done.stdout.endswith("(ortlab.records.checks.SelfTest.load reads it)\n")
     assert not done.stderr
 
 
@@ -183,7 +183,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(tmp_pat
 # A part with trials of its own, run as the parts of ortlab are.
 TRIALS = """
 import json, os, sys, time
-from ortlab.records.selftest import Finding
+from ortlab.records.checks import Finding
 from ortlab.checks.selftest_parts import Trial, report
 
 def good(name):

@@ -27,7 +27,7 @@ from ortlab.errors import BuildError, OptionError
 from ortlab.options.catalogue import OptionList
 from ortlab.options.options import Options, switches, unmet, variable_names
 from ortlab.render import text
-from ortlab.render.option_pages import option_list_page
+from ortlab.render.lab_pages import option_list_page
 
 
 def operators(lab, stage="optimized"):

@@ -20,7 +20,7 @@ from transformers import BertConfig, BertForMaskedLM
 import ortlab.notebook.widgets.panel
 from ortlab import units
 from ortlab.errors import OptionError
-from ortlab.memory.kept_with_plans import kept_with
+from ortlab.memory.saved_activations import kept_with
 from ortlab.notebook.widgets.frame import Attendant
 from ortlab.notebook.widgets.panel import Panel
 from ortlab.notebook.widgets.record_table import PAGE, RecordTable

@@ -59,7 +59,6 @@ class Line(NamedTuple):
     text: str  # without time, place and colours
     place: str  # in the source code that said it
     when: datetime  # with the local time zone, in which ONNX Runtime writes it
-    of_torch: bool = False
 
 
 class RuntimeLog:
@@ -202,7 +201,6 @@ def read_log(written: str) -> tuple[str, list[Line]]:
             text=plain[head.end() : end].strip("\n"),
             place=head["place"] or head["torch_place"] or "",
             when=_time(head["day"]),
-            of_torch=bool(head["torch"]),
         )
         for head, end in zip(heads, ends, strict=True)
     ]

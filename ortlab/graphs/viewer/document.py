@@ -12,7 +12,7 @@ from ortlab.errors import InstallError, OptionError
 from ortlab.graphs.nodes import node_names, operator_of
 from ortlab.graphs.stages import stripped
 from ortlab.graphs.viewer.bundle import STATIC, bundle, content_hash, operator_types, pack
-from ortlab.graphs.viewer.order import in_order
+from ortlab.graphs.viewer.grouping import in_order
 from ortlab.graphs.viewer.reduction import GROUPINGS, PLACED_GROUPED, cost, reduced
 from ortlab.shown import Shown
 

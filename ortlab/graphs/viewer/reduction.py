@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from ortlab.errors import OptionError
-from ortlab.graphs.viewer.grouping import DOMAIN, Group, grouped
-from ortlab.graphs.viewer.order import in_backward, predecessors, reads
+from ortlab.graphs.viewer.grouping import DOMAIN, Group, grouped, in_backward, predecessors, reads
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto

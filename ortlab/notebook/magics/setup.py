@@ -135,6 +135,7 @@ class SetupMagics(Magics):
             print(ortlab.recipe("fused_adam", model="model", optimizer="optimizer", like=optimizer).code)
         """
         import ortlab
+        from ortlab.lab.following import note_shown
         from ortlab.notebook.widgets import display
 
         module = self._module(args.model)
@@ -155,7 +156,7 @@ class SetupMagics(Magics):
                 lab.unwrap()  # the caller has no lab to do it with
                 raise
         else:
-            display.note_shown(lab)  # as the value of the cell, it is shown as one line
+            note_shown(lab)  # as the value of the cell, it is shown as one line
         return lab
 
     def _write_recipe(self, module: object, args: Line) -> Recipe:

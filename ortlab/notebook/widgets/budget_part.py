@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import traitlets
 
-from ortlab.memory.kept_with_plans import kept_with
+from ortlab.memory.saved_activations import kept_with
 from ortlab.notebook.widgets import controls
 from ortlab.notebook.widgets.browser import Part, packed
 from ortlab.notebook.widgets.controls import Layout

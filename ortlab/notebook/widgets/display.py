@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from IPython import get_ipython
 from IPython.display import display
 
+from ortlab.lab.following import note_shown, was_shown
 from ortlab.memory.saved_activations import SavedActivations
 from ortlab.ranks.ledgers import Ranks
 from ortlab.render import html, text
@@ -51,10 +51,6 @@ def _shows_html() -> bool:
     return "text/html" in shell.display_formatter.active_types
 
 
-_shown: WeakKeyDictionary[Lab, int] = WeakKeyDictionary()
-"""By lab: the execution count of the cell in which it was shown last, or said what it was set to."""
-
-
 def show_panel(lab: Lab) -> None:
     """Show the panel of a lab, or raise NotImplementedError so that IPython shows the other forms.
 
@@ -63,6 +59,11 @@ def show_panel(lab: Lab) -> None:
     if was_shown(lab) or not in_kernel():
         raise NotImplementedError
     show(lab)
+
+
+def as_line(lab: Lab) -> dict[str, Any]:
+    """Return the one line that a lab is in a cell which has shown it already; nothing in others."""
+    return {"text/plain": repr(lab)} if was_shown(lab) else {}
 
 
 def show(lab: Lab) -> None:
@@ -75,16 +76,3 @@ def show(lab: Lab) -> None:
     else:
         display(lab)
     note_shown(lab)
-
-
-def note_shown(lab: Lab) -> None:
-    """Have the lab show itself as one line for the rest of the cell that runs."""
-    shell = get_ipython()
-    if shell is not None:
-        _shown[lab] = shell.execution_count
-
-
-def was_shown(lab: Lab) -> bool:
-    """Tell whether the cell that runs has shown the lab already."""
-    shell = get_ipython()
-    return shell is not None and _shown.get(lab) == shell.execution_count

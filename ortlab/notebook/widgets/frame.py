@@ -1,15 +1,17 @@
-"""The frame of what stands in a cell: its style sheet, its attendant in the browser, and its saved form."""
+"""The frame of what stands in a cell: its style sheet, its attendant in the browser, its tabs, and its saved form."""
 
 from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import traitlets
 from IPython import get_ipython
 from IPython.display import display, publish_display_data, update_display
 
+from ortlab.notebook.widgets import controls
 from ortlab.notebook.widgets.browser import Part, compact, compacted_style
 from ortlab.notebook.widgets.record_table import RULES
 from ortlab.render import html, text
@@ -106,3 +108,75 @@ class SavedForm:
         style = _STYLE.replace("ortlab-KEY", self._key)
         saved = f'{style}<div class="ortlab-saved {self._key}">{found["text/html"]}</div>'
         return {**found, "text/html": saved}
+
+
+@dataclass
+class Tab:
+    """One tab: its name, its page, and what is called when it is opened, which draws what is expensive."""
+
+    name: str
+    page: widgets.Widget
+    on_open: Callable[[], None] = lambda: None
+    count: str = ""  # stands behind the name
+
+
+class Tabs:
+    """A `bar` of names above the `pages`, of which one is shown.
+
+    They are two widgets, since the style sheet finds the page by what stands before it. While a cell runs, the kernel
+    answers nothing, and tabs still turn: the browser knows which name is pressed.
+    """
+
+    def __init__(self, tabs: list[Tab], looks: Looks) -> None:
+        self._tabs = tabs
+        self._naming = False
+        self.bar = controls.ToggleButtons(options=self._names(), layout=looks.layout)
+        self.bar.add_class("ortlab-tabbar")
+        self.pages = controls.Box([tab.page for tab in tabs], layout=looks.layout)
+        self.pages.add_class("ortlab-pages")
+        self.bar.observe(self._chosen, "value")
+
+    @property
+    def chosen(self) -> str:
+        """Name of the tab that is shown."""
+        return str(self.bar.value)
+
+    def open(self, name: str) -> None:
+        """Show a tab; if it is shown already, its page is drawn anew."""
+        if self.chosen == name:
+            self._tab(name).on_open()
+        else:
+            self.bar.value = name
+
+    def add(self, tab: Tab) -> None:
+        """Put another tab behind the last."""
+        self._tabs.append(tab)
+        self.pages.children = (*self.pages.children, tab.page)
+        self._name()
+
+    def count(self, name: str, words: str) -> None:
+        """Write a few words behind a name; empty words take that back."""
+        tab = self._tab(name)
+        if tab.count != words:
+            tab.count = words
+            self._name()
+
+    def _name(self) -> None:
+        chosen = self.bar.value
+        self._naming = True  # new names choose the first tab, for a moment
+        try:
+            with self.bar.hold_sync():
+                self.bar.options = self._names()
+                self.bar.value = chosen
+        finally:
+            self._naming = False
+
+    def _names(self) -> list[tuple[str, str]]:
+        return [(f"{tab.name} ({tab.count})" if tab.count else tab.name, tab.name) for tab in self._tabs]
+
+    def _tab(self, name: str) -> Tab:
+        return next(tab for tab in self._tabs if tab.name == name)
+
+    def _chosen(self, change: Any) -> None:
+        if not self._naming and change["new"] is not None:
+            self._tab(change["new"]).on_open()

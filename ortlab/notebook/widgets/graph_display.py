@@ -23,8 +23,8 @@ from ortlab.notebook.widgets.graph_view import DUE, HEIGHT, HOPS, GraphSource, G
 from ortlab.options.configuration import engine_kind
 from ortlab.render import html
 from ortlab.render.graph_map import graph_map
-from ortlab.render.kernel_pages import code_title
 from ortlab.render.page import Mark, Note, Page
+from ortlab.render.profile_pages import code_title
 
 if TYPE_CHECKING:
     from ortlab.analyses.graphs import Mode

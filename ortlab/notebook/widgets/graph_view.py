@@ -12,7 +12,7 @@ import traitlets
 
 from ortlab.errors import OptionError, OrtlabError
 from ortlab.graphs.nodes import node_names
-from ortlab.graphs.viewer.document import SANDBOX, EmbeddedGraph, drawn
+from ortlab.graphs.viewer.document import SANDBOX, drawn
 from ortlab.notebook.widgets.browser import Part, Script, compact, compacted_style, living
 from ortlab.notebook.widgets.controls import Layout, close_tree
 from ortlab.notebook.widgets.frame import PANEL, SavedForm, forms
@@ -317,10 +317,6 @@ class GraphView(Part):
 
     def __repr__(self) -> str:
         return f"GraphView({self.graph.stage!r}, {self.graph.mode!r}, nodes={self.graph.node_count})"
-
-    def embedded(self) -> EmbeddedGraph:
-        """Return what is drawn as a page that stays alive in a saved notebook and in exported HTML."""
-        return EmbeddedGraph(self.graph, self._document, self._height)
 
     def ends_with(self, end: Callable[[], None]) -> None:
         """Have `close` call a function, which ends what the view follows."""

@@ -9,7 +9,7 @@ from ortlab.notebook.widgets import controls
 from ortlab.options.log_levels import SEVERITIES
 from ortlab.records.messages import SOURCES, Messages
 from ortlab.render import html
-from ortlab.render.message_pages import counts_text, messages_page, run_fold, run_title
+from ortlab.render.lab_pages import counts_text, messages_page, run_fold, run_title
 from ortlab.render.page import Folded, Mark, Note, Page
 
 if TYPE_CHECKING:

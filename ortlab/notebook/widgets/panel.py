@@ -5,14 +5,13 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any, Final
 
-from ortlab.lab.following import observe, shown_ranks
+from ortlab.lab.following import note_shown, observe, shown_ranks
 from ortlab.notebook.widgets import controls
 from ortlab.notebook.widgets.activations_explorer import ActivationsExplorer
 from ortlab.notebook.widgets.browser import compact, compacted_style, living
 from ortlab.notebook.widgets.budget_part import BudgetPart
 from ortlab.notebook.widgets.controls import Looks, close_tree
-from ortlab.notebook.widgets.display import note_shown
-from ortlab.notebook.widgets.frame import PANEL, SHEET, Attendant, SavedForm, forms
+from ortlab.notebook.widgets.frame import PANEL, SHEET, Attendant, SavedForm, Tab, Tabs, forms
 from ortlab.notebook.widgets.graph_display import GraphPart, highlight, highlight_plans
 from ortlab.notebook.widgets.header import Actions, Header
 from ortlab.notebook.widgets.message_list import MessageList
@@ -20,12 +19,10 @@ from ortlab.notebook.widgets.plan_table import PlanTable
 from ortlab.notebook.widgets.ranks_part import RanksPart
 from ortlab.notebook.widgets.runs_part import MemoryPart, RunsPart
 from ortlab.notebook.widgets.switches import SwitchList
-from ortlab.notebook.widgets.tabs import Tab, Tabs
 from ortlab.options.options import Options
 from ortlab.render import html
 from ortlab.render.execution_words import ENGINE_NAMES, engine_words
-from ortlab.render.lab_pages import lab_page, switch_words
-from ortlab.render.message_pages import warnings_text
+from ortlab.render.lab_pages import lab_page, switch_words, warnings_text
 
 if TYPE_CHECKING:
     import ipywidgets as widgets

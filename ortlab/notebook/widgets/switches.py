@@ -13,7 +13,7 @@ from ortlab.notebook.widgets import controls
 from ortlab.notebook.widgets.controls import Looks, close_tree, prose
 from ortlab.options.options import Group, Need, Options, Switch, switches, unmet
 from ortlab.options.switches import Value
-from ortlab.render.option_pages import value_text
+from ortlab.render.lab_pages import value_text
 
 if TYPE_CHECKING:
     import ipywidgets as widgets

@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 import ortlab
 from ortlab.engine.disk_cache import Uncovered, installed_code
-from ortlab.engine.disk_cache import key as export_key
-from ortlab.engine.disk_cache.key import export_key as key_of
+from ortlab.engine.disk_cache import cache as export_key
+from ortlab.engine.disk_cache.cache import export_key as key_of
 from ortlab.options.options import Options
 
 pytestmark = pytest.mark.row("C6", "T11")

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ortlab
 from ortlab.checks.doctor import examine_wrappers
 from ortlab.errors import WrapError
-from ortlab.runs.wrapper_order import wrapper_order
+from ortlab.runs.wrapping import wrapper_order
 
 pytestmark = [pytest.mark.row("A5"), pytest.mark.row("A6")]
 

@@ -16,13 +16,13 @@ from transformers import BertConfig, BertForMaskedLM
 
 import ortlab
 from ortlab.analyses import memory as measuring
+from ortlab.analyses.memory import CudaHistory, held_inputs
 from ortlab.engine.extensions import bridge
 from ortlab.engine.kept_values import earliest_places
 from ortlab.errors import StepError
 from ortlab.memory.device_snapshot import KeptBuffer, MemorySnapshot, maker_of, name_blocks, with_names
 from ortlab.memory.trace import lifetimes
 from ortlab.render import html, text
-from ortlab.runs.allocator_history import CudaHistory, held_inputs
 
 
 class Watched(torch.autograd.Function):

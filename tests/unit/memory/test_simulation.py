@@ -74,6 +74,10 @@ def _edges(trace: Trace) -> list[tuple[str, tuple[str, ...], bool]]:
     return sorted((node.name, node.inputs, node.backward) for node in trace.nodes)
 
 
+def _forward_peak(found) -> int:
+    return int(found.live[: found.first_backward].max())
+
+
 def _plans(places) -> list[str]:
     return list(dict.fromkeys(f"{place.cluster}:{place.strategy}:-1" for place in places.places))
 
@@ -90,7 +94,7 @@ def test_every_plan_and_all_together_run_as_predicted(profiled):
             lab.set(memory_plan=list(chosen))
             ran = lab.profile(1)
             assert _edges(predicted) == _edges(ran), chosen
-            assert lifetimes(predicted).forward_peak == lifetimes(ran).forward_peak
+            assert _forward_peak(lifetimes(predicted)) == _forward_peak(lifetimes(ran))
             assert lifetimes(predicted).peak == lifetimes(ran).peak
             assert ran.plans == chosen
     finally:
@@ -232,7 +236,7 @@ def test_a_buffer_lives_until_its_last_reader():
     # The view is the memory of h; y is given back when the backward starts; what nobody reads stays.
     np.testing.assert_array_equal(found.live, [100, 100, 111, 100 + 1 + 20 + 10, 1 + 20 + 5])
     assert [one.value for one in found.kept] == ["h", "unread"]
-    assert (found.forward_peak, found.backward_peak, found.peak) == (111, 131, 131)
+    assert (_forward_peak(found), found.peak) == (111, 131)
     assert found.peak_at == 3
     assert [one.value for one in found.at(3)] == ["h", "dh", "dy", "unread"]
 

@@ -17,7 +17,7 @@ def runs(new_run, fallback_run):
 
 
 def test_the_bars_of_a_run_end_at_its_median(runs):
-    axes = plots.step_times(runs).axes[0]
+    axes = plots.overview(runs).axes[1]
     last_parts = axes.containers[3]
     ends = [bar.get_x() + bar.get_width() for bar in last_parts]
     assert ends == pytest.approx([run.step_ms for run in runs])
@@ -27,7 +27,7 @@ def test_the_bars_of_a_run_end_at_its_median(runs):
 
 def test_error_bars_are_the_quartiles(new_run):
     run = new_run(1)  # warm steps of 10.1, 10.2, 10.0 and 10.1 ms
-    axes = plots.step_times([run]).axes[0]
+    axes = plots.overview([run]).axes[1]
     (segment,) = axes.collections[0].get_segments()
     assert segment[:, 0] == pytest.approx([10.075, 10.125])
 
@@ -53,7 +53,7 @@ def test_losses_are_drawn_step_by_step(runs):
     assert list(axes.lines[1].get_xdata()) == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("draw", [plots.losses, plots.step_times, plots.memory, plots.overview])
+@pytest.mark.parametrize("draw", [plots.losses, plots.memory, plots.overview])
 def test_no_runs_draw_a_sentence_and_not_an_error(draw):
     source = plots.svg(draw([]), "no runs")
     assert "No run" in source
@@ -65,7 +65,7 @@ def test_a_run_without_memory_or_loss_is_drawn(new_run):
 
 
 def test_only_the_latest_runs_are_drawn(new_run):
-    axes = plots.step_times([new_run(number) for number in range(1, 101)]).axes[0]
+    axes = plots.overview([new_run(number) for number in range(1, 101)]).axes[1]
     assert len(axes.get_yticklabels()) == plots.RUNS_SHOWN
     assert axes.get_yticklabels()[-1].get_text() == "#100 ort"
 
@@ -95,7 +95,7 @@ def test_names_with_dollar_signs_are_not_formulas(new_run):
     from ortlab.options.options import Options
 
     run = new_run(1, options=Options(save_onnx_path="$\\frac$<b>"))
-    assert "$\\frac$&lt;b&gt;" in plots.svg(plots.step_times([run]), "one run")
+    assert "$\\frac$&lt;b&gt;" in plots.svg(plots.overview([run]), "one run")
 
 
 def test_an_axis_of_one_step_names_that_step_only(new_run):

@@ -8,7 +8,7 @@ import pytest
 from ortlab.options.options import Options
 from ortlab.records.runs import Ledger
 from ortlab.render import text
-from ortlab.render.option_pages import difference_page
+from ortlab.render.lab_pages import difference_page
 from ortlab.render.page import Column, Page, Table, row
 
 GOLDEN = Path(__file__).parent / "golden"

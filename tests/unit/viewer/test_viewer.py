@@ -23,8 +23,7 @@ from ortlab.graphs.stages import Graph
 from ortlab.graphs.viewer import document
 from ortlab.graphs.viewer.bundle import assemble, bundle
 from ortlab.graphs.viewer.document import lean
-from ortlab.graphs.viewer.grouping import grouped
-from ortlab.graphs.viewer.order import in_backward, in_order, reads
+from ortlab.graphs.viewer.grouping import grouped, in_backward, in_order, reads
 from ortlab.graphs.viewer.reduction import (
     PLACED_AT_ALL,
     PLACED_AT_ONCE,
