@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields as fields_of
 from dataclasses import is_dataclass
 from functools import cache
@@ -142,9 +142,10 @@ def _value(kind: Any, value: Any) -> Any:
         tuples = [one for one in inner if get_origin(one) is tuple]
         several = [one for one in inner if one is not NoneType]
         return _value(several[0] if len(several) == 1 else next(iter(tuples), Any), value)
-    if origin in {tuple, list} and isinstance(value, list | tuple):
+    if origin in {tuple, list, Sequence} and isinstance(value, list | tuple):
         every = inner if origin is tuple and inner[-1] is not Ellipsis else repeat(inner[0], len(value))
-        return origin(_value(one, held) for one, held in zip(every, value, strict=True))
+        made = [_value(one, held) for one, held in zip(every, value, strict=True)]
+        return made if origin is list else tuple(made)
     if origin in {dict, Mapping} and isinstance(value, Mapping):
         return {
             inner[0](name) if inner[0] is int else name: _value(inner[1], one) for name, one in value.items()
