@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from ortlab import units
+from ortlab.options.configuration import NOTHING_RECOMPUTED
 from ortlab.options.switches import LINEAR, MATMULS, read_layers
 from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, left_out, row
 from ortlab.render.plots import COLOURS, INK, MIB, drawing, dress, key, new_figure, plain, say
@@ -187,14 +188,14 @@ def _state(budget: Budget) -> str:
         else ""
     )
     if budget.applied:
-        none: dict[str, Any] = {name: 0 if name == "memory_level" else [] for name in switches}
+        none = _off(switches)
         many = len(before.get("memory_plan", ())) > _CALLED
         back = _call(none if many else {**none, **before})
         now = "The plans are switched on" + (", and the engine is ONNX Runtime now" if engine else "")
         return f"{was}{now}. Back: lab.set({back})."
     if budget.outcome == outcomes.NO_PLANS_NEEDED:
-        plans = {name for name in before if name != "engine"}
-        off = " Plans are on all the same: lab.set(memory_plan=[]) switches them off." if plans else ""
+        on = _off(before)
+        off = f" Something is recomputed all the same: lab.set({_call(on)}) switches that off." if on else ""
         return f'{was}The lab is as it was.{off} Ask for less, as in lab.budget("70%").'
     if not budget.solver.ways:
         return "The lab is as it was. Next: a smaller batch, or layer checkpointing: lab.compare_engines() compares."
@@ -215,6 +216,12 @@ def _had(before: Mapping[str, Any]) -> str:
     said += [f"recompute={','.join(before['recompute'])}"] if "recompute" in before else []
     said += [units.many(plans, "plan")] if plans else []
     return " and ".join(said)
+
+
+def _off(switches: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those switches with which something is recomputed, switched off; as JSON has them."""
+    off = {name: value for name, value in NOTHING_RECOMPUTED.items() if name in switches}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in off.items()}
 
 
 def _call(switches: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ from ortlab import units
 from ortlab.analyses.memory import memory
 from ortlab.analyses.profiling import profile, repeat
 from ortlab.errors import OptionError
+from ortlab.options.configuration import NOTHING_RECOMPUTED
 from ortlab.records.verdicts import interval
 from ortlab.runs.experiment import Experiment, Snapshot
 from ortlab.runs.interrupts import interrupts_kept, say
@@ -222,9 +223,7 @@ def budget(
     experiment = bench.last_experiment()
     engine = _engine_to_plan(bench)
     present = bench.configuration
-    plain = present.changed(
-        {"engine": "ort", "memory_plan": [], "memory_level": 0, "recompute": []}, bench.have
-    )
+    plain = present.changed({"engine": "ort", **NOTHING_RECOMPUTED}, bench.have)
     try:
         # Profiles and measurements put back what they trained, each by itself.
         with bench.set_as_before(), bench.progress.task(_STAGES, show=progress) as bar:
@@ -389,12 +388,8 @@ def _together(plan: MemoryPlan) -> list[str]:
 def _differing(before: Configuration, plain: Configuration) -> dict[str, Any]:
     """Return the engine and the plans that a lab has, where it is not ONNX Runtime without any."""
     found: dict[str, Any] = {} if before.engine == plain.engine else {"engine": before.engine}
-    if before.options.memory_plan:
-        found["memory_plan"] = list(before.options.memory_plan)
-    if before.options.memory_level:
-        found["memory_level"] = before.options.memory_level
-    if before.options.recompute:
-        found["recompute"] = list(before.options.recompute)
+    for name, value in before.recomputing.items():
+        found[name] = list(value) if isinstance(value, tuple) else value  # as JSON has it
     return found
 
 
