@@ -219,8 +219,9 @@ def _had(before: Mapping[str, Any]) -> str:
 
 
 def _off(switches: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those switches with which something is recomputed, switched off; as JSON has them."""
-    off = {name: value for name, value in NOTHING_RECOMPUTED.items() if name in switches}
+    """Return those switches that a budget may set, switched off; as JSON has them."""
+    nothing = {**NOTHING_RECOMPUTED, "chunked_loss": False}
+    off = {name: value for name, value in nothing.items() if name in switches}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in off.items()}
 
 
@@ -230,20 +231,26 @@ def _call(switches: Mapping[str, Any]) -> str:
     if len(plans) > _CALLED:
         rest = {name: value for name, value in switches.items() if name != "memory_plan"}
         return ", ".join(filter(None, (_call(rest), "**budget.switches")))
-    return ", ".join(f"{name}={json.dumps(value)}" for name, value in switches.items())
+    return ", ".join(
+        f"{name}={value if isinstance(value, bool) else json.dumps(value)}"
+        for name, value in switches.items()
+    )
 
 
 def _plans(budget: Budget) -> Table | Note:
-    if budget.answer.memory_level:
-        return Note(
-            f"memory_level={budget.answer.memory_level} stands for all plans of the model's layers.",
-            Mark.QUIET,
-        )
-    if budget.answer.recompute:
-        return Note(
-            f"{budget.answer.setting} keeps {_kept_words(budget.answer.recompute)}.",
-            Mark.QUIET,
-        )
+    answer = budget.answer
+    if answer.setting:
+        said = []
+        if answer.chunked_loss:
+            said.append(
+                "chunked_loss computes the loss in blocks of rows: no graph that trains makes all logits, and to read "
+                "them there is an error."
+            )
+        if answer.memory_level:
+            said.append(f"memory_level={answer.memory_level} stands for all plans of the model's layers.")
+        if answer.recompute:
+            said.append(f"recompute={','.join(answer.recompute)} keeps {_kept_words(answer.recompute)}.")
+        return Note(" ".join(said), Mark.QUIET)
     if not budget.plans:
         return Note("No plan is chosen.", Mark.QUIET)
     columns = (
