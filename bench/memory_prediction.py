@@ -1,11 +1,11 @@
 """What recompute plans save and cost is predicted from a profiled step; here it is held against measured steps.
 
 Three models (4 layers, hidden 512, 8 heads, vocabulary 8192, dropout as their families have it) train with AdamW on a
-batch of 8 sequences of 256 and of 512 tokens, each in a fresh process. Memory level 1 and the five plans with the
-largest savings printed by ORT are simulated in a profiled step without plans, then run and measured by
-`lab.memory`. At 256 tokens their time is measured as well, in interleaved rounds with none, and the order of
-predicted costs is held against that of the measured ones (Kendall's tau); plans whose predicted costs differ by less
-than 1 % of the step are one place in the order, since their measured ones cannot be told apart.
+batch of 8 sequences of 256 and of 512 tokens, each in a fresh process. Memory level 1, the five plans with the
+largest savings printed by ORT, and layers recomputed in four ways are simulated in a profiled step without plans, then
+run and measured by `lab.memory`. At 256 tokens their time is measured as well, in interleaved rounds with none, and the
+order of predicted costs is held against that of the measured ones (Kendall's tau); plans whose predicted costs differ
+by less than 1 % of the step are one place in the order, since their measured ones cannot be told apart.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ STEPS = 4
 """Timed steps of each run; the first does not count."""
 
 LEVEL = "memory level 1"
+RECOMPUTED = ("layers", "layers:1/2", "layers but linear", "layers[:2]")
 
 
 def main() -> None:
@@ -67,8 +68,11 @@ def predictions(family: str, length: int, rounds: int, *, quick: bool) -> list[d
     import torch
 
     import ortlab
+    from ortlab.engine.recompute_words import made_again
+    from ortlab.memory.layer_planner import LayerPlanner
     from ortlab.memory.recompute import with_places
     from ortlab.memory.trace import lifetimes
+    from ortlab.options.switches import read_layers
 
     torch.set_num_threads(THREADS)
     model, batch = language_model(family, *((2, 32, 4, length, 128) if quick else (4, 512, 8, length, 8192)))
@@ -93,6 +97,13 @@ def predictions(family: str, length: int, rounds: int, *, quick: bool) -> list[d
     changes[LEVEL] = {"memory_level": 1}
     told = {row.config: row.saving_bytes for row in printed}
     simulated = {name: with_places(ordered, chosen) for name, chosen in acting.items()}
+    execution = lab._bench.ort.execution  # noqa: SLF001 - what a budget asks
+    planner = LayerPlanner(ordered, made_again(execution.built, execution.module, execution.user_inputs))
+    for word in RECOMPUTED[:1] if quick else RECOMPUTED:
+        layers = read_layers(word)
+        assert layers is not None
+        name = f"recompute={word}"
+        simulated[name], changes[name] = planner.trace([layers]), {"recompute": word}
     base = lab.memory().rise_bytes
     rows = []
     for name, trace in simulated.items():

@@ -39,6 +39,7 @@ BENCHMARKS = (
     "batch_size",
     "recompute_batch",
     "recompute_floor",
+    "recompute_parity",
     "bisection",
     "load_balance",
     "ranks",

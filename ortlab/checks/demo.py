@@ -15,6 +15,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 
+from ortlab.options.configuration import NOTHING_RECOMPUTED
 from ortlab.records.verdicts import FASTER, NO_DIFFERENCE, SLOWER
 
 if TYPE_CHECKING:
@@ -60,9 +61,8 @@ def main(setting: Setting, show: Callable[[str], None] = print) -> Ledger:
     show(
         'lab.compare(..., engine="eager")         ONNX Runtime with and without them, and PyTorch, in turns ...'
     )
-    without = {"memory_plan": (), "memory_level": 0, "recompute": ()}
     comparison = lab.compare(
-        without,
+        NOTHING_RECOMPUTED,
         *([{"engine": "ort"}] if budget.applied else []),  # as the budget has left it
         baseline={"engine": "eager"},
         n=min(setting.steps, _TURN_STEPS),

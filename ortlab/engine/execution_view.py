@@ -15,6 +15,7 @@ import onnx
 from ortlab.engine import load
 from ortlab.engine.inspection.places import forward_line
 from ortlab.engine.logs.build_log import runtime_messages
+from ortlab.engine.passes import chunked_loss
 from ortlab.engine.passes.label_density import label_totals
 from ortlab.engine.recompute_plans import PROBE_ANYWHERE, MemoryReport, check_places, find_places
 from ortlab.graphs.stages import TracedModel
@@ -65,6 +66,11 @@ class ExecutionView:
     def orders_for_memory(self) -> bool:
         """Whether its session runs nodes in ORT's memory-efficient order, as one that recomputes anything does."""
         return bool(self.plans) or self.repeats_forward
+
+    @property
+    def loss_blocks(self) -> tuple[int, ...]:
+        """Bytes of the logits of one block, for each loss that is computed in blocks of rows."""
+        return chunked_loss.block_bytes(self._info, self._graph.symbols)
 
     @property
     def user_inputs(self) -> frozenset[str]:

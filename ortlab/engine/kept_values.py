@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import onnx
 
+from ortlab.engine.passes.training_graph import HIDING
 from ortlab.graphs.nodes import YIELD, is_copy, is_holder
 from ortlab.memory.trace import ONNX_VIEWS
 
@@ -63,6 +64,12 @@ class ForwardOfGraph:
                 break
             name = node.input[0]
         return name
+
+    def source(self, name: str) -> str:
+        """Return the result that a result of the forward is, behind nodes that hand it on in its memory."""
+        place, output = self.made[name]
+        node = self.nodes[place]
+        return self.source(node.input[output]) if node.op_type == HIDING else name
 
     def kept(self) -> tuple[Kept, ...]:
         """Return the buffers that outlive the forward, in the order of their first reader; constants are left out."""

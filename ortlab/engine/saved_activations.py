@@ -145,7 +145,7 @@ def _read(
                 SavedActivation(
                     value=kept.root,
                     node=name_of(node),
-                    operator=_operator(node),
+                    operator=_operator(forward.nodes[forward.made[forward.source(kept.root)][0]]),
                     output=output,
                     module=module,
                     source=source,

@@ -17,7 +17,7 @@ from onnxruntime.training.ortmodule import _graph_transition_manager as _transit
 
 from ortlab.engine import load
 from ortlab.engine.passes.call_shapes import called, without_memory
-from ortlab.engine.passes.graph_edits import aten_operator
+from ortlab.engine.passes.graph_edits import NAMESPACE, aten_operator
 from ortlab.engine.passes.shapes import with_sizes
 from ortlab.memory.symbolic_sizes import Shape, shape_at, simplified
 
@@ -117,7 +117,7 @@ class ValueShapes:
         return None
 
     def _by_rule(self, name: str) -> Shape | None:
-        place, output = self._forward.made[name]
+        place, output = self._forward.made[self._forward.source(name)]
         node = self._forward.nodes[place]
         if node.op_type == "ConcatTraining" and output:
             return (len(node.input),)
@@ -137,8 +137,10 @@ class ValueShapes:
             "Shape": lambda _node, inner: (len(inner),),
             "Gather": self._gathered,
             "Slice": self._sliced,
+            _PACKING: lambda _node, inner: (simplified(f"ceiling(({_product(inner)})/8)"),),
         }
-        return rules[node.op_type](node, inner) if node.op_type in rules else None
+        operator = aten_operator(node) or node.op_type
+        return rules[operator](node, inner) if operator in rules else None
 
     def _gathered(self, node: onnx.NodeProto, inner: Shape) -> Shape | None:
         axis = _attribute(node, "axis", 0) % len(inner)
@@ -198,6 +200,8 @@ class ValueShapes:
         return (len(summed),)
 
 
+_PACKING: Final = f"{NAMESPACE}::packed_bits"
+
 _EMBEDDINGS: Final = frozenset({"embedding", "aten::embedding"})
 
 _COUNTING: Final = frozenset({"Shape", "Size", "BroadcastGradientArgs"})
@@ -205,6 +209,10 @@ _COUNTING: Final = frozenset({"Shape", "Size", "BroadcastGradientArgs"})
 _CHOOSING: Final = frozenset({"Gather", "Slice"})
 
 _SAME_NUMBERS: Final = frozenset({"Unsqueeze", "Squeeze", "Reshape", "Identity", "Cast"})
+
+
+def _product(shape: Shape) -> str:
+    return "*".join(f"({size})" for size in shape) or "1"
 
 
 def _attribute(node: onnx.NodeProto, name: str, default: int) -> int:

@@ -240,6 +240,11 @@ PRODUCTS: Final = frozenset(
 )
 """The operators that do most of a model's arithmetic, of ONNX and of torch."""
 
+PACKED: Final = "_packed"
+"""What ortlab puts behind the name of a mask that is kept with eight entries in a byte."""
+
+_ENTRIES_OF_A_BYTE: Final = 8
+
 _DROPOUTS: Final = frozenset({"Dropout", "com.microsoft.BitmaskDropout"})
 """What ortlab makes again from its mask, which is kept."""
 
@@ -248,12 +253,14 @@ def with_values(trace: Trace, again: Collection[str]) -> Trace:
     """Return the trace that a step would have if the backward made some values of the forward again.
 
     As `with_places`, for what the switch `recompute` does: nodes of the forward run again whose results the backward
-    or another copy reads, if these are in `again`.
+    or another copy reads, if these are in `again`. Masks of dropouts in `again` are kept packed instead.
     """
     forward, wanted = trace.nodes[: trace.first_backward], set[str]()
     for node in trace.nodes[trace.first_backward :]:
         wanted.update(node.inputs)
-    wanted &= set(again)
+    masks = {node.outputs[1]: node for node in forward if node.operator == "Dropout" and node.outputs[1:]}
+    packed = {mask: _packing(masks[mask]) for mask in masks.keys() & set(again)}
+    wanted &= set(again) - packed.keys()
     copies: list[TracedNode] = []
     for node in reversed(forward):
         if not wanted.isdisjoint(node.outputs):
@@ -265,11 +272,39 @@ def with_values(trace: Trace, again: Collection[str]) -> Trace:
                 read = node.inputs[:1]
             wanted.update(name for name in read if name in again)
             copies.append(node)
-    copied = {name for node in copies for name in node.outputs if name}
+    copied = {*packed, *(name for node in copies for name in node.outputs if name)}
     again_nodes = [_copy(node, copied) for node in reversed(copies)]
-    rest = [_reading_copies(node, copied) if node.backward else node for node in trace.nodes]
+    again_nodes += [unpack for _, unpack in packed.values()]
+    rest = []
+    for node in trace.nodes:
+        rest.append(_reading_copies(node, copied) if node.backward else node)
+        rest += [packed[name][0] for name in node.outputs if name in packed]
     sizes = {name + COPY: trace.sizes.get(name, 0) for name in copied}
+    sizes |= {name + PACKED: -(-trace.sizes.get(name, 0) // _ENTRIES_OF_A_BYTE) for name in packed}
     return replace(trace, nodes=tuple(_ordered(rest, again_nodes)), sizes={**trace.sizes, **sizes})
+
+
+def _packing(dropout: TracedNode) -> tuple[TracedNode, TracedNode]:
+    """Return what packs the mask of a dropout in the forward, and what unpacks it in the backward."""
+    name, mask = dropout.name, dropout.outputs[1]
+    pack = replace(
+        dropout,
+        name=name + PACKED,
+        operator="ortlab::packed_bits",
+        inputs=(mask,),
+        outputs=(mask + PACKED,),
+        ms=0.0,
+        recomputes=name,
+    )
+    unpack = replace(
+        pack,
+        name=name + PACKED + COPY,
+        operator="ortlab::unpacked_bits",
+        inputs=pack.outputs,
+        outputs=(mask + COPY,),
+        backward=True,
+    )
+    return pack, unpack
 
 
 def _copy(node: TracedNode, copied: set[str]) -> TracedNode:

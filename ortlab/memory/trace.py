@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
@@ -132,6 +132,9 @@ Reuse of an input's buffer by an operator such as Relu (`MayInplace`) needs no m
 reads the input any more, so never with two results that the backward reads.
 """
 
+LOSS_IN_BLOCKS: Final = "ortlab::chunked_cross_entropy"
+"""What computes a head and its cross entropy in blocks of rows."""
+
 HANDING_ON: Final = "com.microsoft.PassThrough"
 """What ortlab puts behind results that a plan shall leave alone: each output is the buffer of its own input."""
 
@@ -209,6 +212,25 @@ def lifetimes(trace: Trace) -> Lifetimes:
     for name, size in trace.given.items():
         buffers.append(Buffer(name, size, start_of_backward, last_read.get(name, start_of_backward)))
     return Lifetimes(tuple(buffers), _live_bytes(buffers, len(trace.nodes)), start_of_backward)
+
+
+def with_blocks(trace: Trace, sizes: Iterable[int]) -> Trace:
+    """Return a trace in which each loss in blocks has the logits of a block while it runs, of these sizes in bytes.
+
+    They come and go inside a call of torch, where ORT's profiler does not look.
+    """
+    waiting, nodes, blocks = iter(sizes), [], dict[str, int]()
+    for node in trace.nodes:
+        size = next(waiting, 0) if node.operator == LOSS_IN_BLOCKS else 0
+        if size:
+            block = f"{node.name}_block"
+            blocks[block] = size
+            nodes.append(
+                replace(node, name=block, operator="logits of a block", inputs=(), outputs=(block,), ms=0.0)
+            )
+            node = replace(node, inputs=(*node.inputs, block))  # noqa: PLW2901 - the same node
+        nodes.append(node)
+    return replace(trace, nodes=tuple(nodes), sizes={**trace.sizes, **blocks})
 
 
 def _viewed(node: TracedNode, number: int) -> str:

@@ -18,6 +18,9 @@ from ortlab.options.switches import shown
 ENGINES: Final = ("ort", "eager", "checkpoint", "compile")
 """ONNX Runtime, plain PyTorch, PyTorch with each layer under `torch.utils.checkpoint`, `torch.compile`."""
 
+NOTHING_RECOMPUTED: Final[Mapping[str, object]] = {"memory_plan": (), "memory_level": 0, "recompute": ()}
+"""The switches with which nothing is recomputed: what plans, levels and recomputed layers are held against."""
+
 _NUMBER: Final = re.compile(r"\d{0,3}\.?\d{0,12}(e-\d{1,2})?")
 
 
@@ -27,6 +30,12 @@ class Configuration:
 
     engine: str  #: "ort", "eager", "checkpoint" or "compile", with what it is told: see `check_engine`
     options: Options  #: The switches
+
+    @property
+    def recomputing(self) -> dict[str, object]:
+        """The switches that recompute something, with their values."""
+        values = {name: getattr(self.options, name) for name in NOTHING_RECOMPUTED}
+        return {name: value for name, value in values.items() if value}
 
     def changed(self, changes: Mapping[str, object], have: Collection[Need]) -> Configuration:
         """Return the configuration after some changes, if it can act in this process.

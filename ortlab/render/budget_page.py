@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from ortlab import units
+from ortlab.options.configuration import NOTHING_RECOMPUTED
 from ortlab.options.switches import LINEAR, MATMULS, read_layers
 from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, left_out, row
 from ortlab.render.plots import COLOURS, INK, MIB, drawing, dress, key, new_figure, plain, say
@@ -187,14 +188,14 @@ def _state(budget: Budget) -> str:
         else ""
     )
     if budget.applied:
-        none: dict[str, Any] = {name: 0 if name == "memory_level" else [] for name in switches}
+        none = _off(switches)
         many = len(before.get("memory_plan", ())) > _CALLED
         back = _call(none if many else {**none, **before})
         now = "The plans are switched on" + (", and the engine is ONNX Runtime now" if engine else "")
         return f"{was}{now}. Back: lab.set({back})."
     if budget.outcome == outcomes.NO_PLANS_NEEDED:
-        plans = {name for name in before if name != "engine"}
-        off = " Plans are on all the same: lab.set(memory_plan=[]) switches them off." if plans else ""
+        on = _off(before)
+        off = f" Something is recomputed all the same: lab.set({_call(on)}) switches that off." if on else ""
         return f'{was}The lab is as it was.{off} Ask for less, as in lab.budget("70%").'
     if not budget.solver.ways:
         return "The lab is as it was. Next: a smaller batch, or layer checkpointing: lab.compare_engines() compares."
@@ -217,26 +218,39 @@ def _had(before: Mapping[str, Any]) -> str:
     return " and ".join(said)
 
 
+def _off(switches: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those switches that a budget may set, switched off; as JSON has them."""
+    nothing = {**NOTHING_RECOMPUTED, "chunked_loss": False}
+    off = {name: value for name, value in nothing.items() if name in switches}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in off.items()}
+
+
 def _call(switches: Mapping[str, Any]) -> str:
     """Write what `Lab.set` takes: names and values, or the record where there are many plans."""
     plans = switches.get("memory_plan", ())
     if len(plans) > _CALLED:
         rest = {name: value for name, value in switches.items() if name != "memory_plan"}
         return ", ".join(filter(None, (_call(rest), "**budget.switches")))
-    return ", ".join(f"{name}={json.dumps(value)}" for name, value in switches.items())
+    return ", ".join(
+        f"{name}={value if isinstance(value, bool) else json.dumps(value)}"
+        for name, value in switches.items()
+    )
 
 
 def _plans(budget: Budget) -> Table | Note:
-    if budget.answer.memory_level:
-        return Note(
-            f"memory_level={budget.answer.memory_level} stands for all plans of the model's layers.",
-            Mark.QUIET,
-        )
-    if budget.answer.recompute:
-        return Note(
-            f"{budget.answer.setting} keeps {_kept_words(budget.answer.recompute)}.",
-            Mark.QUIET,
-        )
+    answer = budget.answer
+    if answer.setting:
+        said = []
+        if answer.chunked_loss:
+            said.append(
+                "chunked_loss computes the loss in blocks of rows: no graph that trains makes all logits, and to read "
+                "them there is an error."
+            )
+        if answer.memory_level:
+            said.append(f"memory_level={answer.memory_level} stands for all plans of the model's layers.")
+        if answer.recompute:
+            said.append(f"recompute={','.join(answer.recompute)} keeps {_kept_words(answer.recompute)}.")
+        return Note(" ".join(said), Mark.QUIET)
     if not budget.plans:
         return Note("No plan is chosen.", Mark.QUIET)
     columns = (

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ortlab.engine.diagnosis import place, ran_out, reason, says_ran_out
 from ortlab.errors import OptionError, OrtlabError, PlanWarning
 from ortlab.memory.measured import RESIDENT
+from ortlab.options.configuration import NOTHING_RECOMPUTED
 from ortlab.options.options import Options
 from ortlab.runs.experiment import Experiment, leaving_no_trace
 from ortlab.runs.process_memory import following_live_buffers, only_new_garbage, reason_unknown
@@ -248,7 +249,7 @@ class Trials:
         """Set the lab to a set of plans, without a fallback, which would run in PyTorch what ORT has no memory for."""
         changes: dict[str, object] = {}
         if self._configuration.engine == "ort":
-            changes = {"memory_plan": list(plans), "memory_level": 0, "fallback": False}
+            changes = {**NOTHING_RECOMPUTED, "memory_plan": plans, "fallback": False}
             if follow:
                 changes["cpu_memory_arena"] = False  # it keeps freed memory, so that no peak can be told
         self._bench.configure(self._configuration.changed(changes, self._bench.have))

@@ -46,7 +46,8 @@ class Prediction:
     memory_level: int = 0  #: The memory level that is switched on instead of plans; 0 for plans
     #: What `Options.recompute` takes, switched on instead of plans; empty for plans.
     recompute: tuple[str, ...] = ()
-    chunked_loss: bool = False  #: Whether the loss is computed in blocks of rows, beside `recompute` or alone
+    #: Whether the loss is computed in blocks of rows, beside `recompute` or a level, or alone.
+    chunked_loss: bool = False
 
     @property
     def switches(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 from typing import TYPE_CHECKING, Final
@@ -228,7 +228,7 @@ class SimulatedStep:
         together: Iterable[str] = (),
         layers: LayerPlanner | None = None,
     ) -> None:
-        self._trace = trace
+        self.trace = trace
         self._places = places
         live = lifetimes(trace).live.astype(np.float64)
         least = max(_LEAST_SHARE * live.max(), _LEAST_BYTES)
@@ -253,6 +253,23 @@ class SimulatedStep:
                 setting = Setting(recompute=plan.words)
                 self._ranges[setting] = plan.ranges
                 self.settings[setting] = (plan.peak_bytes, plan.cost_ms)
+        self._in_blocks: SimulatedStep | None = None
+
+    def offer(self, in_blocks: SimulatedStep) -> None:
+        """Offer settings of the same step with its loss in blocks of rows.
+
+        What that adds is the time of the nodes that it has, less that of the nodes in whose place they are; times of
+        nodes in both steps differ by what the machine did meanwhile.
+        """
+        self._in_blocks = in_blocks
+        ours, theirs = ({node.name: node.ms for node in step.trace.nodes} for step in (self, in_blocks))
+        added_ms = sum(ms for name, ms in theirs.items() if name not in ours)
+        added_ms = max(added_ms - sum(ms for name, ms in ours.items() if name not in theirs), 0.0)
+        alone = {Setting(): (in_blocks.peak(in_blocks.problem.nothing), 0.0)}
+        self.settings |= {
+            replace(setting, chunked_loss=True): (peak, cost_ms + added_ms)
+            for setting, (peak, cost_ms) in (alone | in_blocks.settings).items()
+        }
 
     def peak(self, counts: Sequence[int]) -> float:
         """Return the highest bytes of the step, simulated with all the places together; known ones at once."""
@@ -271,16 +288,19 @@ class SimulatedStep:
         return self._level(chosen)
 
     def _level(self, places: Iterable[RecomputePlace]) -> tuple[float, float]:
-        trace = with_places(self._trace, places)
+        trace = with_places(self.trace, places)
         return float(lifetimes(trace).peak), trace.recomputed_ms
 
     def obstacle(self, counts: Sequence[int], setting: Setting | None = None) -> Obstacle:
         """Return the highest instant with these plans or a setting, and what lives there; bytes as simulated."""
+        if setting is not None and setting.chunked_loss and self._in_blocks is not None:
+            step, inner = self._in_blocks, replace(setting, chunked_loss=False)
+            return step.obstacle(step.problem.nothing, inner if inner in step.settings else None)
         if setting is not None:
             trace = (
                 self._layers.trace(self._ranges[setting])
                 if self._layers is not None and setting.recompute
-                else with_places(self._trace, self._places.at_level(setting.memory_level))
+                else with_places(self.trace, self._places.at_level(setting.memory_level))
             )
             found = lifetimes(trace)
         else:
@@ -298,7 +318,7 @@ class SimulatedStep:
             for choice, count in zip(self.problem.choices, counts, strict=True)
             for place in self._some_of(choice.config, count)
         }
-        trace = with_places(self._trace, chosen)
+        trace = with_places(self.trace, chosen)
         return trace, lifetimes(trace)
 
     def _some_of(self, config: str, count: int) -> list[RecomputePlace]:
@@ -310,7 +330,7 @@ class SimulatedStep:
         return [place for name in config.split(",") for place in self._places.of(name)]
 
     def _pair(self, config: str, live: Floats) -> Choice:
-        trace = with_places(self._trace, self._all_of(config))
+        trace = with_places(self.trace, self._all_of(config))
         saved = live - live_at_nodes(trace)
         return Choice(config, saved[None, :], np.array([trace.recomputed_ms]))
 
@@ -319,7 +339,7 @@ class SimulatedStep:
         places = self._places.of(name)
         lives, costs = [live], [0.0]
         for count in range(1, len(places) + 1):
-            trace = with_places(self._trace, places[:count])
+            trace = with_places(self.trace, places[:count])
             lives.append(live_at_nodes(trace))
             costs.append(trace.recomputed_ms)
         added = np.maximum(np.diff(costs), 0.0)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 from ortlab import units
 from ortlab.analyses.memory import memory
 from ortlab.analyses.profiling import profile, repeat
-from ortlab.errors import OptionError
+from ortlab.errors import OptionError, OrtlabError
+from ortlab.options.configuration import NOTHING_RECOMPUTED
 from ortlab.records.verdicts import interval
 from ortlab.runs.experiment import Experiment, Snapshot
 from ortlab.runs.interrupts import interrupts_kept, say
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from ortlab.memory.plan import MemoryPlan
     from ortlab.options.configuration import Configuration
     from ortlab.runs.bench import Bench
+    from ortlab.studies.budget_problem import SimulatedStep
     from ortlab.studies.budget_search import Ground
     from ortlab.studies.engine_comparison import EngineComparison
 
@@ -141,6 +143,12 @@ _STAGES: Final = 10
 _STEPS: Final = 2
 """Steps of each measurement of memory, of which the highest counts."""
 
+_LOSSES: Final = frozenset({"com.microsoft.SoftmaxCrossEntropyLossInternal", "ortlab::cross_entropy"})
+"""Operators that compute the loss of a model with classes."""
+
+_LOGITS_SHARE: Final = 0.2
+"""Share of the peak that logits are at least where a loss in blocks is looked at, which takes an export of its own."""
+
 _TIMED_STEPS: Final = 4
 """Steps of each turn that are timed; there are two turns of either side."""
 
@@ -164,7 +172,8 @@ def budget(
     """Switch on the recomputation that costs least time within an amount of step memory.
 
     Step memory is what a step needs above its start. The last step is profiled and measured without plans; from
-    that is predicted what ONNX Runtime's plans, memory levels, and layers that ortlab recomputes save and cost. What
+    that is predicted what ONNX Runtime's plans, memory levels, layers that ortlab recomputes, and the loss in blocks of
+    rows (`chunked_loss`, where logits are large and the step does not read them) save and cost. What
     is cheapest is run from the step's start, measured, and timed in turns with nothing recomputed. If it misses, what
     saves more is run, then the lowest that is predicted, the largest savings ticked by hand, the memory levels, and
     the layers whose recomputation leaves least.
@@ -222,9 +231,7 @@ def budget(
     experiment = bench.last_experiment()
     engine = _engine_to_plan(bench)
     present = bench.configuration
-    plain = present.changed(
-        {"engine": "ort", "memory_plan": [], "memory_level": 0, "recompute": []}, bench.have
-    )
+    plain = present.changed({"engine": "ort", **NOTHING_RECOMPUTED}, bench.have)
     try:
         # Profiles and measurements put back what they trained, each by itself.
         with bench.set_as_before(), bench.progress.task(_STAGES, show=progress) as bar:
@@ -287,22 +294,15 @@ def _ground(
 
     Whatever the process has loaded since, such as matplotlib, is in every later measurement.
     """
-    from ortlab.engine.recompute_words import made_again
-    from ortlab.memory.layer_planner import LayerPlanner
-    from ortlab.memory.trace import lifetimes
-    from ortlab.studies.budget_problem import SimulatedStep
     from ortlab.studies.budget_search import Ground, choose
 
     known = bench.simulated
     if known is None or known[0] != plain or known[1] is not experiment:
-        tell("Profiling a step")
-        trace = profile(bench, memory_efficient_order=True, progress=False)
-        usual = lifetimes(profile(bench, 1, progress=False)).peak
-        tell("Simulating plans")
-        places = engine.execution.recompute_places()
-        execution = engine.execution
-        again = made_again(execution.built, execution.module, execution.user_inputs)
-        step = SimulatedStep(trace, places, usual, _together(plan(bench)), LayerPlanner(trace, again))
+        tell("Profiling a step, and simulating plans")
+        step = _simulated(bench, engine)
+        tell("Profiling it with its loss in blocks")
+        if (in_blocks := _in_blocks(bench, plain, engine, step)) is not None:
+            step.offer(in_blocks)
         choose(step, 0.0)  # the solver's libraries are in the process before that is measured
         bench.simulated = known = (plain, experiment, step)
     tell("Measuring a step without plans")
@@ -321,6 +321,45 @@ def _ground(
         # While it measures, the lab has a copy of weights and optimizer state to go back to.
         held_bytes=max(0, measured.start_bytes - copy_bytes),
     )
+
+
+def _simulated(bench: Bench, engine: OrtEngine) -> SimulatedStep:
+    """Profile the last step as the lab is set, and return it to be simulated with plans."""
+    from ortlab.engine.recompute_words import made_again
+    from ortlab.memory.layer_planner import LayerPlanner
+    from ortlab.memory.trace import lifetimes, with_blocks
+    from ortlab.studies.budget_problem import SimulatedStep
+
+    profiled = profile(bench, memory_efficient_order=True, progress=False)
+    execution = engine.execution
+    ordered = with_blocks(profiled, execution.loss_blocks)
+    usual = lifetimes(with_blocks(profile(bench, 1, progress=False), execution.loss_blocks)).peak
+    places = execution.recompute_places()
+    again = made_again(execution.built, execution.module, execution.user_inputs)
+    return SimulatedStep(ordered, places, usual, _together(plan(bench)), LayerPlanner(ordered, again))
+
+
+def _in_blocks(
+    bench: Bench, plain: Configuration, engine: OrtEngine, step: SimulatedStep
+) -> SimulatedStep | None:
+    """Return the step with its loss in blocks of rows.
+
+    None where that is on already, where logits are a small part of the peak, and where it cannot be had: the loss is
+    none that can be computed so, or the step reads the logits.
+    """
+    losses = (node for node in step.trace.nodes if node.operator in _LOSSES)
+    logits = max((step.trace.sizes.get(node.inputs[0], 0) for node in losses), default=0)
+    if plain.options.chunked_loss or logits < _LOGITS_SHARE * step.peak(step.problem.nothing):
+        return None
+    try:
+        bench.configure(plain.changed({"chunked_loss": True}, bench.have))
+        found = _simulated(bench, engine)
+        computed = bool(engine.execution.loss_blocks)
+    except OrtlabError:
+        return None
+    finally:
+        bench.configure(plain)
+    return found if computed else None
 
 
 def _timed(bench: Bench, plain: Configuration, changed: Configuration, experiment: Experiment) -> Timing:
@@ -389,12 +428,8 @@ def _together(plan: MemoryPlan) -> list[str]:
 def _differing(before: Configuration, plain: Configuration) -> dict[str, Any]:
     """Return the engine and the plans that a lab has, where it is not ONNX Runtime without any."""
     found: dict[str, Any] = {} if before.engine == plain.engine else {"engine": before.engine}
-    if before.options.memory_plan:
-        found["memory_plan"] = list(before.options.memory_plan)
-    if before.options.memory_level:
-        found["memory_level"] = before.options.memory_level
-    if before.options.recompute:
-        found["recompute"] = list(before.options.recompute)
+    for name, value in before.recomputing.items():
+        found[name] = list(value) if isinstance(value, tuple) else value  # as JSON has it
     return found
 
 

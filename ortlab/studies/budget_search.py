@@ -352,8 +352,8 @@ def _closest(
     """Run what else may come closest, until something fits, and return these trials.
 
     It tries the lowest simulated peak, what a person would tick from the largest saving on, the memory levels, and the
-    layers whose recomputation leaves least: the
-    simulation is off by a per cent or two, so only a measurement tells which of them needs least.
+    layers whose recomputation leaves least, with the loss in blocks where that is offered: the simulation is off by a
+    per cent or two, so only a measurement tells which of them needs least.
     """
     step, found = ground.step, list(trials)
     ticked = min(by_hand(step), key=step.peak, default=None)

@@ -15,6 +15,7 @@ from ortlab.memory.plan import merged
 from ortlab.memory.plan_reading import with_measured_density
 from ortlab.memory.recompute import KnownCosts, PlanCost, best_costs, costs_key, predicted_costs
 from ortlab.memory.trace import lifetimes
+from ortlab.options.configuration import NOTHING_RECOMPUTED
 from ortlab.options.options import setting_words
 from ortlab.studies.sweep_run import sweep
 
@@ -103,7 +104,7 @@ def _plan_costs(bench: Bench, measure: int, *, rounds: int, progress: bool) -> M
     """Profile the last step, predict what each plan takes off its peak and adds to its time, and run the best."""
     bench.check_usable("price plans")
     experiment = bench.last_experiment()
-    plain = bench.configuration.changed({"engine": "ort", "memory_plan": [], "memory_level": 0}, bench.have)
+    plain = bench.configuration.changed({"engine": "ort", **NOTHING_RECOMPUTED}, bench.have)
     with bench.set_as_before():
         bench.configure(plain)
         step = profile(bench, progress=progress)

@@ -136,6 +136,22 @@ def test_the_lab_is_as_it_was(found):
     assert losses[1] < losses[0]
 
 
+def test_no_plans_means_that_nothing_is_recomputed():
+    setting = Setting()
+    setting.lab.set(recompute="all but matmuls")
+    setting.model(setting.make_batch(4)).backward()
+    before = setting.state()
+    search = setting.search(used() + 1024 * MIB, sizes=[128])
+    runs = [run for point in search.points for run in point.runs]
+    assert {(point.plans, run.options.recompute) for point in search.points for run in point.runs} == {
+        ((), ())
+    }
+    assert len(runs) == search.rounds
+    assert_same(before, setting.state())
+    assert setting.lab.options.recompute == ("all but matmuls",)
+    setting.lab.unwrap()
+
+
 def test_without_a_misfit_no_plan_is_tried(found):
     free, _, _, _ = found
     assert {one.plans for one in free.points} == {()}

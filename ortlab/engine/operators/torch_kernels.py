@@ -183,6 +183,32 @@ def add_bias(product: Tensor, bias: Tensor) -> Tensor:
     return product.add_(bias)
 
 
+# --- masks, eight entries in a byte ------------------------------------------------------------------------------
+
+_EIGHT: Final = 8
+_TO_HIGHEST_BYTE: Final = 0x0102040810204080
+"""Times eight bytes that are 0 or 1, read as one integer, it has these as the bits of its highest byte."""
+
+
+@kernel("(Tensor mask) -> Tensor")
+def packed_bits(mask: Tensor) -> Tensor:
+    """Return the bytes of a mask, each 0 or 1, as bits: in the order of memory, the lowest bit first."""
+    flat = mask.reshape(-1)
+    if flat.numel() % _EIGHT:
+        flat = torch.nn.functional.pad(flat, (0, -flat.numel() % _EIGHT))
+    return flat.view(torch.int64).mul(_TO_HIGHEST_BYTE).bitwise_right_shift_(56).to(torch.uint8)
+
+
+@kernel("(Tensor packed, int[] shape) -> Tensor")
+def unpacked_bits(packed: Tensor, shape: list[int]) -> Tensor:
+    """Return what `packed_bits` was given, in its shape."""
+    numbers = torch.arange(256, dtype=torch.int64, device=packed.device)
+    bits = torch.arange(_EIGHT, dtype=torch.int64, device=packed.device)
+    table = ((numbers[:, None] >> bits) & 1).to(torch.uint8).view(torch.int64).reshape(-1)
+    flat = table.index_select(0, packed.int()).view(torch.uint8)
+    return flat[: math.prod(shape)].view(shape)
+
+
 # --- gradients of layers ----------------------------------------------------------------------------------------
 
 

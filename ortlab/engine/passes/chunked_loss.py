@@ -156,6 +156,22 @@ def _success(one: Replaced, unmade: Sequence[str], sizes: Mapping[str, int]) -> 
     return text
 
 
+def block_bytes(info: Any, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Return for each loss in blocks how many bytes the logits of a block take; `sizes` as in `messages`.
+
+    Scores are float32; logits of half precision are there beside them.
+    """
+    findings: Findings | None = getattr(info, SWITCH, None)
+    found = []
+    for one in findings.replaced if findings else ():
+        shape = shape_at([axis for axis in one.rows if axis is not None], sizes) if one.rows else None
+        step = rows_of_block(one.width)
+        width = helper.tensor_dtype_to_np_dtype(one.element_type).itemsize
+        rows = step if shape is None else min(prod(shape), step)
+        found.append(rows * one.classes * (_FOUR if width == _FOUR else _FOUR + width))
+    return tuple(found)
+
+
 def chunk_losses(model: onnx.ModelProto) -> bool:
     """Put each head and its cross entropy into one node; say whether the model changed."""
     findings = _findings.get()

@@ -7,7 +7,8 @@ before it is read. Gradients are the same bit for bit, since each copy is the sa
 What is never made again: what the model returns; integers and shapes, which are small and steer others; what weights
 alone determine, which is the same in each step and whose inputs are there anyway; and what a second run could make
 otherwise: results of random and stateful operators, of Functions, and of calls of torch that are not known to be pure.
-A dropout is made again from its mask: its gradient multiplies by the same numbers as its forward.
+A dropout is made again from its mask: its gradient multiplies by the same numbers as its forward. The mask is drawn
+once, by the generator that draws it without recomputation, and kept with eight entries in a byte.
 
 **How copies stay apart.** A session's CommonSubexpressionElimination finds nodes with the same operator and inputs, and
 would make one of each node and its copy: the backward then reads what the forward kept, and nothing is saved. So a copy
@@ -25,10 +26,17 @@ from typing import Final
 import onnx
 from onnx import AttributeProto, TensorProto, helper
 
-from ortlab.engine.passes.graph_edits import FLOAT_TYPES, aten_operator, call_kernel, copied, declare_aten
+from ortlab.engine.passes.graph_edits import (
+    FLOAT_TYPES,
+    aten_operator,
+    call_kernel,
+    copied,
+    declare_aten,
+    kernel_call,
+)
 from ortlab.engine.passes.training_graph import HIDING
 from ortlab.graphs.nodes import YIELD
-from ortlab.memory.recompute import COPY, HELD
+from ortlab.memory.recompute import COPY, HELD, PACKED
 from ortlab.memory.trace import ONNX_VIEWS
 
 _MICROSOFT: Final = "com.microsoft"
@@ -55,6 +63,9 @@ _PURE_CALLS: Final = frozenset(
 )
 """Operators of torch, and of ortlab's kernels, that return the same for the same operands and write nothing; others,
 attention with its dropout among them, are left alone."""
+
+_APART: Final = "_apart"
+"""Ends the names of what goes through a node that hands it on, on the way to who reads it."""
 
 _REPEATED_TYPES: Final = FLOAT_TYPES | {TensorProto.BOOL}
 
@@ -170,8 +181,9 @@ def recomputing(forward: ForwardPass, kept: Collection[str]) -> Recomputing:
 
 
 def repeated_values(forward: ForwardPass, kept: Collection[str]) -> frozenset[str]:
-    """Return what `recomputing` would make again."""
-    return frozenset(_Rewrite(forward, kept).again)
+    """Return what `recomputing` would make again, and the masks that it would pack."""
+    rewrite = _Rewrite(forward, kept)
+    return frozenset((*rewrite.again, *rewrite.packed))
 
 
 class _Rewrite:
@@ -191,22 +203,31 @@ class _Rewrite:
             if name
         }
         self._held: dict[str, str] = {}
-        self._holders: list[onnx.NodeProto] = []
+        self._holders: list[tuple[int, onnx.NodeProto]] = []  # with the place of what makes the value
+        self.packed = {forward.nodes[place].output[1]: place for place in self._packed_places()}
+        self._types: dict[str, int] = {}  # of results that ORT cannot tell the type of
 
     def made(self) -> Recomputing:
         forward = self._forward
         model = onnx.ModelProto()
         model.CopyFrom(forward.model)
+        for mask, place in self.packed.items():
+            self._unpack(mask, place)
         copies = {place: self._copy(place) for place in self._repeated}
         nodes = [copied(node) for node in self._ordered(copies)]
         del model.graph.node[:]
         model.graph.node.extend(nodes)
-        if any(node.op_type == "ATen" for node in self._holders):
+        if any(node.op_type == "ATen" for _, node in self._holders):
             declare_aten(model)
         types = {value.name: value.type for value in (*model.graph.input, *model.graph.value_info)}
         for name, new in (*self.again.items(), *self._held.items()):
             if name in types:
                 model.graph.value_info.add(name=new, type=types[name])
+        model.graph.value_info.extend(
+            helper.make_tensor_value_info(name, element_type, None)
+            for name, element_type in self._types.items()
+            if element_type
+        )
         held = {forward.root(name) for name in self._held}
         return Recomputing(
             model,
@@ -262,6 +283,8 @@ class _Rewrite:
         for number, name in enumerate(again.input):
             if name in self.again:
                 again.input[number] = self.again[name]
+            elif name in self.packed:
+                again.input[number] = self._held[name]
             elif self._forward.root(name) in self._forward.returned:
                 again.input[number] = self._hold(name)
             elif not apart and name not in self._forward.determined:
@@ -285,32 +308,83 @@ class _Rewrite:
                     holder = helper.make_node("And", [name, name], [held], name=held)
                 else:
                     call_kernel(holder, "copy_of")
-            self._holders.append(holder)
+            self._holders.append((self._forward.made.get(name, -1), holder))
         return self._held[name]
+
+    # ---- masks, eight entries in a byte -----------------------------------------------------------------------
+
+    def _packed_places(self) -> Iterator[int]:
+        """Yield the dropouts whose masks the backward reads, and that nobody asks to keep."""
+        forward = self._forward
+        read = {name for place in forward.backward for name in forward.nodes[place].input}
+        for place in forward.places if self._repeated else ():
+            node = forward.nodes[place]
+            mask = node.output[1] if node.op_type == "Dropout" and len(node.output) > 1 else ""
+            if mask and mask not in self._kept and (mask in read or place in self._repeated):
+                yield place
+
+    def _unpack(self, mask: str, place: int) -> None:
+        """Let the backward read a mask that is made of its packed entries."""
+        bytes_, held = f"{mask}_bytes{HELD}", mask + HELD
+        node = self._forward.nodes[place]
+        unpack = kernel_call("unpacked_bits", [mask + PACKED, f"{mask}_shape"], [bytes_], node)
+        cast = helper.make_node("Cast", [bytes_], [held], name=held, to=TensorProto.BOOL)
+        self._holders += [(place, unpack), (place, cast)]
+        self._held[mask] = held
+        self._types[bytes_] = TensorProto.UINT8
+
+    def _packing(self, node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
+        """Yield a dropout, and what packs its mask in the forward.
+
+        Only the backward reads a packed mask, so ORT would pack there. So what the forward reads of the dropout goes
+        through a node of which the packed mask is another result.
+        """
+        result, mask, packed = node.output[0], node.output[1], node.output[1] + PACKED
+        dropout = copied(node)
+        dropout.output[0] = result + _APART
+        yield dropout
+        yield kernel_call("packed_bits", [mask], [packed + _APART], node)
+        yield helper.make_node(
+            HIDING,
+            [result + _APART, packed + _APART],
+            [result, packed],
+            name=f"{packed}{_APART}",
+            domain=_MICROSOFT,
+        )
+        yield helper.make_node("Shape", [result], [f"{mask}_shape"], name=f"{mask}_shape")
+        self._types |= {packed: TensorProto.UINT8, packed + _APART: TensorProto.UINT8}
+        self._types[result + _APART] = self._forward.types.get(result, TensorProto.UNDEFINED)
 
     # ---- their order ------------------------------------------------------------------------------------------
 
     def _ordered(self, copies: dict[int, onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
         """Yield all nodes; each copy, and what it needs, stands in front of the first node that needs it."""
         forward = self._forward
-        made = {name: (place, node) for place, node in copies.items() for name in node.output if name}
+        last = len(self._holders)
+        made = {name: ((place, last), node) for place, node in copies.items() for name in node.output if name}
         # What holds a value stands in front of the first copy: it sorts like the node that makes the value.
-        made |= {node.output[0]: (forward.made.get(node.input[0], -1), node) for node in self._holders}
-        there = set[str]()
+        made |= {
+            node.output[0]: ((place, number), node) for number, (place, node) in enumerate(self._holders)
+        }
+        there, packing = set[str](), {*self.packed.values()}
+        instead = self.again | {name: self._held[name] for name in self.packed}
         backward = set(forward.backward)
         for place, node in enumerate(forward.nodes):
             if place in backward:
                 node = copied(node)  # noqa: PLW2901 - the same node
                 for number, name in enumerate(node.input):
-                    node.input[number] = self.again.get(name, name)
+                    node.input[number] = instead.get(name, name)
                 yield from self._needed(node, made, there)
-            yield node
+            if place in packing:
+                yield from self._packing(node)
+            else:
+                yield node
 
     @staticmethod
     def _needed(
-        node: onnx.NodeProto, made: dict[str, tuple[int, onnx.NodeProto]], there: set[str]
+        node: onnx.NodeProto, made: dict[str, tuple[tuple[int, int], onnx.NodeProto]], there: set[str]
     ) -> list[onnx.NodeProto]:
-        found: dict[str, tuple[int, onnx.NodeProto]] = {}
+        found: dict[str, tuple[tuple[int, int], onnx.NodeProto]] = {}
         waiting = list(node.input)
         while waiting:
             name = waiting.pop()

@@ -246,6 +246,58 @@ def test_a_budget_below_the_floor_of_plans_is_met_by_recomputing_layers():
     lab.unwrap()
 
 
+@pytest.fixture
+def many_words():
+    """A GPT-2 whose logits are most of what its step needs, and a step that may read them."""
+    model = gpt2(n_layer=2, vocab_size=6000)
+    optimizer, reads = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    ids = torch.randint(3, 6000, (8, 64))
+
+    def step():
+        outputs = model(input_ids=ids, labels=ids)
+        if reads:
+            outputs.logits.argmax(-1)
+        outputs.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    lab = ortlab.wrap(model)
+    lab.step(step, n=2, progress=False)
+    yield lab, step, reads
+    lab.unwrap()
+
+
+def test_the_loss_in_blocks_is_offered_run_and_left_on(many_words):
+    lab, _, _ = many_words
+    floor = predicted(lab).floor
+    assert floor.chunked_loss
+    assert floor.step_memory_bytes < 0.7 * predicted(lab).without.step_memory_bytes
+    budget = lab.budget(int(1.1 * floor.step_memory_bytes), timed=False, progress=False)
+    assert (budget.outcome, budget.applied) == ("met", True)
+    assert budget.switches["chunked_loss"] is True
+    assert lab.options.chunked_loss
+    assert (
+        -0.15 < budget.best.error < 0.4
+    )  # what the loss needs inside torch without blocks is predicted to stay
+    assert Budget.from_dict(budget.to_dict()) == budget
+    said = " ".join(text.render(budget).split())
+    assert "chunked_loss computes the loss in blocks of rows" in said
+    assert "chunked_loss=False" in said.partition("Back: lab.set(")[2].partition(")")[0]
+    again = lab.budget("100%", timed=False, curve=False, progress=False)  # it is no plan: it stays on
+    assert again.without.step_memory_bytes < 0.8 * budget.without.step_memory_bytes
+    assert lab.options.chunked_loss
+
+
+def test_the_loss_in_blocks_is_not_offered_to_a_step_that_reads_logits(many_words):
+    lab, step, reads = many_words
+    reads.append(True)
+    lab.step(step, n=1, progress=False)
+    budget = predicted(lab)
+    assert not any(one.chunked_loss for one in (budget.prediction, budget.floor, *budget.curve))
+    assert not lab.options.chunked_loss
+    lab.step(step, n=1, progress=False)
+
+
 def test_no_plans_are_chosen_where_none_are_needed(unchanged):
     for limit in ("100 GiB", int(1.05 * predicted(unchanged).without.step_memory_bytes), "100%"):
         budget = unchanged.budget(limit, timed=False, curve=False, progress=False)

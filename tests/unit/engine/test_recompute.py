@@ -185,6 +185,10 @@ def test_of_layers_only_what_one_hands_to_the_next_is_kept(wrapped):
     assert {row.operator for row in rows} <= {"MatMul", "FusedMatMul", "Gemm", "Where"}
 
 
+MASKS = {"gpt2": 3 * LAYERS, "bert": 3 * LAYERS, "llama": LAYERS, "t5": (4 + 6) * LAYERS}
+"""Dropouts in the layers of a model."""
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_the_forward_stays_node_for_node(name, wrapped):
     """No optimiser of the session finds something to fuse because the backward reads copies."""
@@ -195,9 +199,54 @@ def test_the_forward_stays_node_for_node(name, wrapped):
     plain = forward_operators(lab)
     lab.set(recompute="layers")
     gradients(lab, model, inputs)
-    assert forward_operators(lab) == plain
+    # Beside what packs the mask of each dropout, and hands it to the backward with its shape.
+    masks = Counter(dict.fromkeys(("ATen", "PassThrough", "Shape"), MASKS[name]))
+    assert forward_operators(lab) == plain + masks
     assert {"FusedMatMul", "Softmax"} <= {node.op_type for node in copies(lab)}
     assert "Dropout" not in {node.op_type for node in copies(lab)}
+
+
+@pytest.mark.parametrize("length", [16, 13])  # 13: masks whose entries fill no whole number of bytes
+def test_masks_are_kept_with_eight_entries_in_a_byte(length, wrapped):
+    torch.manual_seed(3)
+    model = bert(0.1)
+    lab, inputs = wrapped(model), batch(3, length)
+    expected = gradients(lab, model, inputs)
+    before = {row.value: row for row in lab.activations().rows if row.dtype == "bool"}
+    lab.set(recompute="layers")
+    assert_same(gradients(lab, model, inputs), expected)
+    rows = lab.activations().rows
+    packed = {row.value.removesuffix("_packed"): row for row in rows if row.value.endswith("_packed")}
+    # The embedding's dropout lies in no layer.
+    assert len(packed) == len(before) - 1 == 3 * LAYERS
+    assert {row.operator for row in packed.values()} == {"ortlab::packed_bits"}
+    assert all(row.bytes == -(-before[mask].bytes // 8) for mask, row in packed.items())
+    assert packed.keys().isdisjoint(row.value for row in rows)
+    lab.step(lambda: gradients(lab, model, inputs), n=1)
+    sizes = lab.profile().sizes
+    assert all(sizes[mask + "_packed"] == row.bytes for mask, row in packed.items())
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_masks_are_those_of_their_own_forward(static, wrapped):
+    """Two forwards before a backward, other batches, and a seed that comes again."""
+    torch.manual_seed(3)
+    model = bert(0.3)
+    lab, one, other = wrapped(model), batch(2), batch(3, 24)
+    lab.set(static_shape=static)
+
+    def both(number):
+        torch.manual_seed(number)
+        model.zero_grad()
+        (model(**one).loss + model(**other).loss).backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    both(1)
+    expected = {number: both(number) for number in (1, 2)}
+    lab.set(recompute="all but matmuls")
+    for number in (1, 2, 1):
+        assert all(map(torch.equal, both(number), expected[number]))
+    assert not all(map(torch.equal, expected[1], expected[2]))
 
 
 # --- what a step does with it -------------------------------------------------------------------------------------

@@ -108,3 +108,19 @@ def test_the_order_of_nodes_is_no_merit_of_a_plan():
     }
     assert list(best_costs(costs, 2, beyond=10.0)) == ["c", "b"]
     assert list(best_costs(costs, 2)) == ["a", "c"]
+
+
+def test_prices_are_of_a_step_that_recomputes_nothing(wide):
+    """A lab with `recompute` on has it on afterwards, and what plans are held against recomputes nothing."""
+    wide.set(recompute=["layers.*"])
+    try:
+        wide.rerun()
+        plan = wide.plan(costs=True, measure=1, rounds=1, progress=False)
+        assert wide.options.recompute == ("layers.*",)
+        assert any(row.measured_cost_ms is not None for row in plan.rows)
+        points = wide.sweeps[-1].points
+        assert len(points) == 2
+        assert not points[0].configuration.recomputing
+        assert {point.configuration.options.recompute for point in points} == {()}
+    finally:
+        wide.set(recompute=()).rerun()
