@@ -6,6 +6,9 @@ the newest one?". ``nox -s constraints`` writes requirements/constraints.txt ane
 
 from __future__ import annotations
 
+import shutil
+import tarfile
+import zipfile
 from pathlib import Path
 
 import nox
@@ -76,6 +79,39 @@ def docs(session: nox.Session) -> None:
     session.install("--upgrade", "pip>=25.1")
     session.install("-c", str(CONSTRAINTS), "--group", "docs", "-e", ".[cpu]")
     session.run("python", "-m", "sphinx", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html")
+
+
+@nox.session(python="3.11")
+def release(session: nox.Session) -> None:
+    """Build sdist and wheel as a release has them, check their metadata, and look into both."""
+    session.install("build", "twine")
+    folder = Path(session.create_tmp()) / "dist"
+    shutil.rmtree(folder, ignore_errors=True)
+    session.run("python", "-m", "build", "--outdir", str(folder))  # the wheel from the sdist
+    session.run("python", "-m", "twine", "check", "--strict", *map(str, folder.iterdir()))
+    (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
+    with zipfile.ZipFile(wheel) as archive:
+        inside = set(archive.namelist())
+    missing = {"ortlab/py.typed", "ortlab/cli.py", "ortlab/notebooks/01_quickstart.ipynb"} - inside
+    strange = {name for name in inside if name.split("/")[0].partition("-")[0] != "ortlab"}
+    with tarfile.open(sdist) as archive:
+        shipped = {name.partition("/")[2] for name in archive.getnames()}
+    for name in (
+        "README.md",
+        "LICENSE",
+        "run-tests",
+        "requirements/constraints.txt",
+        "docs/index.md",
+        "tests/conftest.py",
+    ):
+        missing |= {name} - shipped
+    strange |= {name for name in shipped if name.startswith((".venv", ".ci", "docs/_build", "build/"))}
+    if missing or strange:
+        session.error(f"missing: {sorted(missing)}; does not belong there: {sorted(strange)}")
+    session.install("--no-deps", str(wheel))
+    session.run("python", "-c", "import ortlab; print(ortlab.__version__)")
+    for file in (wheel, sdist):
+        session.log(f"{file.name}: {file.stat().st_size / 1e6:.1f} MB")
 
 
 @nox.session(python=False)

@@ -59,8 +59,8 @@ def recompute_places(lab: Lab, part: str | None = None) -> RecomputePlaces:
         return found.only[1].recompute_places()
 
 
-_shown: Final[WeakKeyDictionary[Lab, int]] = WeakKeyDictionary()
-"""By lab: the execution count of the cell in which it was shown last, or said what it was set to."""
+_shown: Final[WeakKeyDictionary[Lab, tuple[int, object]]] = WeakKeyDictionary()
+"""By lab: the cell in which it was shown last, or said what it was set to."""
 
 
 def note_shown(lab: Lab) -> None:
@@ -71,11 +71,13 @@ def note_shown(lab: Lab) -> None:
 
 def was_shown(lab: Lab) -> bool:
     """Tell whether the cell that runs has shown the lab already."""
-    return (cell := _cell()) is not None and _shown.get(lab) == cell
+    cell, before = _cell(), _shown.get(lab)
+    return cell is not None and before is not None and cell[0] == before[0] and cell[1] is before[1]
 
 
-def _cell() -> int | None:
+def _cell() -> tuple[int, object] | None:
+    """Tell cells apart: front ends that keep no history run all under one count, each after another result."""
     from IPython import get_ipython
 
     shell = get_ipython()
-    return None if shell is None else shell.execution_count
+    return None if shell is None else (shell.execution_count, shell.last_execution_result)

@@ -95,15 +95,10 @@ def table() -> pd.DataFrame:
     return pd.DataFrame(rows).set_index("name")
 
 
-def markdown() -> str:
-    """Every switch in one Markdown table for each group, for the documentation."""
-    parts = []
-    for group in Group:
-        rows = [_row(one) for one in switches() if one.group is group]
-        title = f"### {group.value.capitalize()}\n"
-        head = "| Option | Default | Acts from | Variable | What it does |\n|---|---|---|---|---|"
-        parts.append("\n".join([title, head, *rows]) + "\n")
-    return "\n".join(parts)
+def markdown(group: Group) -> str:
+    """Return the switches of a group as a table in Markdown, for the documentation."""
+    head = "| Option | Default | Acts from | Variable | What it does |\n|---|---|---|---|---|"
+    return "\n".join([head, *(_row(one) for one in switches() if one.group is group), ""])
 
 
 def _row(one: Switch) -> str:

@@ -41,6 +41,15 @@ def test_wrap_shows_the_panel_once(torch_shell, captured, monkeypatch):
     assert "ONNX Runtime: not built yet" in saved["text/plain"]
 
 
+def test_a_later_cell_shows_the_panel_again_where_no_history_is_kept(torch_shell, captured, monkeypatch):
+    monkeypatch.setattr(torch_shell, "kernel", object(), raising=False)
+    torch_shell.run("lab = %ort_wrap net\nlab")  # `run` keeps no history: all cells have one count
+    assert len(captured.outputs) == 2  # the panel and its saved form; the second `lab` is one line
+    torch_shell.run("lab")
+    assert len(captured.outputs) == 4
+    assert "<h4>net: Sequential</h4>" in captured.outputs[-1].data["text/html"]
+
+
 def test_no_panel_shows_nothing(torch_shell, captured):
     torch_shell.run("lab = %ort_wrap net --no-panel")
     assert captured.outputs == []

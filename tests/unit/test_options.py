@@ -270,9 +270,8 @@ def test_the_table_and_the_page_hold_every_switch():
 
     assert list(table().index) == names
     assert table().loc["opset", "default"] == 17
-    page = markdown()
-    assert all(f"| `{name}` |" in page for name in names)
-    assert all(f"### {group.value.capitalize()}" in page for group in Group)
+    page = "".join(markdown(group) for group in Group)
+    assert all(page.count(f"| `{name}` |") == 1 for name in names)
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {6}
     assert "as \\<cluster>:\\<strategy>" in page
