@@ -36,8 +36,10 @@ from ortlab.engine.passes.shapes import with_sizes
 from ortlab.engine.patching import set_to
 from ortlab.engine.recompute_words import recomputed_graph
 from ortlab.engine.sessions import make_manager, register_operators, released_agent
-from ortlab.engine.tracing.arguments import FIXED_ONES, NumbersMade
+from ortlab.engine.tracing.arguments import FIXED_ONES
 from ortlab.engine.tracing.autograd import TensorHooks, check_hooks
+from ortlab.engine.tracing.guards import reads_noted
+from ortlab.engine.tracing.sizes import SizeGuards
 from ortlab.engine.tracing.source_lines import source_lines
 from ortlab.options.log_levels import log_level
 from ortlab.records.messages import ORTLAB, MessageLog
@@ -110,23 +112,25 @@ class Execution(ExecutionView):
                     check_hooks(self.module, self.log)
                 capture = CAPTURE.get()
                 marking = capture.taps.exporting() if capture and capture.hands_over else nullcontext()
-                with marking, NumbersMade() as made, TensorHooks(), source_lines() as lines:
+                with marking, reads_noted() as reads, TensorHooks(), source_lines() as lines:
                     transition.get_post_processed_model(tuple(args), dict(kwargs))
                 self._leave_out_frozen_parameters(transition)
         finally:
             enable_custom_autograd_support(autograd)
-        flattened = manager._flattened_module
+        flattened, inputs = manager._flattened_module, transition._model_info_for_export
+        readers = inputs.onnx_graph_input_data_accessor_user_defined
+        readers = [readers[name] for name in inputs.onnx_graph_input_names]
         return Export(
             options=self.options,
             training=self.training,
             exported=transition._exported_model_info,
-            inputs=transition._model_info_for_export,
+            inputs=inputs,
             processed=_without_module(transition._post_export_processed_model_info),
             flattened={name: getattr(flattened, name) for name in _NOTED_BY_EXPORT},
             device=transition._device,
             inert=self._inert_switches(),
             messages=tuple(said),
-            numbers=made.any,
+            sizes=SizeGuards(reads.sizes, reads.computation, readers, (args, kwargs)),
             lines=lines,
         )
 

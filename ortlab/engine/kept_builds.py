@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.options.options import Effect
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ortlab.engine.execution import Execution
     from ortlab.engine.schema import Schema
-    from ortlab.engine.tracing.arguments import Sizes
+    from ortlab.engine.tracing.sizes import SizeGuards
     from ortlab.memory.recompute import RecomputePlaces
     from ortlab.options.options import Options
     from ortlab.records.messages import Message
@@ -62,7 +62,7 @@ class Export:
     device: torch.device
     inert: frozenset[str]  # switches that have made no difference to this export and could make none
     messages: tuple[Message, ...]
-    numbers: bool = False  # whether the forward made Python numbers of traced values; see `tracing.arguments`
+    sizes: SizeGuards  # which sizes of inputs it is good for
     # "file:line" by name of a node; empty for an export from the disk, since lines move without the code changing.
     lines: Mapping[str, str] = field(default_factory=dict)
     graphs: list[BuiltGraph] = field(default_factory=list)  # the last used one last
@@ -95,19 +95,17 @@ class KeptExport:
 
     schema: Schema
     export: Export
-    bound_to: Sizes = frozenset()  # sizes of the inputs that it is bound to
 
-    def loosened_by(self, others: Iterable[KeptExport]) -> KeptExport:
-        """Return it bound only to those sizes that were the same whenever this graph was exported.
+    def joined_to(self, others: Iterable[KeptExport]) -> KeptExport:
+        """Return the one of `others`, which are kept already, that has the same graph for other sizes, or else itself.
 
-        `others` are kept already; where one has the same graph, its export with its gradient graphs takes this one's
-        place.
+        Its export, with its gradient graphs, is then good for the sizes of both.
         """
-        result = self
-        for other in others if self.bound_to else ():
-            if other.bound_to and other.schema == self.schema and _model(other) == _model(self):
-                result = replace(result, export=other.export, bound_to=result.bound_to & other.bound_to)
-        return result
+        for other in others if self.export.sizes.any else ():
+            if other.schema == self.schema and _model(other) == _model(self):
+                other.export.sizes.join(self.export.sizes)
+                return other
+        return self
 
 
 def _model(kept: KeptExport) -> bytes:
@@ -129,17 +127,16 @@ def find(
     options: Options,
     *,
     training: bool,
-    sizes: Sizes | None = None,
+    call: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
 ) -> KeptExport | None:
     """Return the first export with a fitting graph that is valid for a call, else the first valid one, else None.
 
-    `sizes` are those of the call's inputs; None if they do not matter.
+    `call` are the arguments, for whose sizes it has to be good; None if they do not matter.
     """
     found = None
     for kept in candidates:
-        if sizes is not None and not kept.bound_to <= sizes:
-            continue
-        if kept.schema == schema and kept.export.training == training and kept.export.serves(options):
+        valid = kept.schema == schema and kept.export.training == training and kept.export.serves(options)
+        if valid and (call is None or kept.export.sizes.hold(*call)):
             if kept.export.graph(options) is not None:
                 return kept
             found = found or kept

@@ -27,8 +27,8 @@ from ortlab.engine.kept_builds import Built, BuiltSessions, KeptExport
 from ortlab.engine.patching import with_attributes
 from ortlab.engine.random_state import restored_on_failure
 from ortlab.engine.schema import ModuleReader, Schema, call_schema, difference, module_schema, surroundings
-from ortlab.engine.tracing.arguments import batch_sizes, size_difference, sizes
 from ortlab.engine.tracing.autograd import saving_apart
+from ortlab.engine.tracing.sizes import batch_sizes
 from ortlab.errors import BuildError, ExecutionError, FallbackWarning, OrtlabError, PlanWarning
 from ortlab.options.options import Effect, Options
 from ortlab.records.messages import ORTLAB, MessageLog
@@ -36,7 +36,6 @@ from ortlab.records.runs import EXECUTED_BY_FALLBACK, EXECUTED_BY_ORT, Coverage,
 
 if TYPE_CHECKING:
     from ortlab.engine.execution import Execution, Progress
-    from ortlab.engine.tracing.arguments import Sizes
 
 STAGES: Final = {Effect.STEP: "step", Effect.SESSION: "session", Effect.GRAPH: "graph"}
 """What is redone for a change with that effect; everything earlier means a new export."""
@@ -338,7 +337,7 @@ class OrtEngine:
             built.kept.schema == schema
             and built.deterministic == torch.are_deterministic_algorithms_enabled()
             and self._is_up_to_date(built)
-            and (not built.kept.bound_to or built.kept.bound_to <= sizes(args, kwargs))
+            and built.kept.export.sizes.hold(args, kwargs)
         )
 
     def _is_up_to_date(self, built: Built) -> bool:
@@ -389,8 +388,7 @@ class OrtEngine:
         self, execution: Execution, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[KeptExport, bool]:
         """Return an export for a call, and whether it had to be made: one that is kept, or else a new one."""
-        present = sizes(args, kwargs)
-        kept = self._find(schema, self.options, training=execution.training, present=present)
+        kept = self._find(schema, self.options, training=execution.training, call=(args, kwargs))
         if kept is not None:
             kept_builds.keep(self._module, kept)
             return kept, False
@@ -402,9 +400,8 @@ class OrtEngine:
         else:
             export = execution.export(args, kwargs)
         # A forward may settle an attribute in its first call, which was the trace: a `config.problem_type`, for one.
-        bound_to = present if export.numbers else frozenset()
-        made = KeptExport(self._schema(args, kwargs), export, bound_to)
-        made = made.loosened_by(kept_builds.kept_exports(self._module))
+        made = KeptExport(self._schema(args, kwargs), export)
+        made = made.joined_to(kept_builds.kept_exports(self._module))
         if (
             not self.options.zero_stage3
         ):  # DeepSpeed's table of parameters stays with the execution that exported
@@ -412,12 +409,17 @@ class OrtEngine:
         return made, True
 
     def _find(
-        self, schema: Schema, options: Options, *, training: bool, present: Sizes | None = None
+        self,
+        schema: Schema,
+        options: Options,
+        *,
+        training: bool,
+        call: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
     ) -> KeptExport | None:
         mine = self._sessions.exports()
         # Files of graphs are written while these are made: others' exports would leave a folder empty.
         others = () if options.save_onnx else kept_builds.kept_exports(self._module)
-        return kept_builds.find((*mine, *others), schema, options, training=training, sizes=present)
+        return kept_builds.find((*mine, *others), schema, options, training=training, call=call)
 
     def _stage(self, built: Built, options: Options) -> str:
         if built.options is options:  # as in every step but those after a change
@@ -432,9 +434,7 @@ class OrtEngine:
         if current is None:
             return ""
         changed = difference(current.kept.schema, schema)
-        if changed or not current.kept.bound_to:
-            return changed
-        return size_difference(current.kept.bound_to, sizes(args, kwargs))
+        return changed or current.kept.export.sizes.difference(args, kwargs)
 
     def _why(self, current: Built | None) -> str:
         if current is None:

@@ -49,6 +49,7 @@ from ortlab.engine.disk_cache.installed_code import OWN, origin_of_function
 from ortlab.engine.exporter import symbolic_module
 from ortlab.engine.installation import versions
 from ortlab.engine.patching import replace, set_to
+from ortlab.engine.tracing.sizes import ANY_SIZES
 from ortlab.engine.tracing.traced_values import TracedValues
 from ortlab.options.options import Effect, Options, switches
 from ortlab.records.messages import ORTLAB
@@ -305,8 +306,8 @@ def _read_export(
         for level, source, text in entry.messages:
             execution.log.add(level, source, text)
     with set_to(_entry, entry):
-        # No trace has shown whether sizes became numbers in it; the key holds the sizes, and so does this process.
-        return dataclasses.replace(execution.export(args, kwargs), numbers=True)
+        export = execution.export(args, kwargs)
+    return export if entry.reads_sizes else dataclasses.replace(export, sizes=ANY_SIZES)
 
 
 def _install() -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ortlab.engine.kept_builds import Export
 
 
-MAGIC: Final = b"ortlab export 1\n"
+MAGIC: Final = b"ortlab export 2\n"
 """First bytes of each entry; another number is another format."""
 
 
@@ -57,6 +57,7 @@ class Entry:
     output_schema: Any  # structure of the forward's result
     settled: tuple[Settled, ...]  # what the trace changed in the model, to be repeated
     messages: tuple[tuple[str, str, str], ...]  # level, source and text of what the export said
+    reads_sizes: bool  # whether the forward has read sizes in Python; what it read of them is not kept
 
 
 def pack(export: Export, key: str, settled: Sequence[Settled]) -> bytes:
@@ -68,6 +69,7 @@ def pack(export: Export, key: str, settled: Sequence[Settled]) -> bytes:
         "output_schema": _write_schema(export.exported.module_forward_output_schema),
         "settled": [dataclasses.astuple(one) for one in settled],
         "messages": [(one.level, one.source, one.text) for one in export.messages],
+        "reads_sizes": export.sizes.any,
     }
     parts = [json.dumps(record).encode(), model.SerializeToString()]
     payload = b"".join(struct.pack("<Q", len(part)) + part for part in parts)
@@ -94,6 +96,7 @@ def unpack(data: bytes, key: str) -> Entry:
             _read_schema(record["output_schema"]),
             tuple(_read_settled(*one) for one in record["settled"]),
             tuple((str(level), str(source), str(text)) for level, source, text in record["messages"]),
+            bool(record["reads_sizes"]),
         )
     except UnusableEntry:
         raise

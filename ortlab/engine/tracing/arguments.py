@@ -10,20 +10,12 @@ takes two dimensions that meet in an operator for equal (``gradient_builder_base
 where one of them is 1, the gradient is not summed over it, and the backward fails. A `squeeze` or a branch on a size of
 1 is traced as it was, too. As in torch.export, a 1 is therefore a number of the graph, and `schema.call_schema` tells
 calls with and without it apart. All other sizes of inputs are symbols.
-
-Where a forward makes a Python number of a size, as in ``range(x.shape[0])`` or ``math.sqrt(k.size(-1))``, the graph
-holds the number of the batch that it was traced with. Such an export is bound to the sizes of its inputs, until another
-export has shown which of them make no difference.
 """
 
 from __future__ import annotations
 
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
-
-import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree
+from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.engine.patching import replace
 from ortlab.errors import BuildError
@@ -31,18 +23,8 @@ from ortlab.errors import BuildError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from ortlab.engine.schema import Schema
-
 FIXED_ONES: Final[ContextVar[bool]] = ContextVar("FIXED_ONES", default=False)
 """Whether an export makes sizes of 1 numbers; on where calls with other sizes get another export."""
-
-Sizes: TypeAlias = frozenset[tuple[str, int]]
-"""Names of dimensions, such as "size 0 of tensor 1", and their sizes."""
-
-_MAKES_NUMBERS: Final = frozenset(
-    {"__float__", "__index__", "__int__", "__len__", "as_strided", "stride", "unbind"}
-)
-"""Functions of a tensor that a trace makes constants of; a branch (`__bool__`) is not among them, see `schema`."""
 
 
 def install() -> None:
@@ -92,46 +74,3 @@ def _unreadable(message: str) -> BuildError:
         why=f"A graph takes tensors, numbers and texts, in tuples, lists and dicts; this is a {kind}.",
         fix=fix,
     )
-
-
-class NumbersMade(TorchFunctionMode):
-    """Notes in `any`, while a module is traced, whether a Python number is made of a traced value."""
-
-    any = False
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(function, "__name__", "") in _MAKES_NUMBERS and torch._C._get_tracing_state():
-            self.any = True
-        return function(*args, **(kwargs or {}))
-
-
-def sizes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sizes:
-    """Return the size of each dimension of each tensor among the arguments of a forward."""
-    return frozenset(
-        (f"size {axis} of tensor {position}", size)
-        for position, tensor in enumerate(_tensors(args, kwargs))
-        for axis, size in enumerate(tensor.shape)
-    )
-
-
-def batch_sizes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Schema:
-    """Describe the sizes of the tensors among a forward's arguments, which a graph for one shape depends on."""
-    return tuple(
-        (f"size of tensor {position}", " x ".join(map(str, tensor.shape)))
-        for position, tensor in enumerate(_tensors(args, kwargs))
-    )
-
-
-def size_difference(bound_to: Sizes, present: Sizes) -> str:
-    """Say which size an export is bound to that a call does not have; empty if there is none."""
-    now = dict(present)
-    for name, size in sorted(bound_to):
-        if now.get(name) != size:
-            return f"`{name}`, which the forward makes a number of, changed from {size} to {now.get(name)}"
-    return ""
-
-
-def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors among the arguments of a forward, however nested."""
-    leaves = _pytree.tree_leaves((list(args), dict(kwargs)))
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -1,76 +1,72 @@
-"""Check in each step what a trace has decided by the values of its one batch: branches, and numbers made of tensors.
+"""Check what a trace has decided by its one batch: branches, numbers made of tensors, and turns of loops.
 
 A trace of ``if x.sum() > 0`` holds the branch that its batch took, and one of ``x.max().item()`` that batch's number;
-ORTModule 1.19.2 trains every other batch with them, wrongly and without a word. Here the values that were read become
-one more output of the graph, and a step in which they are others ends in an error. Values made of sizes alone are left
-out, since an export that reads these is bound to the sizes of its batch (see `arguments`), and so
-are constants. A random number that is made of no input is refused: its first draw would decide every step; so is one
-that Python or numpy draws (see `python_draws`).
+ORTModule 1.19.2 trains every other batch with them, wrongly and without a word. What Python reads of tensors in a
+trace is noted here. What is made of sizes alone is kept beside the export, which is good for those calls in which
+Python would read the same (see `sizes`). What is made of data becomes one more output of the graph, and a step in which
+it is something else ends in an error. Constants are left out. A random number that is made of no input is refused: its
+first draw would decide every step; so is one that Python or numpy draws (see `python_draws`).
 """
 
 from __future__ import annotations
 
 import math
-import os
-import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from enum import Enum
-from functools import cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+from functools import wraps
+from typing import Any, Final, NoReturn
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree
 
-from ortlab.engine.patching import replace
+from ortlab.engine.patching import replace, set_to, with_attributes
+from ortlab.engine.tracing.origins import Origin, Origins
 from ortlab.engine.tracing.outputs import Part
 from ortlab.engine.tracing.python_draws import PythonDraws
-from ortlab.engine.tracing.source_lines import TORCH, caller_outside, in_words, is_model_code
-from ortlab.engine.tracing.traced_values import function_name, is_certain_of_uniform
+from ortlab.engine.tracing.sizes import (
+    LAYOUTS,
+    Computation,
+    SizeRead,
+    computation_of,
+    read,
+)
+from ortlab.engine.tracing.source_lines import ORTLAB, TORCH, caller_outside, in_words, is_model_code
+from ortlab.engine.tracing.taps import drop_dead_nodes
+from ortlab.engine.tracing.traced_values import function_name
 from ortlab.engine.tracing.traced_writes import not_traced
 from ortlab.errors import BuildError, ExecutionError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    import onnx
-
-_READING: Final = frozenset(
-    {"__bool__", "__float__", "__index__", "__int__", "is_nonzero", "item", "numpy", "tolist"}
+_READERS: Final = (
+    "__bool__ __complex__ __float__ __hash__ __index__ __int__ item numpy tolist".split()  # noqa: SIM905
 )
-"""Functions of a tensor that give Python its values."""
+"""Methods of a tensor that give Python its values; a number as the key of a dict is looked up by its value."""
 
-_SIZES: Final = frozenset({"__len__", "numel", "nelement", "shape", "size", "unbind", "__iter__"})
-"""Functions of a tensor that give Python, or make numbers of, its sizes."""
+_IN_PARTS: Final = frozenset({"chunk", "split", "tensor_split", "unbind"})
+"""Functions that make a list of tensors, whose length follows from a size."""
 
-_SIZED_BY_DATA: Final = frozenset(
-    {"argwhere", "masked_select", "nonzero", "unique", "unique_consecutive", "_unique2", "unique_dim"}
-)
 _LOOSELY: Final = 1e-5
 """Relative difference that a floating-point number may have: two engines round differently."""
 
 _COUNTED: Final = 2.0**24
 """Below this a whole number is a count, a class or a place; above it float32 has no other numbers."""
 
-_PASSED_THROUGH: Final = (TORCH, f"{Path(__file__).parent}{os.sep}")
-"""Folders of code that calls functions of tensors for somebody else."""
-
 
 @dataclass
-class _Reads:
-    """What one export reads of values: whether its first run did, and what its trace has read."""
+class Reads:
+    """What the trace of one export reads of values and of sizes."""
 
-    any: bool = False
-    traced: bool = False
     places: list[str] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
-    index: int = -1
+    sizes: list[SizeRead] | None = None  # None if nothing has been traced: an export from the disk
+    computation: Computation | None = None  # of what it reads of sizes
+    index: int = -1  # of the values, among the outputs
     draws: PythonDraws = field(default_factory=PythonDraws)
 
 
-_reads: Final[ContextVar[_Reads | None]] = ContextVar("reads", default=None)
+_reads: Final[ContextVar[Reads | None]] = ContextVar("reads", default=None)
+_noting: Final[ContextVar[_Noting | None]] = ContextVar("noting", default=None)
 
 
 def install() -> None:
@@ -82,6 +78,14 @@ def install() -> None:
     replace(GraphTransitionManager, "_get_exported_model", _note_reads)
 
 
+@contextmanager
+def reads_noted() -> Iterator[Reads]:
+    """Note what the export in the block reads."""
+    reads = Reads()
+    with set_to(_reads, reads):
+        yield reads
+
+
 # --- in the export ------------------------------------------------------------------------------------------------
 
 
@@ -89,26 +93,16 @@ def _note_reads(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``GraphTransitionManager._get_exported_model``: it runs the forward once and then traces it."""
 
     def get_exported_model(*args: Any, **kwargs: Any) -> Any:
-        reads = _Reads()
-        token = _reads.set(reads)
-        try:
-            model, schema = original(*args, **kwargs)
-        finally:
-            _reads.reset(token)
-        if reads.any and reads.places:
+        model, schema = original(*args, **kwargs)
+        reads = _reads.get()
+        if reads is not None and reads.places:
             schema = GuardedPart(schema, reads.index, tuple(reads.places), tuple(reads.values))
-        elif reads.any:  # the forward reads values only where it is not traced, as masks of transformers do
-            _drop_output(model, reads.index)
+        elif reads is not None:
+            del model.graph.output[reads.index]
+            drop_dead_nodes(model.graph)
         return model, schema
 
     return get_exported_model
-
-
-def _drop_output(model: onnx.ModelProto, index: int) -> None:
-    name = model.graph.output[index].name
-    del model.graph.output[index]
-    made = next(place for place, node in enumerate(model.graph.node) if name in node.output)
-    del model.graph.node[made]
 
 
 def _give_out_reads(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,19 +112,19 @@ def _give_out_reads(original: Callable[..., Any]) -> Callable[..., Any]:
         reads = _reads.get()
         if reads is None:
             return original(self, *args)
-        traced = bool(torch._C._get_tracing_state())
-        with reads.draws.watched(self._original_module), _ReadValues() as mode:
-            outputs = original(self, *args)
-        if not traced:
-            reads.any = reads.any or mode.any
-        elif reads.any:
-            reads.places, reads.values = mode.places, mode.values
-        if reads.any:
-            reads.index = len(outputs)
-            # A number in front, so that there is an output where the first run read values and the trace reads none.
-            zero = torch.zeros(1, dtype=torch.int64, device=self._device)
-            outputs = [*outputs, _together([zero, *mode.tensors]) if traced else zero]
-        return outputs
+        # A number in front, so that there is an output even where the trace reads no values.
+        values = [torch.zeros(1, dtype=torch.int64, device=self._device)]
+        with reads.draws.watched(self._original_module):
+            if torch._C._get_tracing_state():
+                with _Noting() as noting, noting.methods_replaced():
+                    outputs = original(self, *args)
+                reads.places, reads.values, reads.sizes = noting.places, noting.values, noting.sizes
+                reads.computation = computation_of(reads.sizes, len(args), noting.origins)
+                values += noting.tensors
+            else:
+                outputs = original(self, *args)
+        reads.index = len(outputs)
+        return [*outputs, _together(values)]
 
     return forward
 
@@ -142,63 +136,139 @@ def _together(values: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(values)
 
 
-class _ReadValues(TorchFunctionMode):
-    """Notes the values that Python reads of tensors while a forward runs."""
+class _Noting(TorchFunctionMode):
+    """Notes what Python reads of tensors while a forward is traced.
+
+    A mode does not see the insides of functions of ``torch.nn.functional``, so that the methods which make numbers of
+    tensors are replaced.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.any = False
         self.tensors: list[torch.Tensor] = []
         self.places: list[str] = []
         self.values: list[float] = []
-        self._of_sizes = _Marked()
-        self._sized_by_data = _Marked()
+        self.sizes: list[SizeRead] = []
+        self.origins = Origins()
+        self._indexes = False  # on while torch takes an index, whose sizes stay symbols
+
+    @contextmanager
+    def methods_replaced(self) -> Iterator[None]:
+        """Let the methods in `_READERS` note, in the block and for this thread, what they are asked for."""
+        own = {name: vars(torch.Tensor).get(name) for name in _READERS}
+        for name in _READERS:
+            setattr(torch.Tensor, name, _noted_by_method(getattr(torch.Tensor, name), name))
+        try:
+            with set_to(_noting, self):
+                yield
+        finally:
+            for name, before in own.items():
+                if before is None:
+                    delattr(torch.Tensor, name)
+                else:
+                    setattr(torch.Tensor, name, before)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = function_name(function)
-        if name in _READING and isinstance(args[0], torch.Tensor):
-            self._note(args[0])
-        result = function(*args, **kwargs)
-        given = [one for one in _pytree.tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
-        made = [one for one in _pytree.tree_leaves(result) if isinstance(one, torch.Tensor)]
-        by_data = name in _SIZED_BY_DATA or any(one in self._sized_by_data for one in given)
-        by_data |= name == "where" and len(args) + len(kwargs) == 1
-        by_data |= name == "__getitem__" and any(one.dtype is torch.bool for one in given[1:])
-        if name in _SIZES:
-            if by_data:
-                self.any = True
-                if name in {"__len__", "__iter__", "unbind"}:
-                    self._note(args[0].new_zeros(()) + args[0].shape[0])
-            elif name not in {"unbind", "__iter__"}:
-                self._of_sizes.add(made)
-        elif given and all(one in self._of_sizes for one in given):
-            self._of_sizes.add(made)
-        elif by_data:
-            self._sized_by_data.add(made)
-        return result
+        tensor = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        if tensor is None or not torch._C._get_tracing_state():
+            return function(*args, **kwargs)
+        if name in LAYOUTS:
+            self.note(tensor, name)
+        elif name in _IN_PARTS:
+            self._note_parts(name, *args, **kwargs)
+        elif name in ("is_nonzero", "tensor"):
+            self.note(tensor, "__bool__" if name == "is_nonzero" else "tolist")
+        elif name in ("equal", "allclose"):
+            self._note_comparison(name, *args, **kwargs)
+        with with_attributes(self, (), _indexes=name in ("__getitem__", "__setitem__")):
+            return function(*args, **kwargs)
 
-    def _note(self, tensor: torch.Tensor) -> None:
-        place = _place()
-        if not place:
-            return
-        of_sizes = tensor in self._of_sizes
-        if torch._C._get_tracing_state():
-            made_of = origin(tensor)
-            if made_of is Origin.RANDOM:
-                _refuse_random(place)
-            of_sizes |= made_of is Origin.CONSTANT
-        if of_sizes:
-            return
-        self.any = True
-        if not torch._C._get_tracing_state():
-            return
-        kind = torch.float32 if tensor.is_floating_point() else torch.int64
-        values = tensor.detach().to(kind, copy=True).reshape(-1)
+    def _note_comparison(self, name: str, one: torch.Tensor, other: torch.Tensor, **kwargs: Any) -> None:
+        """Note what tells whether two tensors are equal: their sizes, and where these are equal all their values."""
+        sizes: list[Any] = [a == b for a, b in zip(one.shape, other.shape, strict=False)]
+        for size in sizes:
+            self.note(size, "__bool__")
+        if one.dim() == other.dim() and all(map(bool, sizes)):
+            same = torch.isclose(one, other, **kwargs) if name == "allclose" else one == other
+            self.note(same.all(), "__bool__")
+
+    def _note_parts(self, name: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Note what the number of parts follows from; but for chunks, that is the size of what is taken apart."""
+        given = dict(zip(("dim",) if name == "unbind" else ("number", "dim"), args, strict=False)) | kwargs
+        size: Any = tensor.size(given.get("dim", 0))
+        number = given.get("number", given.get("chunks"))
+        if name == "chunk" and isinstance(number, int):
+            longest = ((size + number - 1) // number).clamp(min=1)
+            size = (size + longest - 1) // longest
+        self.note(size, "__int__")
+
+    def note(self, tensor: torch.Tensor, how: str) -> None:
+        """Note that Python reads a tensor by a function of this name."""
+        frame = caller_outside(TORCH, ORTLAB)
+        if frame is None or not is_model_code(frame.f_code.co_filename):
+            return  # ORTModule's own, whose hooks count tokens
+        place = in_words(frame)
+        made_of = Origin.SIZES if how in LAYOUTS else self.origins.of(tensor)
+        if made_of is Origin.RANDOM:
+            _refuse_random(place)
+        elif made_of is Origin.SIZES and not self._indexes:
+            self._note_size(tensor, how, place)
+        elif made_of is Origin.INPUTS:
+            kind = torch.float32 if tensor.is_floating_point() else torch.int64
+            values = tensor.detach().to(kind, copy=True).reshape(-1)
+            with not_traced():
+                found = values.tolist()
+            self.tensors.append(values)
+            self.values += found
+            self.places += [place] * len(found)
+
+    def _note_size(self, tensor: torch.Tensor, how: str, place: str) -> None:
+        internals: Any = torch._C
+        kept = tensor if how in LAYOUTS else tensor.detach().clone()  # it may be written to later
         with not_traced():
-            self.values += values.tolist()
-        self.tensors.append(values)
-        self.places += [place] * values.numel()
+            found = read(tensor, how)
+        self.sizes.append(SizeRead(place, how, found, internals._get_value_trace(kept).unique()))
+
+
+@contextmanager
+def _traced_again() -> Iterator[None]:
+    """Trace what is done in the block even while torch makes a tensor of Python's data, which it keeps out."""
+    internals: Any = torch._C
+    excluded = internals._dispatch_tls_is_dispatch_key_excluded("Tracer")
+    internals._dispatch_tls_set_dispatch_key_excluded("Tracer", False)  # noqa: FBT003 - torch's
+    try:
+        yield
+    finally:
+        internals._dispatch_tls_set_dispatch_key_excluded("Tracer", excluded)
+
+
+def _noted_by_method(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Wrap a method of tensors, which other threads may call meanwhile."""
+
+    @wraps(original)
+    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        noting = _noting.get()
+        if noting is None or not torch._C._get_tracing_state():
+            return original(self, *args, **kwargs)
+        with set_to(_noting, None):  # torch looks the method up again
+            if name == "__hash__":
+                return _hash(noting, self, original)
+            with _traced_again():
+                noting.note(self, name)
+            return original(self, *args, **kwargs)
+
+    return method
+
+
+def _hash(noting: _Noting, tensor: torch.Tensor, original: Callable[..., int]) -> int:
+    """Return the hash of a size as the number that it is without a trace, so that sets and dicts find it."""
+    if tensor.dim() or tensor.dtype is not torch.int64 or noting.origins.of(tensor) is not Origin.SIZES:
+        return original(tensor)
+    noting.note(tensor, "__int__")
+    with not_traced():
+        return hash(int(tensor))
 
 
 def _refuse_random(place: str) -> NoReturn:
@@ -208,143 +278,6 @@ def _refuse_random(place: str) -> NoReturn:
         fix="Set its probability to 0 (such as config.layerdrop), choose with tensors (torch.where), or wrap the "
         "modules that do not draw: ortlab.wrap(model, only=[...]).",
     )
-
-
-class _Marked:
-    """A set of tensors, by identity, that keeps none alive."""
-
-    def __init__(self) -> None:
-        self._references: dict[int, weakref.ref[torch.Tensor]] = {}
-
-    def __contains__(self, tensor: object) -> bool:
-        reference = self._references.get(id(tensor))
-        return reference is not None and reference() is tensor
-
-    def add(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._references.update({id(tensor): weakref.ref(tensor) for tensor in tensors})
-
-
-def _place() -> str:
-    """Return the line of the model that is being executed; empty if it is ORTModule's, whose hooks count tokens."""
-    frame = caller_outside(*_PASSED_THROUGH)
-    return in_words(frame) if frame is not None and is_model_code(frame.f_code.co_filename) else ""
-
-
-# --- what a value is made of, read from the graph that torch's tracer writes, whose inputs are parameters, too ----
-
-_ASKS_SIZES: Final = frozenset(
-    {"aten::size", "aten::sym_size", "aten::numel", "aten::len", "aten::_shape_as_tensor"}
-)
-"""Operators that ask their input for its sizes; so do those that end in ``_like`` and begin with ``new_``."""
-
-_RESULT_SIZED_BY_DATA: Final = frozenset(
-    f"aten::{name}"
-    for name in """nonzero nonzero_numpy argwhere masked_select where index bincount repeat_interleave unique_dim
-    unique_consecutive unique_dim_consecutive _unique _unique2""".split()  # noqa: SIM905
-)
-"""Operators whose results have sizes that depend on values."""
-
-_MASKS: Final = ("Bool", "Byte", None)
-"""Types of an index that is a mask, or may be one."""
-
-_UNIFORM: Final = frozenset({"aten::rand", "aten::rand_like"})
-
-
-class Origin(Enum):
-    """What a value is made of."""
-
-    INPUTS = "inputs"
-    RANDOM = "random numbers"
-    CONSTANT = "constants"
-
-
-def origin(tensor: torch.Tensor) -> Origin:
-    """Tell what a tensor is made of, while it is traced.
-
-    It is `INPUTS` if the value of an input has a part in it; else `RANDOM` if random numbers have one; else `INPUTS` if
-    the size of an input has one; else `CONSTANT`, the same in each step. The comparison of a layer drop of probability
-    0 counts as constant.
-    """
-    internals: Any = torch._C
-    last = internals._get_value_trace(tensor).node()
-    history = _history(last)
-    if history.of_values:
-        return Origin.INPUTS
-    if any(map(_draws, history.operators)) and not _is_certain(last, history.operators):
-        return Origin.RANDOM
-    return Origin.INPUTS if history.of_sizes else Origin.CONSTANT
-
-
-class _History(NamedTuple):
-    """How a value was made: by which operators, and whether values and sizes of inputs are among its sources."""
-
-    operators: set[str]
-    of_values: bool
-    of_sizes: bool
-
-
-def _history(last: Any) -> _History:
-    nodes, seen = [(last, False)], {(_identity(last), False)}
-    operators: set[str] = set()
-    sources: set[bool] = set()
-    while nodes:
-        node, for_size = nodes.pop()
-        kind = node.kind()
-        if kind == "prim::Param" or any(True for _ in node.blocks()):  # a block sees what is not its input
-            sources.add(for_size)
-        if not for_size and not kind.startswith("prim::"):
-            operators.add(kind)
-        for_size |= kind in _ASKS_SIZES or kind.endswith("_like") or kind.startswith("aten::new_")
-        for_size &= not _is_sized_by_data(node)
-        for one in (*(value.node() for value in node.inputs()), *_writers(node)):
-            if (_identity(one), for_size) not in seen:
-                seen.add((_identity(one), for_size))
-                nodes.append((one, for_size))
-    return _History(operators, False in sources, True in sources)
-
-
-def _is_sized_by_data(node: Any) -> bool:
-    """Tell whether the sizes of a node's results depend on values: those of an index do on a mask, not on numbers."""
-    if node.kind() != "aten::index":
-        return node.kind() in _RESULT_SIZED_BY_DATA
-    _, places = node.inputs()
-    types = [value.type() for value in places.node().inputs() if value.type().kind() != "NoneType"]
-    return any(one.kind() != "TensorType" or one.scalarType() in _MASKS for one in types)
-
-
-def _identity(node: Any) -> int:
-    """Return a number that only this node of the graph has: the bindings make a new object for it each time."""
-    return next((int(value.unique()) for value in node.outputs()), -1)
-
-
-def _writers(node: Any) -> Iterator[Any]:
-    """Yield the nodes that write to the memory of a node's results, or make views of it."""
-    for value in node.outputs():
-        for use in value.uses():
-            schema = use.user.schema()
-            if use.offset == 0 and (
-                "(a!" in schema or "Tensor(a" in schema or use.user.kind() == "prim::ListUnpack"
-            ):
-                yield use.user
-
-
-def _is_certain(last: Any, operators: set[str]) -> bool:
-    """Tell whether a node compares a draw from [0, 1), not written to since, with a limit that decides alone."""
-    comparison = last.kind()
-    if not operators <= {*_UNIFORM, comparison} or last.inputsSize() != 2:  # noqa: PLR2004
-        return False
-    drawn, other = last.inputs()
-    limit = other.toIValue() if other.node().kind() == "prim::Constant" else None
-    return drawn.node().kind() in _UNIFORM and is_certain_of_uniform(comparison.removeprefix("aten::"), limit)
-
-
-@cache
-def _draws(kind: str) -> bool:
-    """Tell whether an operator, such as ``aten::rand``, draws random numbers."""
-    space, _, name = kind.partition("::")
-    packet = getattr(getattr(torch.ops, space), name, None) if name else None
-    overloads = packet.overloads() if packet is not None else ()
-    return any(torch.Tag.nondeterministic_seeded in getattr(packet, one).tags for one in overloads)
 
 
 # --- in each step -------------------------------------------------------------------------------------------------

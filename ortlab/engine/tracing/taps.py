@@ -93,7 +93,7 @@ class Taps:
                 name = producers[name].input[0]
             marked.setdefault(name, []).extend(marks)
         del graph.output[kept:]
-        _drop_dead_nodes(graph)
+        drop_dead_nodes(graph)
         model.metadata_props.add(key=_KEY, value=json.dumps(marked))
 
 
@@ -149,7 +149,8 @@ def _without_marks(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_exported_model
 
 
-def _drop_dead_nodes(graph: onnx.GraphProto) -> None:
+def drop_dead_nodes(graph: onnx.GraphProto) -> None:
+    """Take out of a graph what none of its outputs needs."""
     needed = {value.name for value in graph.output}
     kept = []
     for node in reversed(graph.node):
