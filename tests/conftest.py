@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,12 @@ def earlier_tests_out_of_the_garbage(earlier_modules_out_of_the_garbage):
     gc.freeze()
 
 
+@lru_cache(maxsize=1)
+def packages(count: int) -> frozenset[str]:
+    """Name the packages that are imported; asked twice a test, and there are thousands of modules."""
+    return frozenset(name.partition(".")[0] for name in sys.modules)
+
+
 @dataclass(frozen=True)
 class ProcessState:
     """What a test could leave behind for the next one."""
@@ -71,7 +78,7 @@ class ProcessState:
             folder=os.getcwd(),  # noqa: PTH109 - the string is compared, not walked
             warning_filters=tuple(warnings.filters),
             torch_flags=torch_flags() if "torch" in sys.modules else None,
-            packages=frozenset(name.partition(".")[0] for name in sys.modules),
+            packages=packages(len(sys.modules)),
         )
 
     def changes(self, before: ProcessState) -> list[str]:

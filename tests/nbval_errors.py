@@ -5,7 +5,21 @@ A magic's UsageError is a line among the outputs, and no exception: nbval overlo
 
 from __future__ import annotations
 
+import os
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+from forked_kernels import ADDRESS, forked
 from nbval.kernel import RunningKernel
+
+
+def pytest_configure(config) -> None:
+    """Fork the kernels of all notebooks from one process, unless there is one already."""
+    if ADDRESS not in os.environ:
+        kernels = ExitStack()
+        config.add_cleanup(kernels.close)
+        kernels.enter_context(forked(Path(kernels.enter_context(tempfile.TemporaryDirectory()))))
 
 
 def await_reply(self: RunningKernel, msg_id: str, timeout: float | None = None) -> None:

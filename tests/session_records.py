@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import small_transformers
 import torch
 import triton_files
 from torch import nn
-from transformers import BertConfig, BertForSequenceClassification
 
 import ortlab
 from ortlab.memory.device_snapshot import KeptBuffer, MemorySnapshot, name_blocks
@@ -90,15 +90,8 @@ def net_lab() -> Lab:
 def deep_lab() -> Lab:
     """Wrap a BERT of 12 narrow layers: more operators, activations and plans than a table shows."""
     torch.manual_seed(3)
-    config = BertConfig(
-        vocab_size=50,
-        hidden_size=16,
-        num_hidden_layers=12,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=16,
-    )
-    model = BertForSequenceClassification(config)
+    sizes = {"layers": 12, "width": 16, "words": 50, "max_position_embeddings": 16}
+    model = small_transformers.bert("ForSequenceClassification", **sizes, drop=0.1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     tokens, labels = _tokens(2), torch.tensor([0, 1])
 

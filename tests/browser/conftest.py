@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from forked_kernels import forked
 
 from .server import CHROMIUM_FLAGS, JupyterServer, chromium_executable, started
 
@@ -38,7 +39,7 @@ UNDRAWN = (
 
 @pytest.fixture(scope="session")
 def jupyter(tmp_path_factory) -> Iterator[JupyterServer]:
-    with started(tmp_path_factory.mktemp("jupyter")) as server:
+    with forked(tmp_path_factory.mktemp("kernels")), started(tmp_path_factory.mktemp("jupyter")) as server:
         yield server
 
 
@@ -63,6 +64,7 @@ def pages(jupyter: JupyterServer, chromium: Browser, folder: Path) -> Iterator[C
     complaints: list[str] = []
     late: list[Page] = []
     contexts = []
+    notebooks = set()
 
     def open_page(
         notebook: str,
@@ -75,6 +77,7 @@ def pages(jupyter: JupyterServer, chromium: Browser, folder: Path) -> Iterator[C
         **context_options: Any,
     ) -> Page:
         jupyter.use_theme(theme)
+        notebooks.add(notebook)
         context = chromium.new_context(viewport={"width": width, "height": height}, **context_options)
         contexts.append(context)
         context.set_default_timeout(1000 * CLICK_SECONDS)
@@ -102,6 +105,7 @@ def pages(jupyter: JupyterServer, chromium: Browser, folder: Path) -> Iterator[C
             if page in late and page.locator(UNDRAWN).count():
                 complaints.append(f"{LATE} It is not drawn either.")
         context.close()
+    jupyter.end_kernels(notebooks)
     assert complaints == []
 
 

@@ -56,6 +56,17 @@ class JupyterServer:
         """Where a notebook opens; `reset` closes what an earlier test has opened."""
         return f"{self.url}/lab/tree/{notebook}?token={self.token}&reset"
 
+    def end_kernels(self, notebooks: set[str]) -> None:
+        """End the kernels of notebooks; those of closed pages would keep their memory until the server ends."""
+        for session in json.loads(self._asked("GET", "api/sessions")):
+            if session["path"] in notebooks:
+                self._asked("DELETE", f"api/sessions/{session['id']}")
+
+    def _asked(self, method: str, what: str) -> bytes:
+        address = f"{self.url}/{what}?token={self.token}"
+        with urllib.request.urlopen(urllib.request.Request(address, method=method), timeout=60) as answer:  # noqa: S310
+            return answer.read()
+
     def use_theme(self, name: str) -> None:
         """Choose the theme of pages opened from now on."""
         self._write("@jupyterlab/apputils-extension/themes", {"theme": f"JupyterLab {name.capitalize()}"})

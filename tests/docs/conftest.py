@@ -9,11 +9,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from forked_kernels import forked
 
 sys.path.append(str(Path(__file__).parent))  # pytest's importlib mode leaves sys.path alone
 import pages
 
 _READ: list[pages.Page] = []
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernels(tmp_path_factory):
+    """Fork the kernels of all pages from one process."""
+    with forked(tmp_path_factory.mktemp("kernels")):
+        yield
 
 
 @pytest.fixture(scope="session")

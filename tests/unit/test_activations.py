@@ -6,6 +6,7 @@ import json
 import math
 
 import pytest
+import small_transformers
 import torch
 import transformers
 from torch import nn
@@ -14,39 +15,6 @@ import ortlab
 from ortlab.errors import BuildError, OptionError
 from ortlab.memory.saved_activations import KINDS, OUTSIDE
 from ortlab.render import html, text
-
-SIZE = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0}
-
-
-def bert(batch):
-    config = transformers.BertConfig(
-        num_hidden_layers=2, hidden_size=32, num_attention_heads=2, intermediate_size=64, vocab_size=64
-    )
-    ids = torch.randint(0, 64, (batch, 16))
-    return transformers.BertForMaskedLM(config), {
-        "input_ids": ids,
-        "labels": ids,
-        "attention_mask": ids * 0 + 1,
-    }
-
-
-def gpt2(batch):
-    config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=64, **SIZE)
-    ids = torch.randint(0, 64, (batch, 16))
-    return transformers.GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}
-
-
-def llama(batch):
-    config = transformers.LlamaConfig(
-        num_hidden_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=64,
-        **SIZE,
-    )
-    ids = torch.randint(0, 64, (batch, 16))
-    return transformers.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
 
 
 def vit(batch):
@@ -65,15 +33,29 @@ def vit(batch):
     }
 
 
+def language(model, batch):
+    return model, small_transformers.batch_of(batch, 16)
+
+
+def bert(batch):
+    model, given = language(small_transformers.bert(drop=0.1), batch)
+    return model, {**given, "attention_mask": torch.ones_like(given["input_ids"])}
+
+
 def t5(batch):
-    config = transformers.T5Config(
-        num_layers=2, d_model=32, d_kv=16, num_heads=2, d_ff=64, vocab_size=64, decoder_start_token_id=0
-    )
-    ids = torch.randint(1, 64, (batch, 16))
-    return transformers.T5ForConditionalGeneration(config), {"input_ids": ids, "labels": ids[:, :8].clone()}
+    model, given = language(small_transformers.t5(drop=0.1, use_cache=True), batch)
+    return model, {**given, "labels": given["labels"][:, :8].clone()}
 
 
-MODELS = {"bert": bert, "gpt2": gpt2, "llama": llama, "vit": vit, "t5": t5}
+MODELS = {
+    "bert": bert,
+    "gpt2": lambda batch: language(small_transformers.gpt2(drop=0.1, n_positions=64, use_cache=True), batch),
+    "llama": lambda batch: language(
+        small_transformers.llama(heads=4, num_key_value_heads=2, use_cache=True), batch
+    ),
+    "vit": vit,
+    "t5": t5,
+}
 
 
 class Stepped:
@@ -391,8 +373,8 @@ def test_an_unknown_kind_is_refused(stepped_once):
 
 def test_parts_of_a_model_are_put_together():
     torch.manual_seed(0)
-    model, batch = gpt2(2)
-    lab = ortlab.wrap(model.train(), only=["transformer.h.0", "transformer.h.1"])
+    model, batch = MODELS["gpt2"](2)
+    lab = ortlab.wrap(model, only=["transformer.h.0", "transformer.h.1"])
     with pytest.raises(BuildError):
         lab.activations()
 

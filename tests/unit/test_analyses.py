@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from small_transformers import gpt2
 
 import ortlab
 from ortlab.errors import BuildError, OptionError
@@ -28,9 +28,7 @@ class Study:
 
     def __init__(self, dropout: float = 0.0, **wrap) -> None:
         torch.manual_seed(5)
-        p = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
-        sizes = {"vocab_size": 60, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
-        self.model = GPT2LMHeadModel(GPT2Config(**sizes, **p, bos_token_id=0, eos_token_id=0))
+        self.model = gpt2(width=16, words=60, drop=dropout, n_positions=32, use_cache=True)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.batch = ids_of(2)
         self.lab = ortlab.wrap(self.model, **wrap)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_transformers import bert, gpt2
 from torch import nn
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 import ortlab
 from ortlab.records.density import Density
@@ -23,13 +23,6 @@ from ortlab.render.run_pages import run_page
 from ortlab.runs.padded_inputs import DensityProbe, PaddedInput
 
 LOGS = Path(__file__).with_name("logs")
-SMALL = {
-    "vocab_size": 60,
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-}
 
 
 class Tagger(nn.Module):
@@ -110,8 +103,7 @@ def test_the_search_changes_neither_buffers_nor_random_state(tagger, batch):
 @pytest.mark.parametrize("shifting", [False, True])
 def test_models_of_transformers_are_understood(shifting):
     torch.manual_seed(2)
-    causal = GPT2Config(vocab_size=60, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2)
-    model = GPT2LMHeadModel(causal) if shifting else BertForMaskedLM(BertConfig(**SMALL, pad_token_id=0))
+    model = (gpt2 if shifting else bert)(layers=1, width=16, words=60, drop=0.1)
     ids = torch.randint(1, 60, (2, 8))
     ids[0, 4:] = 0
     labels = torch.where(torch.arange(8) < 2, ids, -100)

@@ -7,24 +7,15 @@ import json
 import pickle
 
 import pytest
+import small_transformers
 import torch
 from torch import nn
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 import ortlab
 from ortlab.errors import StepError
 from ortlab.records.density import EMBED, LABEL, Density, DensityReport, DensityRow
 from ortlab.render import html, text
 
-SMALL = {
-    "vocab_size": 60,
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
 GLUE = [50, 81, 35, 11, 29, 36, 66, 19, 40, 22, 21, 42, 17, 37, 40, 41,
         26, 58, 38, 54, 41, 73, 48, 57, 50, 51, 49, 85, 48, 36, 79, 62]  # fmt: skip
 MLM = [564, 593, 581, 595, 627]
@@ -45,7 +36,7 @@ def flat(report):
 
 def bert(*, seen=True, loss_only=True):
     torch.manual_seed(0)
-    model = BertForMaskedLM(BertConfig(**SMALL, pad_token_id=0)).train()
+    model = small_transformers.bert(layers=1, width=16, words=60)
     return ortlab.with_loss(model, ortlab.TokenLoss(), loss_only=loss_only) if seen else model
 
 
@@ -169,8 +160,7 @@ def test_a_batch_that_does_not_fit_is_named():
 def test_token_loss_is_the_loss_of_transformers(shift):
     torch.manual_seed(0)
     if shift:
-        config = GPT2Config(vocab_size=60, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2)
-        model = GPT2LMHeadModel(config).eval()
+        model = small_transformers.gpt2(layers=1, width=16, words=60, drop=0.1, use_cache=True).eval()
     else:
         model = bert(seen=False).eval()
     batch = masked()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+import small_transformers
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
-from transformers import BertConfig, BertForMaskedLM, RobertaConfig, RobertaForSequenceClassification
 
 import ortlab
 from ortlab.errors import OptionError, StepError
@@ -17,17 +17,7 @@ from ortlab.graphs.flops import Flops, FlopSavings
 from ortlab.render import html, text
 
 BATCH, LENGTH, HIDDEN, INNER, LAYERS, WORDS = 4, 16, 32, 64, 2, 100
-SIZES = {
-    "vocab_size": WORDS,
-    "hidden_size": HIDDEN,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 2,
-    "intermediate_size": INNER,
-    "max_position_embeddings": 40,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-    "attn_implementation": "eager",
-}
+SIZES = {"words": WORDS, "max_position_embeddings": 40, "attn_implementation": "eager"}
 
 
 def tokens():
@@ -45,7 +35,7 @@ def by_torch(step):
 def bert():
     """A BERT of which a step has run, with a lab; its loss is a module, and two of three labels are ignored."""
     torch.manual_seed(0)
-    model = BertForMaskedLM(BertConfig(**SIZES, pad_token_id=0)).train()
+    model = small_transformers.bert(**SIZES)
     ids = tokens()
     labels = torch.where(torch.arange(LENGTH) % 4 == 0, ids, -100)
     ortlab.with_loss(model, ortlab.TokenLoss(), loss_only=True)
@@ -109,7 +99,7 @@ def test_label_sparsity_saves_the_share_of_the_head_that_is_ignored(plain):
 @pytest.mark.row("D2", "D3")
 def test_the_head_of_roberta_lets_the_last_layer_compute_one_token():
     torch.manual_seed(0)
-    model = RobertaForSequenceClassification(RobertaConfig(**SIZES, num_labels=3)).train()
+    model = small_transformers.bert("ForSequenceClassification", family="Roberta", **SIZES, num_labels=3)
     ids, labels = tokens(), torch.arange(BATCH) % 3
     lab = ortlab.wrap(model)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import onnx
 import pytest
+import small_transformers
 import torch
 from torch import nn
-from transformers import BertConfig, BertForMaskedLM, RobertaConfig, RobertaForSequenceClassification
 
 import ortlab
 from ortlab.errors import BuildError, LedgerError, OptionError, StepError
@@ -22,8 +22,6 @@ from ortlab.graphs.stages import Graph
 from ortlab.memory.recompute import COPY
 from ortlab.options.options import setting_words
 from ortlab.render import html, text
-
-SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 
 
 def stepped(model, *batch, **named):
@@ -42,9 +40,8 @@ def stepped(model, *batch, **named):
 @pytest.fixture(scope="module")
 def bert():
     torch.manual_seed(2)
-    model = BertForMaskedLM(BertConfig(vocab_size=300, max_position_embeddings=40, **SIZES))
-    ids = torch.randint(3, 60, (2, 8))
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    model = small_transformers.bert(width=16, words=300, drop=0.1, max_position_embeddings=40)
+    batch = small_transformers.batch_of(words=60, first=3, mask=True)
     lab = stepped(model, **batch)
     model.eval()
     with torch.no_grad():
@@ -56,17 +53,12 @@ def bert():
 
 @pytest.fixture(scope="module")
 def roberta():
-    config = RobertaConfig(
-        vocab_size=60,
-        max_position_embeddings=40,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        **SIZES,
-    )
     torch.manual_seed(2)
+    sizes = {"width": 16, "words": 60, "max_position_embeddings": 40}
+    model = small_transformers.bert("ForSequenceClassification", family="Roberta", **sizes)
     ids = torch.randint(3, 60, (2, 8))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor([0, 1])}
-    lab = stepped(RobertaForSequenceClassification(config), **batch)
+    lab = stepped(model, **batch)
     yield lab
     lab.unwrap()
 

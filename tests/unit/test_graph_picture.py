@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 import pytest
 import torch
 from onnx import TensorProto, helper
-from transformers import BertConfig, BertForMaskedLM
+from small_transformers import batch_of, bert
 
 import ortlab
 from ortlab.graphs.nodes import node_names
@@ -23,13 +23,9 @@ HOSTILE = '"><script>hacked=1</script><img src=x onerror="hacked=1">&amp;\x00\x1
 @pytest.fixture(scope="module")
 def graphs():
     torch.manual_seed(3)
-    config = BertConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=50
-    )
-    model = BertForMaskedLM(config)
+    model = bert(width=16, words=50, drop=0.1)
     lab = ortlab.wrap(model)
-    tokens = torch.randint(0, 50, (2, 8))
-    model(input_ids=tokens, labels=tokens).loss.backward()
+    model(**batch_of(words=50)).loss.backward()
     yield {stage: lab.graph(stage) for stage in STAGES}
     lab.unwrap()
 

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from small_transformers import batch_of, bert, gpt2, llama, step_of
 from torch.utils.checkpoint import checkpoint
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
 
 import ortlab
 from ortlab.errors import FallbackWarning
@@ -22,35 +15,11 @@ from ortlab.records.messages import EXPORTER, KNOWN, RUNTIME, MessageLog, known_
 from ortlab.render import html, text
 from ortlab.render.lab_pages import warnings_text
 
-SMALL = {"vocab_size": 300, "bos_token_id": 1, "eos_token_id": 2}
-
-
-def bert():
-    return BertForMaskedLM(
-        BertConfig(
-            vocab_size=300, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
-        )
-    )
-
-
-def gpt2(**more):
-    return GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, use_cache=False, **SMALL, **more))
-
-
-def llama():
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    return LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False, **SMALL))
+SIZES = {"words": 300, "drop": 0.1}
 
 
 def stepping(model):
-    ids = torch.randint(3, 300, (2, 16))
-
-    def step():
-        loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss
-        loss.backward()
-        return loss
-
-    return step
+    return step_of(model, batch_of(2, 16, 300, first=3, mask=True))
 
 
 @pytest.fixture
@@ -69,7 +38,7 @@ def wrapped():
 @pytest.mark.parametrize("make", [bert, gpt2, llama])
 def test_a_healthy_model_has_no_warning(wrapped, make):
     torch.manual_seed(0)
-    model = make()
+    model = make(**SIZES)
     lab = wrapped(model)
     lab.step(stepping(model), n=2)
     lab.set(memory_level=1).rerun()
@@ -88,7 +57,7 @@ def test_a_healthy_model_has_no_warning(wrapped, make):
 
 
 def test_a_cache_that_costs_memory_is_a_warning(wrapped):
-    model = gpt2()
+    model = gpt2(**SIZES)
     model.config.use_cache = True
     lab = wrapped(model)
     lab.step(stepping(model))

@@ -14,9 +14,9 @@ from functools import partial
 
 import pytest
 import torch
+from small_transformers import batch_of, gpt2, step_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import ortlab
 from ortlab.errors import BuildError, LedgerError, OptionError, StepError, WrapError
@@ -710,18 +710,9 @@ def test_loading_onnx_runtime_leaves_the_root_logger_alone():
 @pytest.mark.parametrize("changes", [{"memory_level": 1}, {"memory_plan": ("Where+Dropout+:1:-1",)}])
 def test_a_rerun_draws_the_same_dropout_where_plans_recompute_it(changes):
     torch.manual_seed(3)
-    config = GPT2Config(
-        vocab_size=60, n_embd=32, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=2, use_cache=False,
-        resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.3,
-    )  # fmt: skip
-    model, ids = GPT2LMHeadModel(config).train(), torch.randint(1, 60, (2, 8))
+    model = gpt2(words=60, drop=0.3)
+    step = step_of(model, batch_of(words=60, first=1, mask=True))
     lab = ortlab.wrap(model, **changes)
-
-    def step():
-        loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss
-        loss.backward()
-        return loss
-
     runs = [lab.step(step, n=3), lab.rerun(), lab.rerun()]
     lab.unwrap()
     assert len(set(runs[0].losses)) == 3  # each step has its own mask
@@ -733,16 +724,9 @@ def test_a_rerun_draws_the_same_dropout_where_plans_recompute_it(changes):
 def test_an_interrupt_at_any_time_is_an_interrupt(capfd):
     """Also one that arrives in C++ code, and is raised where a callback begins: in one line, and nothing else."""
     torch.manual_seed(3)
-    config = GPT2Config(vocab_size=2000, n_embd=256, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=2)
-    model, ids = GPT2LMHeadModel(config).train(), torch.randint(1, 2000, (4, 32))
-    model.config.use_cache = False
+    model = gpt2(width=256, words=2000, drop=0.1)
+    step = step_of(model, batch_of(4, 32, 2000, first=1, mask=True))
     lab = ortlab.wrap(model)
-
-    def step():
-        loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss
-        loss.backward()
-        return loss
-
     expected = lab.step(step).losses
     before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:

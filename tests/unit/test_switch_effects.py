@@ -10,16 +10,9 @@ from pathlib import Path
 import onnx
 import pytest
 import torch
+from small_transformers import batch_of, bert, gpt2
 from torch import nn
 from torch.utils.checkpoint import checkpoint  # before ORTModule, as notebooks and transformers import it
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    RobertaConfig,
-    RobertaForSequenceClassification,
-)
 
 import ortlab
 from ortlab.engine import load
@@ -52,9 +45,7 @@ class DroppingAttention(nn.Linear):
 
 def test_without_symbolic_shapes_ort_is_told_none_and_trains_as_pytorch():
     torch.manual_seed(0)
-    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    model = BertForMaskedLM(BertConfig(vocab_size=50, **sizes, **still))
+    model = bert(layers=1, width=16, words=50)
     reference = copy.deepcopy(model)
     lab = ortlab.wrap(model, symbolic_shape_inference=False)
     ids = torch.randint(50, (2, 6))
@@ -134,14 +125,10 @@ def test_the_variable_gives_the_first_log_level_and_an_argument_wins(experiment,
 
 @pytest.mark.row("B8", "F20")
 def test_what_the_memory_optimizer_did_is_known_at_info_and_at_every_other_level():
-    config = GPT2Config(
-        vocab_size=60, n_embd=16, n_layer=2, n_head=2, n_positions=16, bos_token_id=1, eos_token_id=2, use_cache=False,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
     torch.manual_seed(2)
-    model, ids = GPT2LMHeadModel(config), torch.randint(3, 60, (2, 8))
+    model = gpt2(width=16, words=60, n_positions=16)
+    batch = batch_of(words=60, first=3, mask=True)
     reference = copy.deepcopy(model)
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
     reference(**batch).loss.backward()
     lab = ortlab.wrap(model)
     model(**batch)
@@ -324,12 +311,11 @@ def test_a_slice_goes_ahead_of_the_layer_and_of_what_is_behind_it(behind):
 
 @pytest.mark.row("D2", "D4")
 def test_the_last_layer_of_roberta_computes_one_token_for_its_head():
-    config = RobertaConfig(
-        vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, max_position_embeddings=40,
-    )  # fmt: skip
     torch.manual_seed(2)
-    model, ids = RobertaForSequenceClassification(config), torch.randint(3, 60, (2, 8))
+    model = bert(
+        "ForSequenceClassification", family="Roberta", width=16, words=60, max_position_embeddings=40
+    )
+    ids = torch.randint(3, 60, (2, 8))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor([0, 1])}
     lab = ortlab.wrap(model)
     behind, losses = {}, {}

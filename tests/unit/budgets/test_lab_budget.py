@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 
 import pytest
+import small_transformers
 import torch
 
 import ortlab
@@ -17,20 +18,9 @@ MIB = 1 << 20
 
 
 def gpt2(**changed):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     torch.manual_seed(3)
-    config = {
-        "n_layer": 3,
-        "n_embd": 64,
-        "n_head": 4,
-        "vocab_size": 96,
-        "use_cache": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "attn_pdrop": 0.0,
-    }
-    return GPT2LMHeadModel(GPT2Config(**config | changed)).train()
+    sizes = {"layers": 3, "width": 64, "heads": 4, "words": 96}
+    return small_transformers.gpt2(**{**sizes, "drop": 0.1, "attn_pdrop": 0.0, **changed})
 
 
 class Training:
@@ -104,19 +94,9 @@ def reachable(lab) -> int:
 
 def llama():
     """A small Llama: ticking all of its plans recomputes its residual stream from the start of the model at once."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(3)
-    config = LlamaConfig(
-        num_hidden_layers=3,
-        hidden_size=64,
-        intermediate_size=192,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=96,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config).train()
+    sizes = {"layers": 3, "width": 64, "heads": 4, "words": 96}
+    return small_transformers.llama(**sizes, intermediate_size=192, num_key_value_heads=2)
 
 
 @pytest.fixture(scope="module")

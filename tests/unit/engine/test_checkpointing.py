@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 
 import pytest
+import small_transformers
 import torch
-import transformers
 from torch import nn
 
 import ortlab
@@ -14,23 +14,20 @@ from ortlab.engine.baselines import find_layers
 from ortlab.errors import OptionError, StepError
 from ortlab.render.lab_pages import status_note
 
-SMALL = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 40}
-ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+SIZES = {"width": 16, "words": 40}
 
 
 def bert():
-    return transformers.BertForMaskedLM(transformers.BertConfig(num_hidden_layers=2, **SMALL))
+    return small_transformers.bert(**SIZES, drop=0.1)
 
 
 def llama():
     """Return a decoder, which makes a cache of keys and values also in training."""
-    config = transformers.LlamaConfig(num_hidden_layers=2, **SMALL, **ENDS, attention_dropout=0.1)
-    return transformers.LlamaForCausalLM(config)
+    return small_transformers.llama(**SIZES, drop=0.1, use_cache=True)
 
 
 def t5():
-    sizes = {"num_layers": 2, "d_model": 16, "d_ff": 32, "num_heads": 2, "d_kv": 8, "vocab_size": 40}
-    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
+    return small_transformers.t5(**SIZES, drop=0.1, use_cache=True)
 
 
 class Convolutions(nn.Module):

@@ -7,20 +7,10 @@ import copy
 import numpy as np
 import pytest
 import torch
+from small_transformers import bert, gpt2, llama, t5
 from torch import nn
 from torch.nn import functional as F
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import Trainer, TrainingArguments
 
 import ortlab
 from ortlab.engine.operators.chunked_loss import rows_of_block
@@ -29,59 +19,12 @@ from ortlab.errors import ExecutionError
 
 WORDS, WIDTH, BATCH, LENGTH = 600, 32, 4, 96
 
+SIZES = {"layers": 1, "width": WIDTH, "words": WORDS}
 FAMILIES = {
-    "gpt2": lambda: GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=WORDS,
-            n_positions=LENGTH,
-            n_embd=WIDTH,
-            n_layer=1,
-            n_head=2,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=0,
-            eos_token_id=0,
-            use_cache=False,
-        )
-    ),
-    "llama": lambda: LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=WORDS,
-            hidden_size=WIDTH,
-            intermediate_size=48,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            use_cache=False,
-        )
-    ),
-    "bert": lambda: BertForMaskedLM(
-        BertConfig(
-            vocab_size=WORDS,
-            hidden_size=WIDTH,
-            intermediate_size=48,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            max_position_embeddings=LENGTH,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-    ),
-    "t5": lambda: T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=WORDS,
-            d_model=WIDTH,
-            d_kv=16,
-            d_ff=48,
-            num_layers=1,
-            num_heads=2,
-            dropout_rate=0.0,
-            decoder_start_token_id=0,
-            pad_token_id=0,
-            use_cache=False,
-        )
-    ),
+    "gpt2": lambda: gpt2(**SIZES, n_positions=LENGTH),
+    "llama": lambda: llama(**SIZES, intermediate_size=48, num_key_value_heads=1),
+    "bert": lambda: bert(**SIZES, intermediate_size=48, max_position_embeddings=LENGTH),
+    "t5": lambda: t5(**SIZES, d_ff=48, pad_token_id=0),
 }
 
 

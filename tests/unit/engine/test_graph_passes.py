@@ -8,8 +8,8 @@ import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper, shape_inference
+from small_transformers import bert
 from torch import nn
-from transformers import BertConfig, BertModel
 
 import ortlab
 from ortlab.engine.passes import graph_passes
@@ -150,10 +150,7 @@ def test_installing_twice_is_once(ortmodule):
 
 def test_a_buffer_that_is_cut_to_the_batch_has_the_dimension_of_the_batch():
     """Left open, the shapes of everything behind it would be unknown, and gradients sum at run time."""
-    config = BertConfig(
-        vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
-    )
-    module, ids = BertModel(config).train(), torch.randint(1, 20, (2, 5))
+    module, ids = bert("Model", layers=1, width=8, words=20), torch.randint(1, 20, (2, 5))
     lab = ortlab.wrap(module)
     module(input_ids=ids).last_hidden_state.sum().backward()
     values = lab.graph("processed").model.graph.value_info

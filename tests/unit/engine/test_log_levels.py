@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_transformers import bert
 from torch import nn
-from transformers import BertConfig, BertForMaskedLM
 
 import ortlab
 from ortlab.engine.logs.runtime_log import crashed_processes, read_log
@@ -33,10 +33,8 @@ class Bert(nn.Module):
 
     def __init__(self):
         super().__init__()
-        sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 50}
-        sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2}
         # What torch exports for the other kind of attention, 1.19.2 as released cannot train.
-        self.model = BertForMaskedLM(BertConfig(attn_implementation="eager", **sizes))
+        self.model = bert(layers=1, words=50, drop=0.1, attn_implementation="eager")
 
     def forward(self, tokens, labels):
         if torch.jit.is_tracing():
@@ -333,7 +331,7 @@ def test_the_two_warnings_about_deep_copies_are_given_for_their_own_reasons(said
 def start(script, *arguments, state, **options):
     """Start Python in a process of its own, whose logs are in the folder `state`."""
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]),
         "XDG_STATE_HOME": str(state),
         "OMP_NUM_THREADS": "2",
     }

@@ -7,17 +7,8 @@ from collections import Counter
 import onnx
 import pytest
 import torch
+from small_transformers import batch_of, bert, gpt2, llama, t5
 from torch import nn
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
 import ortlab
 from ortlab.engine.sessions import seed
@@ -28,64 +19,18 @@ from ortlab.options.options import Options
 WIDTH, LAYERS, WORDS = 64, 3, 120
 
 
-def gpt2(drop):
-    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), drop)
-    sizes = {"n_layer": LAYERS, "n_embd": WIDTH, "n_head": 4, "vocab_size": WORDS, "n_positions": 64}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **dropouts, use_cache=False, bos_token_id=0, eos_token_id=0))
-
-
-def bert(drop):
-    return BertForMaskedLM(
-        BertConfig(
-            num_hidden_layers=LAYERS,
-            hidden_size=WIDTH,
-            intermediate_size=2 * WIDTH,
-            num_attention_heads=4,
-            vocab_size=WORDS,
-            hidden_dropout_prob=drop,
-            attention_probs_dropout_prob=drop,
-        )
-    )
-
-
-def llama(drop):
-    return LlamaForCausalLM(
-        LlamaConfig(
-            num_hidden_layers=LAYERS,
-            hidden_size=WIDTH,
-            intermediate_size=2 * WIDTH,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=WORDS,
-            attention_dropout=drop,
-            use_cache=False,
-        )
-    )
-
-
-def t5(drop):
-    return T5ForConditionalGeneration(
-        T5Config(
-            num_layers=LAYERS,
-            d_model=WIDTH,
-            d_kv=16,
-            d_ff=2 * WIDTH,
-            num_heads=4,
-            vocab_size=WORDS,
-            dropout_rate=drop,
-            decoder_start_token_id=0,
-            use_cache=False,
-        )
-    )
-
-
-MODELS = {"gpt2": gpt2, "bert": bert, "llama": llama, "t5": t5}
+SIZES = {"layers": LAYERS, "width": WIDTH, "heads": 4, "words": WORDS}
+MODELS = {
+    "gpt2": lambda drop: gpt2(**SIZES, drop=drop, n_positions=64),
+    "bert": lambda drop: bert(**SIZES, drop=drop),
+    "llama": lambda drop: llama(**SIZES, drop=drop, num_key_value_heads=2),
+    "t5": lambda drop: t5(**SIZES, drop=drop),
+}
 
 
 def batch(rows=2, length=16):
     torch.manual_seed(rows)
-    tokens = torch.randint(1, WORDS, (rows, length))
-    return {"input_ids": tokens, "labels": tokens}
+    return batch_of(rows, length, WORDS, first=1)
 
 
 def gradients(lab, model, inputs):
@@ -166,7 +111,7 @@ def test_gradients_are_the_same_bit_for_bit_and_less_is_kept(name, drop, wrapped
 
 def test_of_layers_only_what_one_hands_to_the_next_is_kept(wrapped):
     torch.manual_seed(3)
-    model = gpt2(0.0)
+    model = MODELS["gpt2"](0.0)
     lab, inputs = wrapped(model, recompute="layers"), batch()
     gradients(lab, model, inputs)
     rows = [
@@ -255,20 +200,7 @@ def test_masks_are_those_of_their_own_forward(static, wrapped):
 def deep(drop=0.0):
     """Return a GPT-2 whose activations are most of what a step needs."""
     torch.manual_seed(3)
-    config = GPT2Config(
-        n_layer=4,
-        n_embd=128,
-        n_head=4,
-        vocab_size=WORDS,
-        n_positions=256,
-        resid_pdrop=drop,
-        embd_pdrop=drop,
-        attn_pdrop=drop,
-        use_cache=False,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return GPT2LMHeadModel(config)
+    return gpt2(**SIZES | {"layers": 4, "width": 128}, drop=drop, n_positions=256)
 
 
 def test_a_step_needs_less_memory_also_beside_a_level(wrapped):
@@ -295,7 +227,7 @@ def test_a_step_needs_less_memory_also_beside_a_level(wrapped):
 )
 def test_plans_and_levels_act_beside_it_and_leave_its_copies_alone(words, changes, wrapped):
     torch.manual_seed(3)
-    model = bert(0.0)
+    model = MODELS["bert"](0.0)
     lab, inputs = wrapped(model), batch()
     expected = gradients(lab, model, inputs)
     lab.set(recompute=words)
@@ -312,7 +244,7 @@ def test_plans_and_levels_act_beside_it_and_leave_its_copies_alone(words, change
 
 def test_two_forwards_before_a_backward_other_batches_and_eval(wrapped):
     torch.manual_seed(3)
-    model = gpt2(0.0)
+    model = MODELS["gpt2"](0.0)
     lab, one, other = wrapped(model), batch(2), batch(3, 24)
 
     def both():
@@ -341,7 +273,7 @@ def test_two_forwards_before_a_backward_other_batches_and_eval(wrapped):
 
 def test_what_the_model_returns_is_kept_and_not_written_over(wrapped):
     torch.manual_seed(3)
-    model = gpt2(0.0)
+    model = MODELS["gpt2"](0.0)
     lab, inputs = wrapped(model), batch()
     model(**inputs, output_hidden_states=True).loss.backward()
     lab.set(recompute="layers")
@@ -359,7 +291,7 @@ def test_what_the_model_returns_is_kept_and_not_written_over(wrapped):
 
 def test_a_weight_that_changes_before_the_backward_is_refused(wrapped):
     torch.manual_seed(3)
-    model = gpt2(0.0)
+    model = MODELS["gpt2"](0.0)
     wrapped(model, recompute="layers")
     loss = model(**batch()).loss
     with torch.no_grad():
@@ -370,7 +302,7 @@ def test_a_weight_that_changes_before_the_backward_is_refused(wrapped):
 
 def test_bfloat16_autocast(wrapped):
     torch.manual_seed(3)
-    model = bert(0.1)
+    model = MODELS["bert"](0.1)
     lab, inputs = wrapped(model), batch()
 
     def cast():
@@ -447,7 +379,7 @@ def test_random_and_stateful_nodes_and_functions_run_once(wrapped):
 
 def test_parts_of_a_model_recompute_by_names_of_the_whole(wrapped):
     torch.manual_seed(3)
-    model = bert(0.0)
+    model = MODELS["bert"](0.0)
     lab, inputs = wrapped(model, only=["bert.encoder"]), batch()
     expected = gradients(lab, model, inputs)
     for words in ("layers", ("bert.encoder.layer.*.attention",)):
@@ -462,7 +394,7 @@ def test_parts_of_a_model_recompute_by_names_of_the_whole(wrapped):
 
 def test_differences_summaries_and_profiles_name_what_is_recomputed(wrapped):
     torch.manual_seed(3)
-    model = bert(0.1)
+    model = MODELS["bert"](0.1)
     lab, inputs = wrapped(model), batch()
     call = lambda: gradients(lab, model, inputs)  # noqa: E731 - a step
     lab.step(call, n=1)
@@ -485,7 +417,7 @@ def test_differences_summaries_and_profiles_name_what_is_recomputed(wrapped):
 
 def test_the_users_graph_files_have_the_copies(wrapped, tmp_path):
     torch.manual_seed(3)
-    model = bert(0.0)
+    model = MODELS["bert"](0.0)
     lab = wrapped(
         model, recompute="layers", save_onnx=True, save_onnx_path=str(tmp_path), save_onnx_prefix="rc"
     )
@@ -508,13 +440,13 @@ def test_the_users_graph_files_have_the_copies(wrapped, tmp_path):
     ],
 )
 def test_modules_that_do_not_exist_are_named_with_near_ones(words, said, wrapped):
-    model = bert(0.0)
+    model = MODELS["bert"](0.0)
     lab = wrapped(model, recompute="layers")
     with pytest.raises(OptionError, match=said):
         lab.set(recompute=words)
     assert lab.options.recompute == ("layers",)
     with pytest.raises(OptionError, match="has no"):
-        ortlab.wrap(bert(0.0), recompute=words)
+        ortlab.wrap(MODELS["bert"](0.0), recompute=words)
 
 
 def test_a_model_without_repeated_layers_says_what_else_there_is(wrapped):

@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING
 import onnx
 import pytest
 import torch
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from small_transformers import batch_of, bert, gpt2, llama
 
 import ortlab
 from ortlab.engine.passes.training_graph import HIDING, leaving_alone
@@ -35,59 +28,12 @@ LAYERS = 3
 COPY = "_recompute"
 
 
-def bert(dropout: float) -> torch.nn.Module:
-    return BertForMaskedLM(
-        BertConfig(
-            vocab_size=64,
-            hidden_size=32,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=2,
-            intermediate_size=64,
-            max_position_embeddings=16,
-            hidden_dropout_prob=dropout,
-            attention_probs_dropout_prob=dropout,
-            attn_implementation="eager",
-        )
-    )
-
-
-def gpt2(dropout: float) -> torch.nn.Module:
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=64,
-            n_embd=32,
-            n_layer=LAYERS,
-            n_head=2,
-            n_positions=16,
-            resid_pdrop=dropout,
-            embd_pdrop=dropout,
-            attn_pdrop=dropout,
-            bos_token_id=0,
-            eos_token_id=0,
-            use_cache=False,
-            attn_implementation="eager",
-        )
-    )
-
-
-def llama(dropout: float) -> torch.nn.Module:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            intermediate_size=64,
-            max_position_embeddings=16,
-            attention_dropout=dropout,
-            use_cache=False,
-            attn_implementation="eager",
-        )
-    )
-
-
-MODELS = {"bert": bert, "gpt2": gpt2, "llama": llama}
+SIZES = {"layers": LAYERS, "attn_implementation": "eager"}
+MODELS = {
+    "bert": lambda drop: bert(**SIZES, drop=drop, max_position_embeddings=16),
+    "gpt2": lambda drop: gpt2(**SIZES, drop=drop, n_positions=16),
+    "llama": lambda drop: llama(**SIZES, drop=drop, max_position_embeddings=16),
+}
 
 
 class Trained:
@@ -97,8 +43,7 @@ class Trained:
         torch.manual_seed(11)
         self.model = MODELS[name](dropout).train()
         self.lab = ortlab.wrap(self.model)
-        ids = torch.randint(0, 64, (2, 16))
-        self.batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+        self.batch = batch_of(2, 16, mask=True)
 
     def gradients(self, **options: object) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Run a step from the same start with these options; return loss and gradients."""
@@ -220,7 +165,7 @@ def test_places_that_cannot_be_told_are_an_error(trained: Trained) -> None:
 
 TABLES = """
 import sys
-sys.path.insert(0, {folder!r})
+sys.path[:0] = {folders!r}
 from test_recompute_places import MODELS, Trained
 for name in MODELS:
     trained = Trained(name, 0.2)
@@ -231,7 +176,8 @@ for name in MODELS:
 
 
 def test_every_process_says_the_same() -> None:
-    script = TABLES.format(folder=str(Path(__file__).parent))
+    here = Path(__file__)
+    script = TABLES.format(folders=[str(here.parent), str(here.parents[2])])
     processes = [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", script],

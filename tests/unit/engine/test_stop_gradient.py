@@ -10,11 +10,11 @@ import sys
 
 import pytest
 import torch
+from small_transformers import batch_of, bert, llama
 from torch import nn
 from torch.autograd import Function
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 import ortlab
 from ortlab.errors import BuildError
@@ -421,31 +421,12 @@ def test_integers_and_constants_need_no_stop():
     assert stops(same_training(body)) == 0
 
 
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "vocab_size": 50,
-}
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: BertForMaskedLM(
-            BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-        ),
-        lambda: LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2, use_cache=False)),
-    ],
-    ids=["bert", "llama"],
-)
+@pytest.mark.parametrize("make", [bert, llama])
 def test_transformers_pay_nothing(make):
     torch.manual_seed(2)
-    model = make().train()
+    model = make(words=50)
     reference = copy.deepcopy(model)
-    tokens = torch.randint(5, 50, (2, 8))
-    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+    batch = batch_of(words=50, first=5, mask=True)
     lab = ortlab.wrap(model)
     loss, right = model(**batch).loss, reference(**batch).loss
     loss.backward()

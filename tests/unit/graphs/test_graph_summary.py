@@ -9,7 +9,7 @@ from dataclasses import replace
 import onnx
 import pytest
 import torch
-import transformers
+from small_transformers import batch_of, bert, gpt2, llama, step_of
 
 import ortlab
 from ortlab.analyses.profiling import spent_on
@@ -18,60 +18,27 @@ from ortlab.graphs import STAGES, Graph, node_names
 from ortlab.options.configuration import Configuration
 from ortlab.render import html, text
 
-VOCABULARY = 64
-ENDS = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
 MODES = ("training", "inference")
 
 
-def bert():
-    config = transformers.BertConfig(
-        num_hidden_layers=2,
-        hidden_size=32,
-        num_attention_heads=2,
-        intermediate_size=64,
-        vocab_size=VOCABULARY,
-    )
-    return transformers.BertForMaskedLM(config)
+MAKERS = {
+    "bert": lambda: bert(drop=0.1),
+    "gpt2": lambda: gpt2(drop=0.1, n_positions=64),
+    "llama": lambda: llama(heads=4, num_key_value_heads=2),
+}
 
 
-def gpt2():
-    config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=64, use_cache=False, **ENDS)
-    return transformers.GPT2LMHeadModel(config)
-
-
-def llama():
-    config = transformers.LlamaConfig(
-        num_hidden_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=64,
-        use_cache=False,
-        **ENDS,
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
-def step_of(model, ids):
-    def step():
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        return loss
-
-    return step
-
-
-@pytest.fixture(scope="module", params=[bert, gpt2, llama], ids=lambda make: make.__name__)
+@pytest.fixture(scope="module", params=MAKERS)
 def lab(request):
     """A lab that has run a training step and one forward for inference."""
     torch.manual_seed(0)
-    model = request.param()
-    ids = torch.randint(0, VOCABULARY, (2, 8))
+    model = MAKERS[request.param]()
+    batch = batch_of()
     lab = ortlab.wrap(model)
-    lab.step(step_of(model, ids), progress=False)
+    lab.step(step_of(model, batch), progress=False)
     model.eval()
     with torch.no_grad():
-        model(input_ids=ids)
+        model(input_ids=batch["input_ids"])
     model.train()
     yield lab
     lab.unwrap(forget=True)
@@ -81,10 +48,9 @@ def lab(request):
 def bert_lab():
     """A lab that recomputes, so that its backward repeats nodes of the forward."""
     torch.manual_seed(0)
-    model = bert()
-    ids = torch.randint(0, VOCABULARY, (2, 8))
+    model = bert(drop=0.1)
     lab = ortlab.wrap(model, memory_level=1)
-    lab.step(step_of(model, ids), progress=False)
+    lab.step(step_of(model, batch_of()), progress=False)
     yield lab
     lab.unwrap(forget=True)
 
@@ -295,10 +261,9 @@ def test_what_is_inferred_is_right_where_it_can_be_checked(bert_lab):
 def test_an_export_from_the_disk_has_no_lines_and_says_so(tmp_path):
     def built():
         torch.manual_seed(0)
-        model = gpt2()
-        ids = torch.randint(0, VOCABULARY, (2, 8))
+        model = MAKERS["gpt2"]()
         lab = ortlab.wrap(model, export_cache_dir=str(tmp_path))
-        lab.step(step_of(model, ids), progress=False)
+        lab.step(step_of(model, batch_of()), progress=False)
         summary = lab.graph("exported").summary
         lab.unwrap(forget=True)
         return summary

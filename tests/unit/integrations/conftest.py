@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import small_transformers
 import torch
-from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 ROWS, LENGTH, WORDS, LABELS = 24, 8, 48, 3
 
@@ -20,19 +20,8 @@ def bert():
 
     def make():
         torch.manual_seed(0)
-        return BertForSequenceClassification(
-            BertConfig(
-                vocab_size=WORDS,
-                hidden_size=16,
-                num_hidden_layers=1,
-                num_attention_heads=2,
-                intermediate_size=32,
-                max_position_embeddings=LENGTH,
-                hidden_dropout_prob=0.0,
-                attention_probs_dropout_prob=0.0,
-                num_labels=LABELS,
-            )
-        )
+        sizes = {"layers": 1, "width": 16, "words": WORDS, "max_position_embeddings": LENGTH}
+        return small_transformers.bert("ForSequenceClassification", **sizes, num_labels=LABELS)
 
     return make
 
@@ -43,20 +32,8 @@ def gpt2():
 
     def make():
         torch.manual_seed(0)
-        return GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=WORDS,
-                n_embd=16,
-                n_layer=1,
-                n_head=2,
-                n_positions=LENGTH,
-                resid_pdrop=0.0,
-                embd_pdrop=0.0,
-                attn_pdrop=0.0,
-                bos_token_id=0,
-                eos_token_id=0,
-            )
-        )
+        sizes = {"layers": 1, "width": 16, "words": WORDS, "n_positions": LENGTH}
+        return small_transformers.gpt2(**sizes, use_cache=True)
 
     return make
 

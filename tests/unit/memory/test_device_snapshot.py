@@ -10,9 +10,9 @@ from typing import ClassVar
 
 import cuda_history
 import pytest
+import small_transformers
 import torch
 from torch.cuda import _memory_viz
-from transformers import BertConfig, BertForMaskedLM
 
 import ortlab
 from ortlab.analyses import memory as measuring
@@ -76,9 +76,8 @@ def stacks():
 def bert():
     """Wrap a BERT of two layers after a step, with its optimizer and its batch."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 128, "num_hidden_layers": 2}
-    config = BertConfig(vocab_size=96, max_position_embeddings=16, attn_implementation="eager", **sizes)
-    model = BertForMaskedLM(config)
+    more = {"max_position_embeddings": 16, "attn_implementation": "eager"}
+    model = small_transformers.bert(words=96, drop=0.1, intermediate_size=128, **more)
     optimizer = torch.optim.AdamW(model.parameters())
     words = torch.randint(0, 96, (4, 16))
 

@@ -6,14 +6,7 @@ import itertools
 
 import pytest
 import torch
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from small_transformers import batch_of, bert, gpt2, llama, step_of
 
 import ortlab
 from ortlab.engine.recompute_words import made_again
@@ -23,32 +16,22 @@ from ortlab.options.options import Options
 from ortlab.options.switches import LayerRange, read_layers
 
 LAYERS, WIDTH = 4, 32
+SIZES = {"layers": LAYERS, "width": WIDTH, "words": 96}
+MODELS = {
+    "GPT-2": lambda: gpt2(**SIZES, drop=0.1, n_positions=64),
+    "BERT": lambda: bert(**SIZES, drop=0.1, intermediate_size=4 * WIDTH),
+    "Llama": lambda: llama(**SIZES, intermediate_size=4 * WIDTH),
+}
 
 
-def models():
-    sizes = {
-        "num_hidden_layers": LAYERS,
-        "hidden_size": WIDTH,
-        "intermediate_size": 4 * WIDTH,
-        "vocab_size": 96,
-    }
-    return {
-        "GPT-2": lambda: GPT2LMHeadModel(
-            GPT2Config(n_layer=LAYERS, n_embd=WIDTH, n_head=2, vocab_size=96, n_positions=64, use_cache=False)
-        ),
-        "BERT": lambda: BertForMaskedLM(BertConfig(**sizes, num_attention_heads=2)),
-        "Llama": lambda: LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, use_cache=False)),
-    }
-
-
-@pytest.fixture(params=list(models()))
+@pytest.fixture(params=MODELS)
 def planned(request):
     """Wrap a model, and profile a step in which nothing is recomputed."""
     torch.manual_seed(0)
-    model = models()[request.param]()
-    ids = torch.randint(3, 96, (4, 64))
+    model = MODELS[request.param]()
+    batch = batch_of(4, 64, 96, first=3)
     lab = ortlab.wrap(model)
-    lab.step(lambda: model(input_ids=ids, labels=ids).loss.backward(), progress=False)  # noqa: PLW0108 - a step
+    lab.step(step_of(model, batch), progress=False)
     trace = lab.profile(1, memory_efficient_order=True, progress=False)
     execution = lab._bench.ort.execution
     again = made_again(execution.built, execution.module, execution.user_inputs)

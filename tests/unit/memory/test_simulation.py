@@ -7,7 +7,7 @@ import ctypes
 import numpy as np
 import pytest
 import torch
-import transformers
+from small_transformers import batch_of, bert, gpt2, llama, step_of
 
 import ortlab
 from ortlab.errors import ExecutionError, StepError
@@ -17,52 +17,21 @@ from ortlab.memory.trace import Trace, TracedNode, lifetimes
 BATCH, LENGTH = 2, 16
 
 
-def _bert():
-    config = transformers.BertConfig(
-        vocab_size=64,
-        hidden_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        intermediate_size=64,
-        attn_implementation="eager",
-    )
-    return transformers.BertForMaskedLM(config)
+SIZES = {"layers": 3, "attn_implementation": "eager"}
+MODELS = {
+    "bert": lambda: bert(**SIZES, drop=0.1),
+    "gpt2": lambda: gpt2(**SIZES, drop=0.1, n_positions=32, use_cache=True),
+    "llama": lambda: llama(**SIZES, use_cache=True),
+}
 
 
-def _gpt2():
-    config = transformers.GPT2Config(
-        vocab_size=64, n_embd=32, n_layer=3, n_head=2, n_positions=32, attn_implementation="eager"
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
-def _llama():
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        attn_implementation="eager",
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
-@pytest.fixture(scope="module", params=[_bert, _gpt2, _llama], ids=["bert", "gpt2", "llama"])
+@pytest.fixture(scope="module", params=MODELS)
 def profiled(request):
     """Return a lab, the trace of its step in the order of sessions with plans, and the places of its plans."""
     torch.manual_seed(5)
-    model = request.param()
-    ids = torch.randint(2, 64, (BATCH, LENGTH))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def step():
-        loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
+    model = MODELS[request.param]()
+    batch = batch_of(BATCH, LENGTH, first=2, mask=True)
+    step = step_of(model, batch, torch.optim.AdamW(model.parameters(), lr=1e-3))
     lab = ortlab.wrap(model)
     lab.step(step, progress=False)
     trace = lab.profile(1, memory_efficient_order=True)

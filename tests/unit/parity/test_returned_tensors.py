@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import small_transformers
 import torch
+from small_transformers import batch_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -13,24 +15,9 @@ from ortlab.render import text
 @pytest.fixture
 def gpt2():
     """Return a GPT-2 whose attentions return their probabilities, too, and a batch."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     torch.manual_seed(3)
-    config = GPT2Config(
-        n_layer=2,
-        n_embd=32,
-        n_head=4,
-        vocab_size=512,
-        bos_token_id=1,
-        eos_token_id=2,
-        use_cache=False,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        attn_implementation="eager",
-    )
-    ids = torch.randint(5, 512, (2, 8))
-    return GPT2LMHeadModel(config).train(), {"input_ids": ids, "labels": ids}
+    model = small_transformers.gpt2(heads=4, words=512, attn_implementation="eager")
+    return model, batch_of(words=512, first=5)
 
 
 @pytest.mark.row("I8")
@@ -156,22 +143,9 @@ def test_a_fault_behind_an_output_that_was_written_into_is_the_callers(lab_of, s
 
 @pytest.mark.row("I8")
 def test_modules_that_share_a_weight_are_named_and_one_that_was_not_called_is_not(lab_of, spoil_module):
-    from transformers import T5Config, T5ForConditionalGeneration
-
     torch.manual_seed(3)
-    config = T5Config(
-        num_layers=1,
-        d_model=32,
-        d_ff=64,
-        num_heads=4,
-        d_kv=8,
-        vocab_size=512,
-        use_cache=False,
-        decoder_start_token_id=0,
-        dropout_rate=0.0,
-    )
-    model, ids = T5ForConditionalGeneration(config).train(), torch.randint(5, 512, (2, 8))
-    lab = lab_of(model, input_ids=ids, labels=ids)
+    model, batch = small_transformers.t5(layers=1, heads=4, words=512), batch_of(words=512, first=5)
+    lab = lab_of(model, **batch)
     spoil_module(model.encoder.embed_tokens, back=1.01)
     found = lab.parity(1, seeds=False, progress=False)
     assert (found.first.pair.site.module, found.first.pair.site.kind) == ("shared", "parameter gradient")

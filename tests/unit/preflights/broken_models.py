@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import small_transformers
 import torch
-import transformers
 from torch import nn
 
 BERT_PLACE = "bert.encoder.layer.1.intermediate"
@@ -28,30 +28,15 @@ class Broken:
 
 
 def bert() -> nn.Module:
-    config = transformers.BertConfig(
-        vocab_size=100,
-        hidden_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=32,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return transformers.BertForMaskedLM(config)
+    return small_transformers.bert(layers=3, words=100, max_position_embeddings=32)
 
 
 def gpt2() -> nn.Module:
-    config = transformers.GPT2Config(
-        vocab_size=100, n_positions=32, n_embd=32, n_layer=3, n_head=2, use_cache=False,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    return transformers.GPT2LMHeadModel(config)
+    return small_transformers.gpt2(layers=3, words=100, n_positions=32)
 
 
 def tokens() -> dict[str, torch.Tensor]:
-    ids = torch.randint(5, 100, (2, 8))
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    return small_transformers.batch_of(words=100, first=5, mask=True)
 
 
 class Faulty(nn.Module):

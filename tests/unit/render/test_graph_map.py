@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 import torch
 from onnx import TensorProto, helper
-from transformers import BertConfig, BertForMaskedLM
+from small_transformers import batch_of, bert, step_of
 
 import ortlab
 from ortlab.errors import OptionError
@@ -24,14 +24,8 @@ HOSTILE = '"><script>hacked=1</script>\x00\x1b[31m' + "x" * 300
 @pytest.fixture(scope="module")
 def lab():
     torch.manual_seed(3)
-    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50}
-    model = BertForMaskedLM(BertConfig(num_hidden_layers=2, **sizes))
-    tokens = torch.randint(0, 50, (2, 8))
-
-    def step():
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        return loss
+    model = bert(width=16, words=50, drop=0.1)
+    step = step_of(model, batch_of(words=50))
 
     lab = ortlab.wrap(model)
     lab.step(step, progress=False)
@@ -95,6 +89,8 @@ def test_forward_and_backward_of_an_operation_stand_in_one_row_and_layers_in_ord
     embeddings = rows[titles.index("embeddings")]
     source = dict(embeddings["facts"])["source"]
     assert re.fullmatch(r"transformers/models/bert/modeling_bert\.py:\d+", source)
+    keeps = [dict(row["facts"]).get("keeps", "") for row in rows]
+    assert any(re.fullmatch(r"[\d.,]+ \w+ in \d+ buffers", words) for words in keeps)
     assert OWN in titles
     assert {"products", "norms, softmax"} <= set(told["kinds"].values())
 

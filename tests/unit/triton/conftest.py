@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import small_transformers
 import torch
 import triton_files
-from transformers import BertConfig, BertForMaskedLM
 
 import ortlab
 
@@ -21,9 +21,8 @@ FUSED = (
 def bert():
     """Wrap a BERT of one layer, after one backward on two sequences of eight tokens."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "num_hidden_layers": 1}
-    config = BertConfig(vocab_size=40, max_position_embeddings=16, attn_implementation="eager", **sizes)
-    model = BertForMaskedLM(config)
+    sizes = {"layers": 1, "width": 16, "words": 40, "max_position_embeddings": 16}
+    model = small_transformers.bert(**sizes, drop=0.1, attn_implementation="eager")
     lab = ortlab.wrap(model)
     words = torch.randint(0, 40, (2, 8))
     model(input_ids=words, labels=words).loss.backward()

@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-import transformers
+from small_transformers import batch_of, bert
 
 import ortlab
 from ortlab.errors import BuildError, InstallError, OptionError
@@ -40,13 +40,9 @@ LAYERS = 4
 def graphs() -> dict[str, Graph]:
     """The gradient and the execution graph of a training build of BERT."""
     torch.manual_seed(0)
-    config = transformers.BertConfig(
-        num_hidden_layers=LAYERS, hidden_size=64, num_attention_heads=2, intermediate_size=64, vocab_size=64
-    )
-    model = transformers.BertForMaskedLM(config)
+    model = bert(layers=LAYERS, width=64, drop=0.1, intermediate_size=64)
     lab = ortlab.wrap(model)
-    ids = torch.randint(0, 64, (2, 16))
-    model(input_ids=ids, labels=ids).loss.backward()
+    model(**batch_of(2, 16)).loss.backward()
     built = {stage: lab.graph(stage) for stage in ("gradient", "execution")}
     lab.unwrap()
     return built
