@@ -12,7 +12,7 @@ import ortlab
 LAYER = "/_original_module/bert/encoder/layer.0"
 FUSED = (
     (f"{LAYER}/attention/self/Softmax", f"{LAYER}/attention/self/Dropout"),
-    (f"{LAYER}/intermediate/dense/Add", "Gelu"),
+    (f"{LAYER}/intermediate/dense/Add", f"{LAYER}/intermediate/intermediate_act_fn/Gelu"),
     (f"{LAYER}/output/dense/Add", f"{LAYER}/output/dropout/Dropout", f"{LAYER}/output/Add"),
 )
 
