@@ -13,6 +13,7 @@ from torch import nn
 
 import ortlab
 from ortlab.errors import LedgerError, OptionError, StepError
+from ortlab.render import text
 from ortlab.runs import recording
 from ortlab.runs.stopwatch import Stopwatch
 from ortlab.studies.bisection import (
@@ -124,6 +125,8 @@ def test_the_switch_that_changes_the_loss_is_found_among_others(ready):
     alone = bisection.of(bisection.culprits[0])
     assert alone.value == pytest.approx(bisection.whole.value, rel=1e-3)
     assert bisection.rest.value <= bisection.tolerance
+    shown = " ".join(text.render(bisection).split())
+    assert f"Without it, the other {len(bisection.rest.names)} changes: " in shown
     assert lab.bisections[-1] is bisection
 
 
