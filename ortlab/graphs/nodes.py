@@ -104,7 +104,11 @@ def path_in(names: Iterable[str], modules: Collection[str] | None, traced: str =
             continue
         inner = next((one for one in (joined(path, name), joined(path, own)) if one in modules), None)
         if inner is None:
-            break
+            # A forward may call a part of a part, as OPT's calls `self.model.decoder`: the part is in no name.
+            deeper = [one for one in modules if one.startswith(joined(path, "")) and one.endswith(f".{name}")]
+            if len(deeper) != 1:
+                break
+            inner = deeper[0]
         path = inner
     return path
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from small_transformers import batch_of, bert, gpt2, llama, t5
 from torch import nn
+from transformers import OPTConfig, OPTForCausalLM
 
 import ortlab
 from ortlab.engine.sessions import seed
@@ -154,7 +155,7 @@ def test_the_forward_stays_node_for_node(name, wrapped):
 @pytest.mark.parametrize("length", [16, 13])  # 13: masks whose entries fill no whole number of bytes
 def test_masks_are_kept_with_eight_entries_in_a_byte(length, wrapped):
     torch.manual_seed(3)
-    model = bert(0.1)
+    model = MODELS["bert"](0.1)
     lab, inputs = wrapped(model), batch(3, length)
     expected = gradients(lab, model, inputs)
     before = {row.value: row for row in lab.activations().rows if row.dtype == "bool"}
@@ -176,7 +177,7 @@ def test_masks_are_kept_with_eight_entries_in_a_byte(length, wrapped):
 def test_masks_are_those_of_their_own_forward(static, wrapped):
     """Two forwards before a backward, other batches, and a seed that comes again."""
     torch.manual_seed(3)
-    model = bert(0.3)
+    model = MODELS["bert"](0.3)
     lab, one, other = wrapped(model), batch(2), batch(3, 24)
     lab.set(static_shape=static)
 
@@ -387,6 +388,20 @@ def test_parts_of_a_model_recompute_by_names_of_the_whole(wrapped):
         assert_same(gradients(lab, model, inputs), expected)
         nodes = lab.graph("execution", part="bert.encoder").model.graph.node
         assert any(node.name.endswith("_recompute") for node in nodes)
+
+
+def test_layers_of_a_part_that_the_model_calls_past_its_owner_recompute(wrapped):
+    """OPT's forward calls `self.model.decoder`, so that no name in the graph has "model" in it."""
+    torch.manual_seed(3)
+    sizes = {"num_hidden_layers": 2, "hidden_size": WIDTH, "ffn_dim": 2 * WIDTH, "word_embed_proj_dim": WIDTH}
+    model = OPTForCausalLM(OPTConfig(**sizes, num_attention_heads=4, vocab_size=WORDS, use_cache=False))
+    lab, inputs = wrapped(model), batch()
+    expected = gradients(lab, model, inputs)
+    kept = lab.activations().total_bytes
+    lab.set(recompute="layers")
+    assert_same(gradients(lab, model, inputs), expected)
+    assert lab.activations().total_bytes < 0.7 * kept
+    assert copies(lab)
 
 
 # --- what is shown ------------------------------------------------------------------------------------------------
