@@ -29,7 +29,10 @@ _MOST: Final = 5_000
 """Objects that are looked at: those of a step are some dozens."""
 
 _LONGEST: Final = 2_000
-"""Longer containers are tables of data; only their length is looked at."""
+"""Longer containers are tables of data; what their items hold is not looked at."""
+
+_LARGEST: Final = 20_000
+"""Longer ones are not copied; a run says where a step has changed one, as far as its length and first items tell."""
 
 _SPARE_BYTES: Final = 2**26
 """Tensors and arrays are copied up to twice the bytes of the model and this: averages are, large data is not."""
@@ -133,7 +136,7 @@ class PythonState:
             if (id(held.thing), "") in self._of_steps:
                 _write_array(held.thing, value)
         for held, label, version in state["large"]:
-            if _version(held.thing) != version:
+            if (id(held.thing), "") in self._of_steps and _version(held.thing) != version:
                 self._lost[f"{label}, which is too large to keep a copy of"] = None
         for held, value in state["generators"]:
             if (id(held.thing), "") in self._of_steps:
@@ -163,6 +166,8 @@ def _marks(walk: _Walk) -> dict[_Key, tuple[object, object]]:
         marks[id(one), ""] = ([_pair_or_held(one, item) for item in _items(one)], one)
     for one in walk.arrays:
         marks[id(one), ""] = (_version(one) if isinstance(one, torch.Tensor) else one.tobytes(), one)
+    for one, _ in walk.large:
+        marks[id(one), ""] = (_version(one), one)
     for one in walk.generators:
         marks[id(one), ""] = (
             repr(_read(one)) if not isinstance(one, torch.Generator) else _read(one).tolist(),
@@ -191,7 +196,7 @@ class _Walk:
         self.owners: list[tuple[object, Mapping[str, Any]]] = []
         self.containers: list[Any] = []
         self.arrays: list[Any] = []
-        self.large: list[tuple[torch.Tensor, str]] = []
+        self.large: list[tuple[Any, str]] = []
         self.generators: list[Any] = []
         self.endless: list[str] = []
         tensors = [*module.parameters(), *module.buffers()]
@@ -245,10 +250,13 @@ class _Walk:
             self._look_at_object(value, label, depth)
 
     def _look_at_container(self, value: Any, label: str, depth: int) -> None:
+        if not isinstance(value, tuple):
+            if len(value) > _LARGEST:
+                self.large.append((value, label))
+            else:
+                self.containers.append(value)
         if len(value) > _LONGEST:
             return
-        if not isinstance(value, tuple):
-            self.containers.append(value)
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in items:
             self._look(item, f"{label}[{key!r}]", depth + 1)
@@ -297,8 +305,12 @@ class _Walk:
         self.arrays.append(value)
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return tensor._version  # noqa: SLF001 - the name that torch's own documents give it
+def _version(value: Any) -> int:
+    """Return what is another number after a tensor, or a long container, has changed."""
+    if isinstance(value, torch.Tensor):
+        return value._version  # noqa: SLF001 - the name that torch's own documents give it
+    items = value.values() if isinstance(value, dict) else value
+    return hash((len(value), *map(id, itertools.islice(items, _LARGEST))))
 
 
 def _write_array(array: Any, value: Any) -> None:

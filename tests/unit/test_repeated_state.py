@@ -169,6 +169,27 @@ def test_a_rerun_repeats_every_loss(model, name):
     assert again.unkept == ()
 
 
+def growing(model, items):
+    """A step that appends to a long list, and computes with its length."""
+    held = list(range(items))
+
+    def scale():
+        held.append(len(held))
+        return 1 + (len(held) - items)
+
+    return scaled(model, scale)
+
+
+@pytest.mark.parametrize(("items", "is_put_back"), [(3_000, True), (30_000, False)])
+def test_a_long_list_is_put_back_or_said(model, items, is_put_back):
+    lab = ortlab.wrap(model, engine="eager")
+    first = lab.step(growing(model, items), n=3, memory=False)
+    again = lab.rerun(memory=False)
+    lab.unwrap()
+    assert (again.losses == first.losses) is is_put_back
+    assert again.unkept == (() if is_put_back else ("held, which is too large to keep a copy of",))
+
+
 def test_a_failing_step_leaves_python_as_it_was(model):
     trainer = Trainer(model)
 

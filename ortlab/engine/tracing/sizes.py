@@ -213,7 +213,7 @@ def computation_of(reads: Sequence[SizeRead], inputs: int, origins: Origins) -> 
     graph = internals._get_tracing_state().graph()
     try:
         return _computation_of(graph, reads, inputs, origins)
-    except Unknown:
+    except Exception:  # noqa: BLE001 - `Unknown`, or an operator that this torch has no name or type for
         return None
 
 
