@@ -119,8 +119,9 @@ _SHORT = {
 def memory_time() -> Drawing:
     """Draw step memory against the time of a step, as shares of PyTorch's, for three models."""
     found = measured()
-    when = found["machine"]["date"][:10]
-    threads = found["machine"]["threads"]
+    machine = found["machine"]
+    when, threads = machine["date"][:10], machine["threads"]
+    busy = "; other programs ran beside it" * (machine["load_average_at_start"] > machine["cores"])
     drawing = Drawing(
         900, 372, "Step memory against the time of a step, as shares of PyTorch's, measured for three models"
     )
@@ -169,7 +170,7 @@ def memory_time() -> Drawing:
         48,
         362,
         f"python bench/memory_engines.py, {when}: 4 layers of 512, batch 8 x 256, AdamW, CPU, {threads} thread"
-        f"{'s' * (threads > 1)}; all in turns.",
+        f"{'s' * (threads > 1)}; all in turns{busy}.",
         "small quiet",
     )
     return drawing
