@@ -160,7 +160,7 @@ def memory_time() -> Drawing:
     drawing.text(48, top + high + 34, "step memory: how far a step rises above its start", "small quiet")
     x = 48.0
     for words, kind, shape in (
-        ("ortlab: as it is, with plans, memory_level=1", "ort", "circle"),
+        ("ortlab, plans on and off (line: the best)", "ort", "circle"),
         *_SHORT.values(),
     ):
         drawing.dot(x, 340, kind, shape=shape)
