@@ -119,8 +119,9 @@ _SHORT = {
 def memory_time() -> Drawing:
     """Draw step memory against the time of a step, as shares of PyTorch's, for three models."""
     found = measured()
-    when = found["machine"]["date"][:10]
-    threads = found["machine"]["threads"]
+    machine = found["machine"]
+    when, threads = machine["date"][:10], machine["threads"]
+    busy = "; other programs ran beside it" * (machine["load_average_at_start"] > machine["cores"])
     drawing = Drawing(
         900, 372, "Step memory against the time of a step, as shares of PyTorch's, measured for three models"
     )
@@ -159,7 +160,7 @@ def memory_time() -> Drawing:
     drawing.text(48, top + high + 34, "step memory: how far a step rises above its start", "small quiet")
     x = 48.0
     for words, kind, shape in (
-        ("ortlab: as it is, with plans, memory_level=1", "ort", "circle"),
+        ("ortlab, plans on and off (line: the best)", "ort", "circle"),
         *_SHORT.values(),
     ):
         drawing.dot(x, 340, kind, shape=shape)
@@ -169,7 +170,7 @@ def memory_time() -> Drawing:
         48,
         362,
         f"python bench/memory_engines.py, {when}: 4 layers of 512, batch 8 x 256, AdamW, CPU, {threads} thread"
-        f"{'s' * (threads > 1)}; all in turns.",
+        f"{'s' * (threads > 1)}; all in turns{busy}.",
         "small quiet",
     )
     return drawing
