@@ -299,7 +299,7 @@ def in_turns() -> Drawing:
     middle, scale = 235, 900
     for y, low, high, says in (
         (168, -0.16, -0.08, "faster"),
-        (196, -0.04, 0.05, "no difference shown"),
+        (196, -0.04, 0.05, "no difference"),
         (224, -0.13, 0.06, "too unsteady to tell"),
     ):
         drawing.path([(middle + low * scale, y), (middle + high * scale, y)], "ort stroke")
