@@ -75,7 +75,7 @@ class FallbackWarning(UserWarning):
 
 
 class PlanWarning(UserWarning):
-    """A recompute plan that was asked for is not applied: the model has no such cluster."""
+    """A recompute plan that was asked for is not applied, or `recompute` does nothing: the model has no such nodes."""
 
 
 class LedgerError(OrtlabError):

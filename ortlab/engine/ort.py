@@ -158,14 +158,20 @@ class OrtEngine:
         warnings.warn(text, FallbackWarning, stacklevel=2)
 
     def _say_absent_plans(self, execution: Execution) -> None:
-        """Say which recompute plans this model does not have: ORT passes over them silently."""
+        """Say which recompute plans this model does not have, as ORT does not, and where `recompute` does nothing."""
         from ortlab.engine.recompute_plans import absent_words
 
-        words = absent_words(execution)
-        if words:
-            where = f"{self._part}: " if self._part else ""
-            self._log.add("WARNING", ORTLAB, where + words)
-            warnings.warn(where + words, PlanWarning, stacklevel=2)
+        words = [absent_words(execution)]
+        if execution.training and self.options.recompute and not self._part and not execution.repeats_forward:
+            asked = ", ".join(self.options.recompute)
+            words.append(
+                f"recompute={asked!r} makes nothing again: what the backward reads there is kept anyway, or cannot be "
+                "made twice. lab.activations() lists what is kept."
+            )
+        for one in filter(None, words):
+            text = f"{self._part}: {one}" if self._part else one
+            self._log.add("WARNING", ORTLAB, text)
+            warnings.warn(text, PlanWarning, stacklevel=2)
 
     def start_over(self) -> None:
         """Let the next training call draw the random numbers that the first one of its session drew.

@@ -13,7 +13,7 @@ from transformers import OPTConfig, OPTForCausalLM
 
 import ortlab
 from ortlab.engine.sessions import seed
-from ortlab.errors import ExecutionError, OptionError
+from ortlab.errors import ExecutionError, OptionError, PlanWarning
 from ortlab.graphs.diff import diff
 from ortlab.options.options import Options
 
@@ -462,6 +462,13 @@ def test_modules_that_do_not_exist_are_named_with_near_ones(words, said, wrapped
     assert lab.options.recompute == ("layers",)
     with pytest.raises(OptionError, match="has no"):
         ortlab.wrap(MODELS["bert"](0.0), recompute=words)
+
+
+def test_words_that_find_nothing_to_make_again_are_said(wrapped):
+    lab = wrapped(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)), recompute="all but matmuls")
+    with pytest.warns(PlanWarning, match="'all but matmuls' makes nothing again"):
+        lab.module(torch.randn(2, 4)).sum().backward()
+    assert "makes nothing again" in lab.messages[-1].text
 
 
 def test_a_model_without_repeated_layers_says_what_else_there_is(wrapped):
