@@ -32,6 +32,7 @@ from ortlab.engine.operators.symbolic_words import (
     is_none,
     is_training_export,
     none,
+    onnx_type,
     plain_symbolic,
     rank,
     sizes_between,
@@ -81,6 +82,7 @@ def install() -> None:
         "_convolution": convolution,
         "_convolution_mode": layers.convolution_mode(convolution),
         "as_strided": indexing.as_strided,
+        "copy": copy,
         "cross_entropy_loss": cross_entropy_loss(ort["cross_entropy_loss"]),
         "cumsum": cumsum,
         "diff": diff,
@@ -177,6 +179,19 @@ def permute(g: Any, x: Any, dims: Any) -> Any:
     """Emit ``Tensor.permute``; torch's own symbolic writes negative dimensions into Transpose, which knows none."""
     axes = constant(dims, "is")
     return g.op("Transpose", x, perm_i=[axis % len(axes) for axis in axes])
+
+
+def copy(g: Any, x: Any, source: Any, _: Any) -> Any:
+    """Emit what ``x.copy_(source)`` leaves in `x`: the source, in the dtype and shape of `x`.
+
+    Torch's exporter has no form for it, and torch no gradient of the operator as such; scans of state-space models
+    (Bamba, Zamba2) write their steps into slices with it.
+    """
+    if source.type().scalarType() != x.type().scalarType():
+        if x.type().scalarType() not in _FLOATS:
+            raise LeftToTorch("it casts to a dtype that no gradient goes through")
+        source = g.op("Cast", source, to_i=onnx_type(x))
+    return g.op("Expand", source, g.op("Shape", x)).setType(x.type())
 
 
 def cumsum(g: Any, x: Any, dim: Any, dtype: Any = None) -> Any:

@@ -169,6 +169,10 @@ LOUD = {
     "logsumexp": lambda: (Wrapped(lambda h, *_: h.logsumexp(-1)), batch(5, 8)),
     "softplus": lambda: (Wrapped(lambda h, *_: F.softplus(h, beta=2, threshold=1)), batch(5, 8)),
     "diff": lambda: (Wrapped(lambda h, *_: torch.diff(h, dim=-1, prepend=h[:, :1])), batch(5, 8)),
+    "copy": lambda: (
+        Wrapped(lambda h, *_: torch.zeros(5, 8).copy_(h[:1]) * h),
+        batch(5, 8),
+    ),
     "unflatten": lambda: (Wrapped(lambda h, *_: h.unflatten(-1, (2, -1)).sum(-2)), batch(3, 4, 8)),
     "transformer encoder": lambda: (
         nn.TransformerEncoder(
