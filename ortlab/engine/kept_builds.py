@@ -102,7 +102,8 @@ class KeptExport:
         Its export, with its gradient graphs, is then good for the sizes of both.
         """
         for other in others if self.export.sizes.any else ():
-            if other.schema == self.schema and _model(other) == _model(self):
+            same = other.schema == self.schema and other.export.serves(self.export.options)
+            if same and _model(other) == _model(self):
                 other.export.sizes.join(self.export.sizes)
                 return other
         return self

@@ -182,6 +182,17 @@ def test_its_flops_are_those_of_the_three_products_that_it_stands_for(both):
     assert counted == plain
 
 
+def test_it_acts_from_the_next_step_on_in_a_lab_that_has_trained_without_it():
+    model = FAMILIES["bert"]().train()
+    lab = wrapped(model, chunked_loss=False)
+    trained(model, **batch())
+    lab.set(chunked_loss=True)  # both exports are one ONNX model; what is made of it differs
+    trained(model, **batch())
+    assert [text for text in said(lab) if "blocks of 256 rows" in text]
+    lab.set(chunked_loss=False)
+    assert model(**batch()).logits.shape == (BATCH, LENGTH, WORDS)
+
+
 def test_several_forwards_before_one_backward_and_a_scaled_loss(both):
     lab, eager = both
     first = batch()
