@@ -94,8 +94,8 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor = commands.add_parser(
         "doctor",
-        help="say what is installed, what fits, and which command mends what does not",
-        description="Say what is installed, what fits, and which command mends what does not."
+        help="say what is installed, what fits, and which command repairs what does not",
+        description="Say what is installed, what fits, and which command repairs what does not."
         " The exit code is 0 if models can be trained, 1 if not.",
     )
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")

@@ -137,6 +137,6 @@ def repeat(
                 raise ExecutionError(
                     "ONNX Runtime did not execute the step that was to be profiled.",
                     why=bench.status.reason or "PyTorch did.",
-                    fix="Mend that, or wrap a part of the model only.",
+                    fix="Correct that, or wrap a part of the model only.",
                 )
             bar.begin(f"{what}: step {number} of {count}", number)

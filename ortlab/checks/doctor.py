@@ -1,4 +1,4 @@
-"""The doctor: what is installed, whether it can train, and which command mends what cannot."""
+"""The doctor: what is installed, whether it can train, and which command repairs what cannot."""
 
 from __future__ import annotations
 
@@ -328,7 +328,7 @@ def gpu_step(findings: Mapping[str, Any], step: Callable[[str], Check]) -> list[
     found = "ONNX Runtime takes its memory from torch's pool"
     bridge = Check("Allocator bridge", "ok", found)
     if fault:
-        found = f"{fault}; without it each keeps a pool of its own, and what one has freed is not there for the other"
+        found = f"{fault}; without it each keeps a pool of its own, and neither can reuse what the other has freed"
         bridge = Check("Allocator bridge", "warn", found, "Set lab.set(external_gpu_allocator=False).")
     return [step("GPU step"), bridge]
 

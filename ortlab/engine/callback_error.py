@@ -75,7 +75,7 @@ def _explain(operator: str, error: BaseException) -> BaseException:
     explained = ExecutionError(
         f"{operator} failed: {type(error).__name__}: {error}",
         why="ONNX Runtime calls this operator in PyTorch, and PyTorch raised the error.",
-        fix="The traceback of the original error is above; mend the operator or its inputs there.",
+        fix="The traceback of the original error is above; correct the operator or its inputs there.",
     )
     explained.__cause__ = error
     return explained

@@ -87,7 +87,7 @@ def check_gpu() -> None:
         raise InstallError(
             "There is no GPU that PyTorch and ONNX Runtime both see.",
             why=" ".join(lacking),
-            fix="`ortlab doctor` names what mends it. Without --gpu, `ortlab selftest` tests the CPU.",
+            fix="`ortlab doctor` names what repairs it. Without --gpu, `ortlab selftest` tests the CPU.",
         )
 
 
@@ -220,7 +220,7 @@ _FAULTS: Final = {
     100: "it sees no GPU (CUDA_ERROR_NO_DEVICE)",
     101: "CUDA_VISIBLE_DEVICES names a GPU that is not there (CUDA_ERROR_INVALID_DEVICE)",
     803: "its library and its kernel module are of different versions (CUDA_ERROR_SYSTEM_DRIVER_MISMATCH)",
-    999: "CUDA_ERROR_UNKNOWN; a restart of the machine, or loading nvidia_uvm, often mends it",
+    999: "CUDA_ERROR_UNKNOWN; a restart of the machine, or loading nvidia_uvm, often helps",
 }
 """Codes of ``cuda.h`` that people meet."""
 

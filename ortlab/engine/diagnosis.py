@@ -272,7 +272,7 @@ def _explain(
         or (isinstance(fault, (TypeError, AttributeError)) and _wrong_kinds(fault, module, args, kwargs))
         or (
             f"It was called with {_listed(list(named_inputs(module, args, kwargs)))}.",
-            "Mend the model or the batch; weights, optimizer and the last working build are untouched.",
+            "Correct the model or the batch; weights, optimizer and the last working build are untouched.",
         )
     )
     return f"{why} It fails in plain PyTorch too; ONNX Runtime had no part in it.", fix

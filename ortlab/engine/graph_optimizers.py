@@ -100,7 +100,7 @@ def _run_users(function: Callable[[GraphProto], Any], graph: GraphProto) -> None
         raise BuildError(
             f"The graph optimizer {_name(function)} failed: {type(error).__name__}: {error}",
             why="It is run on each gradient graph, before the session is made.",
-            fix="Mend it and register it again, or leave it out: ortlab.unregister_graph_optimizer(it).",
+            fix="Correct it and register it again, or leave it out: ortlab.unregister_graph_optimizer(it).",
         ) from error
 
 

@@ -283,7 +283,7 @@ class OrtEngine:
             raise BuildError(
                 "There is no graph: PyTorch executed the last step, not ONNX Runtime.",
                 why=self.fallback_reason,
-                fix="Mend that, or wrap a part of the model only: ortlab.wrap(model, only=[...]).",
+                fix="Correct that, or wrap a part of the model only: ortlab.wrap(model, only=[...]).",
             )
 
     def graph_digests(self) -> dict[str, str]:

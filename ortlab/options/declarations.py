@@ -186,8 +186,8 @@ class Memory:
         effect=Effect.WRAP,
         needs=(Need.CUDA,),
         help=(
-            "ORT takes GPU memory from PyTorch's pool. Off, each keeps a pool of its own, and memory that "
-            "one has freed is not there for the other."
+            "ORT takes GPU memory from PyTorch's pool. Off, each keeps a pool of its own, and neither can reuse "
+            "what the other has freed."
         ),
     )
     mem_efficient_grad_management: bool = switch(
@@ -348,7 +348,7 @@ class Logging:
         env="ORTMODULE_LOG_LEVEL",
         choices=tuple(level.name for level in reversed(LOG_LEVELS)),
         help=(
-            "How much is said, and kept in `lab.messages`. INFO adds what ORTModule does and the traced graph, DEVINFO "
+            "How much ortlab collects in `lab.messages`. INFO adds what ORTModule does and the traced graph, DEVINFO "
             "what ORT's optimisers do, on every rank, VERBOSE all there is, in every step. An export says its part "
             "when the model is next exported."
         ),

@@ -294,5 +294,5 @@ def _refusal(path: Path, why: str) -> OptionError:
     return OptionError(
         f"ORTModule's JSON configuration {path} cannot be used.",
         why=why,
-        fix=f"Mend the file, or unset {JSON_CONFIG}.",
+        fix=f"Correct the file, or unset {JSON_CONFIG}.",
     )

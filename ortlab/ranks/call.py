@@ -50,7 +50,7 @@ class Call:
         rank = min(follows, key=lambda one: follows[one])
         more = sum(not one for one in follows.values()) - 1
         others = f", as did {more} more" if more > 0 else ""
-        fix = "Mend it and run it again."
+        fix = "Correct it and run it again."
         if self.renewed:
             fix += (
                 " The ranks have a new process group, since some were torn out of the old one: put "

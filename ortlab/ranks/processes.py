@@ -190,7 +190,7 @@ class Processes:
             raise ExecutionError(
                 f"The {ranks} processes of the cluster did not start.",
                 why=f"{type(error).__name__}: {error}" + (f"\nThe end of their log:\n{log}" if log else ""),
-                fix="Mend what the log names, or try fewer ranks: the machine may be short of memory.",
+                fix="Correct what the log names, or try fewer ranks: the machine may be short of memory.",
             ) from error
 
     def lost(self, when: str) -> Lost | None:

@@ -197,7 +197,7 @@ def compare_in_turns(sweep: Sweep) -> Comparison:
         raise LedgerError(
             f"There is nothing to compare: {name} could not be run.",
             why=why,
-            fix="Mend that, or compare something else; lab.sweeps[-1] has what was run.",
+            fix="Correct that, or compare something else; lab.sweeps[-1] has what was run.",
         )
     return Comparison(
         base.runs[0],

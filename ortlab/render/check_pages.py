@@ -65,9 +65,9 @@ def preflight_verdict(report: Preflight) -> tuple[str, Mark]:
     if not stopping and report.built:
         return _verdict_of_whole(report)
     if report.fails_in_pytorch:
-        return "The forward fails in PyTorch, too: mend that first.", Mark.BAD
+        return "The forward fails in PyTorch, too: correct that first.", Mark.BAD
     if any(one.kind is Kind.DEVICE for one in stopping):
-        return "Not everything is on one device that has values: mend that first.", Mark.BAD
+        return "Not everything is on one device that has values: correct that first.", Mark.BAD
     start = "Does not train whole on ONNX Runtime"
     if report.built:
         start = "Would not train right as a whole on ONNX Runtime"

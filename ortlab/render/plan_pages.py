@@ -413,5 +413,5 @@ def _notes(saved: SavedPlans) -> list[Note]:
     if saved.present:
         notes.append(Note(f"To switch on what it has: lab.set(memory_plan={list(saved.present)})"))
     elif not any(one.present is not None for one in saved.rows) and saved.rows:
-        notes.append(Note("Not held against a model: saved.against(lab.plan()) does that.", Mark.QUIET))
+        notes.append(Note("Not compared with a model: saved.against(lab.plan()) does that.", Mark.QUIET))
     return notes

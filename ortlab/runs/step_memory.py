@@ -140,7 +140,7 @@ class Measuring:
             raise StepError(
                 "PyTorch executed the model, not ONNX Runtime, so this is no memory of ONNX Runtime.",
                 why=self._engine.fallback_reason,
-                fix='Mend that, or measure PyTorch: lab.memory(engine="eager").',
+                fix='Correct that, or measure PyTorch: lab.memory(engine="eager").',
             )
         return outputs
 

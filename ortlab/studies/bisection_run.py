@@ -177,7 +177,7 @@ def read_changes(
         if given is not None and "engine" in given:
             raise OptionError(
                 "The engine is no switch of ONNX Runtime.",
-                fix='To hold ONNX Runtime against PyTorch: lab.bisect("parity").',
+                fix='To compare ONNX Runtime with PyTorch: lab.bisect("parity").',
             )
     if changes is not None and baseline is not None:
         raise OptionError(

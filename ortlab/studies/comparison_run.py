@@ -43,7 +43,7 @@ def compare(
     progress: bool = True,
     **changes: object,
 ) -> Comparison:
-    """Hold configurations against a baseline: time with an interval and a verdict, step memory, loss.
+    """Compare configurations with a baseline: time with an interval and a verdict, step memory, loss.
 
     With changes, `lab.compare(engine="eager", memory_level=[1, 2])`, the last step is run from its start on the lab
     as it is set and on each candidate, in turns: every `option=value` is a candidate of its own, and so is every

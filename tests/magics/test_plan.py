@@ -12,7 +12,7 @@ def test_old_logs_are_shown_before_any_model_is_there(shell):
     saved = shell.run(f"%ort_plan --from '{LOGS / 'memory_insight_2023.txt'}'")
     assert len(saved.rows) == 12
     shown = shell.formats(saved)
-    assert "Not held against a model" in shown["text/plain"]
+    assert "Not compared with a model" in shown["text/plain"]
     assert "BiasGelu+:1:-1" in shown["text/html"]
 
 

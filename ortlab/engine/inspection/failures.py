@@ -169,7 +169,7 @@ def finding_of_forward(error: BaseException, places: Places) -> Finding:
         Kind.FORWARD,
         f"The forward fails in PyTorch, too: {type(error).__name__}: {error}",
         places.of_traceback(error.__traceback__),
-        "Mend the model or the batch; the model is untouched.",
+        "Correct the model or the batch; the model is untouched.",
     )
 
 

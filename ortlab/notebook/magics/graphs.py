@@ -247,7 +247,7 @@ class GraphMagics(Magics):
 
         Arguments:
 
-        - ``--baseline option=value ...``: hold the step as the lab is set against one with these options.
+        - ``--baseline option=value ...``: compare the step as the lab is set with one with these options.
         - ``--part PART``: path of the part, where several parts of the model are wrapped.
         - ``--lab NAME``: variable of the lab; the one wrapped last if not given.
 

@@ -284,5 +284,5 @@ def _saved_plans(args: Line) -> SavedPlans:
     try:
         return saved.against(lab.plan(args.part))
     except (BuildError, StepError, WrapError) as error:
-        print(f"Not held against the model: {error.what}")  # noqa: T201 - as above
+        print(f"Not compared with the model: {error.what}")  # noqa: T201 - as above
         return saved

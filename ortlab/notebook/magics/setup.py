@@ -273,7 +273,7 @@ class SetupMagics(Magics):
 
     @line()
     def ort_doctor(self, _args: Line) -> Report:
-        """Examine the installation: what is there, whether it can train, and which command mends what cannot.
+        """Examine the installation: what is there, whether it can train, and which command repairs what cannot.
 
         ::
 

@@ -66,7 +66,7 @@ class StudyMagics(Magics):
         LAB,
     )
     def ort_compare(self, args: Line) -> Comparison:
-        """Hold configurations against a baseline: time with an interval and a verdict, step memory, loss.
+        """Compare configurations with a baseline: time with an interval and a verdict, step memory, loss.
 
         ::
 
@@ -78,10 +78,10 @@ class StudyMagics(Magics):
 
         - ``option=value,value``: what to try, each value by itself, beside the lab as it is set; ``engine`` may be
           among them. The last step is run from its start in turns, so that a drift of the machine meets all alike.
-        - ``RUN ...``: numbers of runs, as their tables show them, which are held against each other as they were made;
+        - ``RUN ...``: numbers of runs, as their tables show them, which are compared as they were made;
           all runs but those of sweeps if not given.
         - ``--rerun``: run the configurations of these runs again, in turns.
-        - ``--baseline RUN``: number of the run that the others are held against; the first if not given.
+        - ``--baseline RUN``: number of the run that the others are compared with; the first if not given.
         - ``-n STEPS``: steps of each turn, as many as the last step had if not given, at most 8; a number or ``$name``.
         - ``--rounds ROUNDS``: turns of each, 6 if not given.
         - ``--lab NAME``: variable of the lab; the one wrapped last if not given.

@@ -240,7 +240,7 @@ def test_a_batch_is_a_mapping_a_tuple_or_a_tensor():
 def test_a_batch_that_the_forward_does_not_take_is_said_so():
     report = ortlab.preflight(nn.Linear(4, 2), {"x": torch.randn(3, 4)}, progress=False)
     assert kinds(report)[0] is Kind.INPUT
-    assert "mend that first" in text.render(report)
+    assert "correct that first" in text.render(report)
 
 
 def test_keys_that_are_no_names_are_refused():
