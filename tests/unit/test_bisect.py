@@ -221,7 +221,7 @@ def test_an_interrupt_leaves_the_lab_and_is_resumed(ready):
 
 def test_time_is_measured_in_pairs_and_the_answer_is_honest(ready):
     lab, _ = ready
-    bisection = lab.bisect("step_ms", changes={"intra_op_spinning": True}, rounds=2, n=3, progress=False)
+    bisection = lab.bisect("step_ms", changes={"cpu_memory_arena": False}, rounds=2, n=3, progress=False)
     assert bisection.outcome in {RESPONSIBLE, NO_CHANGE, TOO_NOISY}
     assert bisection.count == 3
     assert len(bisection.whole.runs) in {2, 4, 6}
