@@ -60,9 +60,10 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(python="3.11")
 def lint(session: nox.Session) -> None:
-    """Style and formatting of every Python file."""
-    session.install("-c", str(CONSTRAINTS), "ruff")
+    """Style of every Python file, and spelling of all that is read."""
+    session.install("-c", str(CONSTRAINTS), "ruff", "codespell")
     session.run("ruff", "check", ".")
+    session.run("codespell")
 
 
 @nox.session(python="3.11")

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _SAME_MEMORY: Final = frozenset(
     {"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
 )
-"""Operators whose output may be their input's memory, or that an optimiser of the session may look through."""
+"""Operators whose output may be their input's memory, or that an optimizer of the session may look through."""
 
 _WITHOUT_VALUES: Final = frozenset({"Shape", "Size"})
 

@@ -65,9 +65,9 @@ Collecting = Callable[[], AbstractContextManager[None]]
 """Makes a block in which what ONNX Runtime logs is collected."""
 
 _ROCM_ONLY: Final = "RocmBlasAltImpl"
-"""An optimiser of 1.19.2 that marks backward nodes for AMD's matrix library, in sessions without an AMD GPU, too.
+"""An optimizer of 1.19.2 that marks backward nodes for AMD's matrix library, in sessions without an AMD GPU, too.
 
-It says each time that it has changed the graph (``rocm_blas_alt_impl.cc``), so that ORT runs all optimisers of its
+It says each time that it has changed the graph (``rocm_blas_alt_impl.cc``), so that ORT runs all optimizers of its
 level again until it reaches its limit of ten rounds: half of the time that a session takes to be created. Nothing but
 ROCm's kernels reads the marks.
 """
@@ -83,11 +83,11 @@ _FUSES_WHAT_IS_READ: Final = (
     *("AttentionFusion", "GemmActivationFusion", "MatMulActivationFusion", "ConvActivationFusion"),
     *("ConvAddActivationFusion", _DROPS_DEVIATION),
 )
-"""Optimisers that put nodes together where nobody else reads what is between them.
+"""Optimizers that put nodes together where nobody else reads what is between them.
 
 In a training graph the backward does, so they find nothing there. Where it reads copies instead they would find the
 forward, which rounds otherwise then, and `SkipLayerNormFusion` would end in "Missing Input". The graphs of sessions
-without recomputation are the same node for node with these optimisers and without (GPT-2, BERT, Llama, T5), so that
+without recomputation are the same node for node with these optimizers and without (GPT-2, BERT, Llama, T5), so that
 leaving them out costs no time.
 """
 

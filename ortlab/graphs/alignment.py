@@ -1,6 +1,6 @@
 """Which node of one graph is which of another: by what it computes, by its name, and by what is around it.
 
-Names alone do not tell: exports of two processes number theirs differently, and ORT's optimisers name what they put in.
+Names alone do not tell: exports of two processes number theirs differently, and ORT's optimizers name what they put in.
 What a node computes is told by a digest of everything before it down to the graph's inputs and constants, and what is
 done with its results by one of everything behind it, as in the colour refinement of Weisfeiler and Lehman. A change in
 the middle of a graph changes the digests of all that is behind it or before it; what they leave open is matched

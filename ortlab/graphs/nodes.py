@@ -164,7 +164,7 @@ def is_copy(node: NodeProto) -> bool:
 def repeats(node: NodeProto) -> str:
     """Return the name of the node that a copy repeats; empty for one that is no copy.
 
-    An optimiser may have put a copy and its original together with their neighbours, and named both after that:
+    An optimizer may have put a copy and its original together with their neighbours, and named both after that:
     "/fc/MatMul_recompute/MatmulTransposeFusion/".
     """
     return node.name.replace(COPY, "", 1) if is_copy(node) else ""

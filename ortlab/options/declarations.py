@@ -349,7 +349,7 @@ class Logging:
         choices=tuple(level.name for level in reversed(LOG_LEVELS)),
         help=(
             "How much ortlab collects in `lab.messages`. INFO adds what ORTModule does and the traced graph, DEVINFO "
-            "what ORT's optimisers do, on every rank, VERBOSE all there is, in every step. An export says its part "
+            "what ORT's optimizers do, on every rank, VERBOSE all there is, in every step. An export says its part "
             "when the model is next exported."
         ),
     )

@@ -51,7 +51,7 @@ KNOWN: Final[tuple[Known, ...]] = (
     Known(
         RUNTIME,
         r"Removing initializer '.*'\. It is not used by any node and should be removed from the model\.$",
-        "ONNX Runtime drops a constant that its own optimisers no longer need; results and time stay the same.",
+        "ONNX Runtime drops a constant that its own optimizers no longer need; results and time stay the same.",
     ),
     Known(
         RUNTIME,

@@ -58,7 +58,7 @@ class FunctionCall:
 
 
 # Per kernel, the positions of the tensors that it writes to. Sessions come and go, and nobody says when a
-# kernel is gone; forgetting costs a kernel one copy of its inputs, so the record is simply emptied now and
+# kernel is gone; forgetting costs a kernel one copy of its inputs, so the record is emptied now and
 # then.
 _written: Final[dict[bytes, frozenset[int]]] = {}
 _REMEMBERED_KERNELS: Final = 4096

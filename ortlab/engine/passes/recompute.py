@@ -13,7 +13,7 @@ once, by the generator that draws it without recomputation, and kept with eight 
 **How copies stay apart.** A session's CommonSubexpressionElimination finds nodes with the same operator and inputs, and
 would make one of each node and its copy: the backward then reads what the forward kept, and nothing is saved. So a copy
 whose inputs are all kept reads one of them through a `PassThrough`, ORT's operator that hands its inputs on in the same
-memory. No optimiser has to be switched off for it, and it takes no time.
+memory. No optimizer has to be switched off for it, and it takes no time.
 """
 
 from __future__ import annotations
