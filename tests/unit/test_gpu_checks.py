@@ -169,7 +169,7 @@ def test_the_step_on_the_gpu_and_the_bridge_have_a_line_each():
     apart = gpu_step({"allocator": "torch's pool grew by 0 bytes"}, lambda _: ok)[1]
     assert apart.status == "warn"
     assert "external_gpu_allocator=False" in apart.fix
-    assert "not there for the other" in apart.found
+    assert "neither can reuse what the other has freed" in apart.found
     assert provider_check({"loaded": False, "why": "there is no driver"}) == []
     assert provider_check({"loaded": True, "why": ""})[0].status == "ok"
 
