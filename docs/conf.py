@@ -42,7 +42,22 @@ html_theme = "furo"  # follows the reader's light or dark setting
 html_title = f"ortlab {release}"
 html_static_path = ["_static"]
 html_css_files = ["tables.css"]
-html_theme_options = {"sidebar_hide_name": False, "navigation_with_keys": True}
+html_theme_options = {
+    "sidebar_hide_name": False,
+    "navigation_with_keys": True,
+    # The records in the notebooks take JupyterLab's colours; a page without JupyterLab gets those for a white ground.
+    "dark_css_variables": {
+        "jp-success-color0": "#7cc98a",
+        "jp-warn-color0": "#f0a35e",
+        "jp-error-color1": "#ff8a80",
+        "jp-ui-font-color2": "var(--color-foreground-secondary)",
+    },
+}
+# What scrolls has to be reached by the keyboard.
+FOCUS = """addEventListener("load", () => document.querySelectorAll("pre").forEach((block) => {
+  if (block.scrollWidth > block.clientWidth) block.tabIndex = 0;
+}));"""
+html_js_files = [(None, {"body": FOCUS})]
 
 # Notebooks are shown with their stored outputs, which the test suite compares with a fresh execution.
 nb_execution_mode = "off"
@@ -131,8 +146,15 @@ def exchange(old: str, new: str) -> Callable[..., None]:
     return act
 
 
+def say_level(_app: Sphinx, _page: str, _template: str, context: dict[str, Any], _doctree: object) -> None:
+    """Give the captions of contents the level that Sphinx leaves out of a heading, for who hears the page."""
+    for part in ("furo_navigation_tree", "body"):
+        context[part] = (context.get(part) or "").replace('role="heading">', 'role="heading" aria-level="2">')
+
+
 def setup(app: Sphinx) -> None:
     """Let each build start with `generate`, and no words be taken for types."""
     app.connect("builder-inited", generate)
+    app.connect("html-page-context", say_level, priority=600)  # furo's is 500
     app.connect("autodoc-process-docstring", exchange(":", "\0"), priority=400)  # napoleon's is 500
     app.connect("autodoc-process-docstring", exchange("\0", ":"), priority=600)

@@ -28,6 +28,9 @@ CHROMIUM_FLAGS = (
     "--disable-sync",
 )
 
+RULES = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]}
+"""What axe-core checks: contrast, names, roles and keyboard, by the Web Content Accessibility Guidelines 2.2, AA."""
+
 
 def chromium_executable() -> str:
     """Find Chromium.

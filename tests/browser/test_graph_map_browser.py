@@ -7,6 +7,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 
 from .conftest import CELLS_SECONDS, pages
+from .server import RULES
 from .test_panel_browser import BERT, BERT_STEP, SHOW, STEP, WRAP, notebook, press, run_all, screenshots, tab
 
 __all__ = ["notebook", "screenshots"]
@@ -16,10 +17,6 @@ pytestmark = pytest.mark.browser
 DEEPER = BERT.replace("hidden_size=256, num_hidden_layers=2", "hidden_size=128, num_hidden_layers=4")
 
 AGAIN = "lab.set(memory_level=1)\n_ = lab.rerun()"
-
-RULES = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]}
-"""What axe-core checks: contrast, names, roles and keyboard, by the Web Content Accessibility Guidelines 2.2, AA."""
-
 
 FRAMES = """part => {
     part.scrollIntoView();

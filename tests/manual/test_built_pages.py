@@ -1,0 +1,72 @@
+"""The manual as a reader opens it: it is built without a warning, and read in Chromium in both themes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from browser.server import CHROMIUM_FLAGS, RULES, chromium_executable
+from playwright.sync_api import sync_playwright
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(1800)]  # beside others on a busy machine
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+PAGES = (
+    "index",
+    "panel",
+    "options",
+    "memory",
+    "measurement",
+    "magics",
+    "troubleshooting",
+    "compatibility",
+    "_generated/01_quickstart",
+    "_generated/05_graphs",
+)
+"""Of each kind some: the first page, how-tos, concepts, tables, what docstrings make, notebooks with their outputs."""
+
+
+@pytest.fixture(scope="module")
+def built() -> Path:
+    """Build the manual as `run-tests docs` leaves it."""
+    folder = DOCS / "_build" / "html"
+    options = ("-q", "-W", "--keep-going", "-b", "html")
+    sphinx = [sys.executable, "-m", "sphinx", *options, str(DOCS), str(folder)]
+    done = subprocess.run(sphinx, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium_executable(), args=list(CHROMIUM_FLAGS))
+        yield browser
+        browser.close()
+
+
+def violations(page) -> list[tuple[str, str, str]]:
+    return [
+        (rule["id"], node["html"], node["failureSummary"])
+        for rule in Axe().run(page, options=RULES).response["violations"]
+        for node in rule["nodes"]
+    ]
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_ten_pages_pass_axe_core(built, chromium, theme):
+    context = chromium.new_context(viewport={"width": 1280, "height": 1000}, color_scheme=theme)
+    context.set_default_timeout(120_000)
+    page = context.new_page()
+    found = {}
+    for name in PAGES:
+        page.goto((built / f"{name}.html").as_uri())
+        found[name] = violations(page)
+    assert {name: what for name, what in found.items() if what} == {}
+    page.add_style_tag(content="article p { color: rgb(128 128 128 / 50%) !important }")  # a fault
+    assert {rule for rule, *_ in violations(page)} == {"color-contrast"}
+    context.close()
