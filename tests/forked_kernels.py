@@ -5,6 +5,7 @@ Jupyter starts this file in the place of ipykernel; it stands for the kernel, an
 
 from __future__ import annotations
 
+import builtins
 import gc
 import importlib
 import json
@@ -17,6 +18,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 ADDRESS = "ORTLAB_TEST_KERNELS"
 IMPORTED = ("pandas", "sympy", "ipykernel.kernelapp", "ipywidgets", "anywidget", "torch.onnx", "transformers")
@@ -56,8 +58,12 @@ def forked(folder: Path) -> Iterator[None]:
 
 def serve(number: int) -> None:
     """Fork a kernel for each connection."""
+    builtins.__dict__["get_ipython"] = lambda: SimpleNamespace(
+        kernel=None
+    )  # pandas asks whether it is in a terminal
     for name in IMPORTED + MODELS:
         importlib.import_module(name)
+    del builtins.__dict__["get_ipython"]
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a kernel has ended
