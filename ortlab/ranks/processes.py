@@ -160,6 +160,7 @@ class Processes:
         )
         self.client: Any = None  # ipyparallel's; `client[rank]` is what a rank is asked through
         self._engines: dict[int, Any] = {}
+        self._output = ""  # of an engine that has ended; ipyparallel has read its log, and removed it
         self._groups = 0
         self._requests = 0
         self.ranks: tuple[int, ...] = ()  # process ids, by rank
@@ -168,8 +169,7 @@ class Processes:
         try:
             with _environment({**whose, "OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": _loopback()}):
                 self._cluster.start_cluster_sync()
-            for engines in self._cluster.engines.values():
-                self._engines |= {one.pid: one.process for one in engines.launchers.values()}
+            self._list_engines()
             self.client = _quiet_client()(
                 profile_dir=self._cluster.profile_dir,
                 cluster_id=self._cluster.cluster_id,
@@ -232,6 +232,15 @@ class Processes:
         self._started.end(_END_SECONDS)
         self._temporary.cleanup()
 
+    def _list_engines(self) -> None:
+        """Note the engines that ipyparallel has started, unless one has ended: it lists those that live."""
+        for engines in self._cluster.engines.values():
+            self._engines |= {one.pid: one.process for one in engines.launchers.values()}
+            for name, ended in engines.stop_data.get("engines", {}).items():
+                self._output = str(engines.outputs.get(name) or "")
+                how = f"ended with status {ended['exit_code']}"
+                raise ChildProcessError(f"engine {ended['pid']} {how} before it was ready")
+
     def _wait(self, is_done: Callable[[], bool]) -> None:
         """Wait for all engines, unless one has ended: ipyparallel would wait for it until its time is over."""
         deadline = time.monotonic() + START_SECONDS
@@ -252,6 +261,7 @@ class Processes:
             with contextlib.suppress(OSError):
                 lines = file.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
                 found += [f"  {line}" for line in lines if line.strip()]
+        found += [f"  {line}" for line in self._output.splitlines()[-_LOG_LINES:] if line.strip()]
         return "\n".join(found[-3 * _LOG_LINES :])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ import threading
 import time
 import warnings
 
+import ipyparallel
 import psutil
 import pytest
 
@@ -316,7 +318,15 @@ if "ipyparallel.engine" in " ".join(sys.orig_argv):
 """
 
 
-def test_engines_that_do_not_start_are_told_with_the_end_of_their_log(tmp_path, monkeypatch):
+@pytest.mark.parametrize("listed", [True, False], ids=["listed", "ended before they are listed"])
+def test_engines_that_do_not_start_are_told_with_the_end_of_their_log(tmp_path, monkeypatch, listed):
+    async def start_engines(self, *args, start=ipyparallel.Cluster.start_engines, **kwargs):
+        result = await start(self, *args, **kwargs)
+        while not listed and any(one.launchers for one in self.engines.values()):  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.1)
+        return result
+
+    monkeypatch.setattr(ipyparallel.Cluster, "start_engines", start_engines)
     (tmp_path / "sitecustomize.py").write_text(REFUSING, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
     before = started_here()
