@@ -96,15 +96,21 @@ class KeptExport:
     schema: Schema
     export: Export
 
+    def fits(self, schema: Schema, options: Options, *, training: bool) -> bool:
+        """Tell whether it is valid for calls of a schema with these switches in this mode, whatever their sizes."""
+        return self.schema == schema and self.export.training == training and self.export.serves(options)
+
     def joined_to(self, others: Iterable[KeptExport]) -> KeptExport:
         """Return the one of `others`, which are kept already, that has the same graph for other sizes, or else itself.
 
         Its export, with its gradient graphs, is then good for the sizes of both.
         """
-        for other in others if self.export.sizes.any else ():
-            same = other.schema == self.schema and other.export.serves(self.export.options)
-            if same and _model(other) == _model(self):
-                other.export.sizes.join(self.export.sizes)
+        mine = self.export
+        for other in others if mine.sizes.any else ():
+            if other.fits(self.schema, mine.options, training=mine.training) and _model(other) == _model(
+                self
+            ):
+                other.export.sizes.join(mine.sizes)
                 return other
         return self
 
@@ -136,7 +142,7 @@ def find(
     """
     found = None
     for kept in candidates:
-        valid = kept.schema == schema and kept.export.training == training and kept.export.serves(options)
+        valid = kept.fits(schema, options, training=training)
         if valid and (call is None or kept.export.sizes.hold(*call)):
             if kept.export.graph(options) is not None:
                 return kept

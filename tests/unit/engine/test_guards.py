@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fault_cases import Deciding
 from torch import nn
 
 import ortlab
@@ -20,16 +21,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Converting a tensor to a Python:torch.jit.TracerWarning"),
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
 ]
-
-
-class Deciding(nn.Module):
-    def __init__(self, decide):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.decide = decide
-
-    def forward(self, x):
-        return self.decide(self.layer(x), x)
 
 
 def branch(h, x):

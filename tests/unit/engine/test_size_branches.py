@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from fault_cases import Deciding
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -19,16 +20,6 @@ pytestmark = [
     pytest.mark.usefixtures("no_fallback"),
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
 ]
-
-
-class Deciding(nn.Module):
-    def __init__(self, decide):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.decide = decide
-
-    def forward(self, x):
-        return self.decide(self.layer(x), x)
 
 
 @pytest.fixture
@@ -177,6 +168,19 @@ def test_other_sizes_than_those_of_the_first_batch_are_said_with_the_line(traine
     assert "the forward depends on a size, at " in said
     assert "test_size_branches.py, line" in said
     assert "(False before, now True)" in said
+
+
+def test_with_and_without_gradients_eval_has_an_export_each(trained):
+    """The exported models are the same, and the one for inference has no gradient graph."""
+    model = Deciding(lambda h, x: h * 2 if x.shape[0] == 3 else h * 3).eval()
+    lab = trained(model, (3,))
+    x = torch.ones(3, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), model.layer(x) * 2)
+    model.zero_grad()
+    model(x).sum().backward()
+    torch.testing.assert_close(model.layer.bias.grad, torch.full((4,), 6.0))
+    assert lab.status.executed_by == "ort"
 
 
 def test_sizes_that_decide_nothing_need_one_export(trained):
