@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Final, TypeAlias
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from ortlab.records.memory_phases import MemoryPhases
 
@@ -59,7 +59,10 @@ def recompute_places(lab: Lab, part: str | None = None) -> RecomputePlaces:
         return found.only[1].recompute_places()
 
 
-_shown: Final[WeakKeyDictionary[Lab, tuple[int, object]]] = WeakKeyDictionary()
+_Cell: TypeAlias = tuple[int, ReferenceType[object] | None]
+"""A cell: its execution count, and the result of the one before. That may hold the lab, so it is not kept alive."""
+
+_shown: Final[WeakKeyDictionary[Lab, _Cell]] = WeakKeyDictionary()
 """By lab: the cell in which it was shown last, or said what it was set to."""
 
 
@@ -71,13 +74,16 @@ def note_shown(lab: Lab) -> None:
 
 def was_shown(lab: Lab) -> bool:
     """Tell whether the cell that runs has shown the lab already."""
-    cell, before = _cell(), _shown.get(lab)
-    return cell is not None and before is not None and cell[0] == before[0] and cell[1] is before[1]
+    cell = _cell()
+    return cell is not None and cell == _shown.get(lab)
 
 
-def _cell() -> tuple[int, object] | None:
+def _cell() -> _Cell | None:
     """Tell cells apart: front ends that keep no history run all under one count, each after another result."""
     from IPython import get_ipython
 
     shell = get_ipython()
-    return None if shell is None else (shell.execution_count, shell.last_execution_result)
+    if shell is None:
+        return None
+    result = shell.last_execution_result
+    return shell.execution_count, None if result is None else ref(result)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 from IPython.core.error import UsageError
+from IPython.core.interactiveshell import ExecutionResult
 
+from ortlab.lab.following import note_shown, was_shown
 from ortlab.lab.lab import Lab
 
 
@@ -48,6 +53,22 @@ def test_a_later_cell_shows_the_panel_again_where_no_history_is_kept(torch_shell
     torch_shell.run("lab")
     assert len(captured.outputs) == 4
     assert "<h4>net: Sequential</h4>" in captured.outputs[-1].data["text/html"]
+
+
+def test_a_lab_that_was_shown_is_not_kept_alive_by_the_result_of_a_cell(torch_shell):
+    torch_shell.run("lab = %ort_wrap net --no-panel")
+    lab = torch_shell.user_ns.pop("lab")
+    torch_shell.last_execution_result = ExecutionResult(None)
+    torch_shell.last_execution_result.result = lab
+    note_shown(lab)
+    assert was_shown(lab)
+    lab.unwrap(forget=True)
+    gone = weakref.ref(lab)
+    torch_shell.last_execution_result = None
+    assert not was_shown(lab)
+    del lab
+    gc.collect()
+    assert gone() is None
 
 
 def test_no_panel_shows_nothing(torch_shell, captured):
