@@ -238,8 +238,9 @@ class Processes:
             self._engines |= {one.pid: one.process for one in engines.launchers.values()}
             for name, ended in engines.stop_data.get("engines", {}).items():
                 self._output = str(engines.outputs.get(name) or "")
-                how = f"ended with status {ended['exit_code']}"
-                raise ChildProcessError(f"engine {ended['pid']} {how} before it was ready")
+                raise ChildProcessError(
+                    f"engine {ended['pid']} {_ending(ended['exit_code'])} before it was ready"
+                )
 
     def _wait(self, is_done: Callable[[], bool]) -> None:
         """Wait for all engines, unless one has ended: ipyparallel would wait for it until its time is over."""
@@ -369,6 +370,11 @@ def how_ended(engine: Any) -> str:
         time.sleep(_POLL_SECONDS)  # whoever asks first gets the status, and that is to be the thread
         with contextlib.suppress(psutil.Error):
             code = None if psutil.pid_exists(engine.pid) else engine.wait(timeout=0)
+    return _ending(code)
+
+
+def _ending(code: int | None) -> str:
+    """Say how a process has ended by its exit status, which is negative after a signal; None if it is not known."""
     if code is None:
         return "has ended"
     return f"was killed by signal {-int(code)}" if code < 0 else f"ended with status {int(code)}"
