@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -202,11 +203,16 @@ def packed_bits(mask: Tensor) -> Tensor:
 @kernel("(Tensor packed, int[] shape) -> Tensor")
 def unpacked_bits(packed: Tensor, shape: list[int]) -> Tensor:
     """Return what `packed_bits` was given, in its shape."""
-    numbers = torch.arange(256, dtype=torch.int64, device=packed.device)
-    bits = torch.arange(_EIGHT, dtype=torch.int64, device=packed.device)
-    table = ((numbers[:, None] >> bits) & 1).to(torch.uint8).view(torch.int64).reshape(-1)
-    flat = table.index_select(0, packed.int()).view(torch.uint8)
+    flat = _bits_of_bytes(packed.device).index_select(0, packed.int()).view(torch.uint8)
     return flat[: math.prod(shape)].view(shape)
+
+
+@cache
+def _bits_of_bytes(device: torch.device) -> Tensor:
+    """Return the eight bits of each byte, as eight bytes that are read as one integer."""
+    numbers = torch.arange(2**_EIGHT, dtype=torch.int64, device=device)
+    bits = torch.arange(_EIGHT, dtype=torch.int64, device=device)
+    return ((numbers[:, None] >> bits) & 1).to(torch.uint8).view(torch.int64).reshape(-1)
 
 
 # --- gradients of layers ----------------------------------------------------------------------------------------
@@ -254,18 +260,6 @@ def relu_backward(grad: Tensor, x: Tensor) -> Any:
 def leaky_relu(x: Tensor, slope: float) -> Any:
     """Return x where it is positive, else x times the slope."""
     return torch.ops.aten.leaky_relu.out(x, slope, out=empty(x.shape, x))
-
-
-@kernel("(Tensor x) -> Tensor")
-def sin(x: Tensor) -> Any:
-    """Return the sine."""
-    return torch.ops.aten.sin.out(x, out=empty(x.shape, x))
-
-
-@kernel("(Tensor x) -> Tensor")
-def cos(x: Tensor) -> Any:
-    """Return the cosine."""
-    return torch.ops.aten.cos.out(x, out=empty(x.shape, x))
 
 
 @kernel("(Tensor x, int[] axes, int keeps) -> Tensor")
@@ -554,28 +548,24 @@ def quotient_backward(
     return (*found, (-grad * ((dividend / divisor) / divisor)).sum_to_size(divisor.shape))
 
 
-@kernel("(Tensor x) -> Tensor")
-def erf(x: Tensor) -> Any:
-    """Return the error function; that of ONNX Runtime is 1 for what is not a number."""
-    return torch.ops.aten.erf.out(x, out=empty(x.shape, x))
+# ---- one entry at a time ----------------------------------------------------------------------------------------
 
 
-@kernel("(Tensor x) -> Tensor")
-def sqrt(x: Tensor) -> Any:
-    """Return the square root; that of ONNX Runtime is NaN for infinity."""
-    return torch.ops.aten.sqrt.out(x, out=empty(x.shape, x))
+def _kernel_of_entries(name: str) -> None:
+    """Declare a kernel that calls torch's operator of its name, which computes each entry by itself."""
+    operator = getattr(torch.ops.aten, name).out
+
+    def call(x: Tensor) -> Any:
+        return operator(x, out=empty(x.shape, x))
+
+    call.__name__ = name
+    kernel("(Tensor x) -> Tensor")(call)
 
 
-@kernel("(Tensor x) -> Tensor")
-def sign(x: Tensor) -> Any:
-    """Return -1, 0 or 1, and 0 for what is not a number: the gradient of an absolute value."""
-    return torch.ops.aten.sign.out(x, out=empty(x.shape, x))
-
-
-@kernel("(Tensor x) -> Tensor")
-def sigmoid(x: Tensor) -> Any:
-    """Return 1 / (1 + exp(-x))."""
-    return torch.ops.aten.sigmoid.out(x, out=empty(x.shape, x))
+# ONNX Runtime's erf is 1 for what is not a number, its sqrt NaN for infinity, and its sign, the gradient of an absolute
+# value, not 0 for what is not a number; its tanh is a rational approximation, five times less exact.
+for _name in ("cos", "erf", "sigmoid", "sign", "sin", "sqrt", "tanh"):
+    _kernel_of_entries(_name)
 
 
 @kernel("(Tensor grad, Tensor output) -> Tensor")
@@ -588,12 +578,6 @@ def sigmoid_backward(grad: Tensor, output: Tensor) -> Any:
 def silu_backward(grad: Tensor, x: Tensor) -> Any:
     """Return the gradient of x * sigmoid(x)."""
     return torch.ops.aten.silu_backward.grad_input(grad, x, grad_input=empty(x.shape, x))
-
-
-@kernel("(Tensor x) -> Tensor")
-def tanh(x: Tensor) -> Any:
-    """Return the hyperbolic tangent; that of ONNX Runtime is a rational approximation, five times less exact."""
-    return torch.ops.aten.tanh.out(x, out=empty(x.shape, x))
 
 
 @kernel("(Tensor grad, Tensor output) -> Tensor")
