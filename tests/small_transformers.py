@@ -52,20 +52,13 @@ def batch_of(rows=2, length=8, words=64, *, first=0, mask=False) -> dict[str, to
 
 def step_of(model, batch, optimizer=None) -> Callable[[], torch.Tensor]:
     """Return a step that gives its loss, which the gradients survive where there is no optimizer."""
-    if optimizer is None:
-
-        def step() -> torch.Tensor:
-            loss = model(**batch).loss
-            loss.backward()
-            return loss
-
-        return step
 
     def step() -> torch.Tensor:
         loss = model(**batch).loss
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
         return loss
 
     return step

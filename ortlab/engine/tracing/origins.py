@@ -57,9 +57,8 @@ class Origins:
     """What each value of the present trace is made of; every operator is looked at once."""
 
     def __init__(self) -> None:
-        self.memory: dict[
-            int, int
-        ] = {}  # of a view or the result of a write: the value that it shares memory with
+        # By a view, or the result of a write: the value that it shares memory with.
+        self.memory: dict[int, int] = {}
         self._values: dict[int, _Of] = {}
         self._shapes: dict[int, _Of] = {}
         self._written: dict[int, _Of] = {}  # by the value whose memory it is

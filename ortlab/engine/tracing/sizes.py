@@ -290,9 +290,8 @@ def _function_of(node: Any, *, by_value: bool) -> Callable[..., Any]:
     operator = getattr(getattr(getattr(torch.ops, space), name), schema.overload_name or "default")
     arguments = list(schema.arguments)
     device = "cpu" if by_value else "meta"
-    if (
-        kind == "aten::_grouped_mm"
-    ):  # its meta kernel takes no other dtype, and what is asked for is the shape
+    if kind == "aten::_grouped_mm":
+        # Its meta kernel takes no other dtype, and what is asked for is the shape.
         return lambda *given: operator(*[_as_bfloat16(one) for one in given]).to(given[0].dtype)
 
     def run(*given: Any) -> Any:
