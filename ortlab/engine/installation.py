@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import logging
 import platform
 import re
 import shlex
@@ -218,10 +219,23 @@ def import_apart(name: str) -> None:
     On its import onnxruntime tries ORTModule. Beside a current torch that fails, and functions of torch that
     ORTModule has replaced by then keep the error. Its traceback would lead to the frames of whoever wraps a model
     here, and that model would never be freed.
+
+    ORTModule imports torch's loader of C++ code, which warns where there is a CUDA compiler and no GPU; that is left
+    out, since nothing is compiled.
     """
-    if name not in sys.modules:
+    if name in sys.modules:
+        return
+    logger = logging.getLogger("torch.utils.cpp_extension")
+    logger.addFilter(_is_not_of_cuda)
+    try:
         with ThreadPoolExecutor(1) as pool:
             pool.submit(importlib.import_module, name).result()
+    finally:
+        logger.removeFilter(_is_not_of_cuda)
+
+
+def _is_not_of_cuda(record: logging.LogRecord) -> bool:
+    return not record.msg.startswith("No CUDA runtime is found")
 
 
 @functools.cache

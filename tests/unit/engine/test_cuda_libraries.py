@@ -79,7 +79,8 @@ def test_another_major_version_is_not_taken_and_is_named(stubs, tmp_path):
     found = examined(tmp_path / "wheels")
     assert found["libcublas.so.11"]["serves"]
     assert not found["libcudnn.so.8"]["serves"]
-    assert found["libcudnn.so.8"]["others"] == [str(folder / "libcudnn.so.9")]
+    # A torch with CUDA brings another one, which is named after it.
+    assert found["libcudnn.so.8"]["others"][0] == str(folder / "libcudnn.so.9")
 
 
 def test_a_file_that_is_no_library_is_named_and_the_next_folder_is_tried(stubs, tmp_path):
@@ -142,3 +143,14 @@ def test_the_installed_build_says_whether_it_has_a_provider():
     from onnxruntime import get_available_providers
 
     assert (provider() is not None) == ("CUDAExecutionProvider" in get_available_providers())
+
+
+def test_a_cuda_compiler_without_a_gpu_is_not_spoken_of(tmp_path):
+    """As with torch's CUDA build where there is no GPU: it says so each time that somebody imports ORTModule."""
+    pretend = "import torch; torch.cuda._is_compiled = lambda: True; torch.version.cuda = '13.0'; "
+    pretend += "torch.cuda.is_available = lambda: False; "
+    heard = python(pretend + "import torch.utils.cpp_extension", CUDA_HOME=str(tmp_path))
+    assert "No CUDA runtime is found" in heard.stderr
+    wrap = "import ortlab; model = torch.nn.Linear(1, 1); ortlab.wrap(model); model(torch.ones(1, 1))"
+    done = python(pretend + wrap, CUDA_HOME=str(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
