@@ -17,7 +17,7 @@ import torch
 
 from ortlab.engine.logs import build_log
 from ortlab.engine.passes import label_density, shapes
-from ortlab.engine.patching import replace, set_to
+from ortlab.engine.patching import only_new_garbage, replace, set_to
 from ortlab.engine.tracing import (
     arguments,
     autograd,
@@ -53,6 +53,7 @@ def install_all() -> None:
     install_sparsity_switches()
     install_export_cleanup()
     install_export_silence()
+    install_quick_collection()
     install_log_levels()
     build_log.install()
     autograd.install()
@@ -215,6 +216,17 @@ def _ignore_retirements(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(**kwargs)
 
     return export_model
+
+
+def install_quick_collection() -> None:
+    """Let the export collect garbage among what it has made itself: its copy of the model, which may hold itself."""
+    from onnxruntime.training.ortmodule import _io
+
+    replace(_io, "parse_outputs_for_onnx_export_and_extract_schema", _among_its_own)
+
+
+def _among_its_own(original: Callable[..., Any]) -> Callable[..., Any]:
+    return only_new_garbage()(original)
 
 
 # --- logging --------------------------------------------------------------------------------------------------------

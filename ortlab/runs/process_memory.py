@@ -173,23 +173,6 @@ def memory_probe(device: torch.device) -> MemoryProbe:
     return CudaAllocated(device) if device.type == "cuda" else ResidentSet()
 
 
-@contextmanager
-def only_new_garbage() -> Iterator[None]:
-    """Collect garbage, and let collections in the block look at objects of the block only.
-
-    Each run collects a few times, and among all objects of a process with transformers that takes a fifth of a second.
-    """
-    freezes = not gc.get_freeze_count()  # whoever has frozen objects keeps them
-    try:
-        gc.collect()
-        if freezes:
-            gc.freeze()
-        yield
-    finally:
-        if freezes:
-            gc.unfreeze()
-
-
 def _trim_heap() -> None:
     if sys.platform == "linux":
         try:

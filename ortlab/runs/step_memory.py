@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.utils._pytree import tree_leaves
 
+from ortlab.engine.patching import only_new_garbage
 from ortlab.errors import OrtlabError, StepError
 from ortlab.memory.measured import PHASE_NAMES, Known, MemoryMeasurement, PhasePeak, StepMemory
 from ortlab.records.runs import EXECUTED_BY_FALLBACK, NOT_MEASURED, Initialization
 from ortlab.runs.experiment import Snapshot, iterator_of, leaving_no_trace
 from ortlab.runs.interrupts import interrupts_kept
-from ortlab.runs.process_memory import Gaps, Gauge, device_of, gauge_of, only_new_garbage, resident_bytes
+from ortlab.runs.process_memory import Gaps, Gauge, device_of, gauge_of, resident_bytes
 from ortlab.runs.stopwatch import Stopwatch, synchronizer
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -9,12 +10,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.engine.diagnosis import place, ran_out, reason, says_ran_out
+from ortlab.engine.patching import only_new_garbage
 from ortlab.errors import OptionError, OrtlabError, PlanWarning
 from ortlab.memory.measured import RESIDENT
 from ortlab.options.configuration import NOTHING_RECOMPUTED
 from ortlab.options.options import Options
 from ortlab.runs.experiment import Experiment, leaving_no_trace
-from ortlab.runs.process_memory import following_live_buffers, only_new_garbage, reason_unknown
+from ortlab.runs.process_memory import following_live_buffers, reason_unknown
 from ortlab.runs.recording import HeldRecording
 from ortlab.studies.batch_size import (
     FAILED,
@@ -138,6 +140,7 @@ class Trials:
     def lab_as_before(self, *, had_session: bool) -> Iterator[None]:
         """Leave the lab, when the block ends, as it is now; a session that it had is built again, of the last step."""
         last = self._bench.experiment
+        gc.collect()
         try:
             with only_new_garbage(), self._bench.set_as_before():
                 try:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.engine.diagnosis import reason
 from ortlab.engine.installation import versions
+from ortlab.engine.patching import only_new_garbage
 from ortlab.errors import LedgerError, OptionError, did_you_mean
 from ortlab.options.configuration import check_engine
 from ortlab.options.options import check_needs, declaration, switches
 from ortlab.runs.interrupts import interrupts_kept
-from ortlab.runs.process_memory import only_new_garbage
 from ortlab.studies.study import check_rounds, check_same_ground, kept
 from ortlab.studies.sweep import Changes, Point, Sweep, same_work
 

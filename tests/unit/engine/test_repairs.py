@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -174,6 +176,32 @@ def test_batch_normalisation_used_twice_counts_twice(ortmodule):
         reference(x)
     assert norm.num_batches_tracked == reference[1].num_batches_tracked == 4
     torch.testing.assert_close(norm.running_var, reference[1].running_var, rtol=TOLERANCE, atol=0)
+
+
+COLLECTED = """
+import gc, torch, ortlab
+class Circle(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(1, 1)
+        self.itself = [self]
+frozen, collect = [], gc.collect
+def counted(*arguments):
+    frozen.append(gc.get_freeze_count())
+    return collect(*arguments)
+gc.collect = counted
+model = Circle()
+ortlab.wrap(model)
+before = gc.get_freeze_count(), len(gc.get_objects())
+model(torch.ones(1, 1)).sum().backward()
+assert max(frozen) > 0.5 * before[1], (frozen, before)
+assert gc.get_freeze_count() in (0, before[0])
+assert sum(isinstance(one, Circle) for one in gc.get_objects()) == 1
+"""
+
+
+def test_the_export_looks_for_garbage_among_its_own_objects_only():
+    """The copy of the model that it has made is freed; what was there before is not looked at."""
+    subprocess.run([sys.executable, "-W", "error::RuntimeWarning", "-c", COLLECTED], check=True)
 
 
 def test_nothing_is_replaced_twice(ortmodule):
