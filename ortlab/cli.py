@@ -281,7 +281,7 @@ def _length(text: str) -> int:
 
 
 def _seed(text: str) -> int:
-    # Seeds 0 and 1 start the same stream of dropout masks in ONNX Runtime on the CPU (row T13).
+    # Seeds 0 and 1 start the same stream of dropout masks in ONNX Runtime on the CPU.
     return _between(text, 2, 2**31 - 1)
 
 

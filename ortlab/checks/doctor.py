@@ -55,7 +55,7 @@ def doctor(environ: Mapping[str, str] | None = None, *, module: torch.nn.Module 
         Environment variables to examine and to run that process with; those of this process if None.
     module
         What the training loop calls: a model with whatever is put around it. If given, the order of the wrappers is
-        looked at, too (row A5).
+        looked at, too.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""The headline experiment (row F6): the largest batch of a DeBERTa-v2 under a limit, with and without GELU recomputed.
+"""The headline experiment: the largest batch of a DeBERTa-v2 under a limit, with and without GELU recomputed.
 
 `bench/recompute_batch.py` runs it in full, `ortlab selftest` in small; both need each engine in a process of its own,
 because what an engine has loaded counts in the resident set.
@@ -26,7 +26,7 @@ GELU: Final = ", GELU recomputed"
 """What stands behind the engine's name at a point with plans."""
 
 F6: Final = 562.041593991271 / 479.2543353561354
-"""Samples per second with GELU recomputed over those without, as row F6 states them of 16 A100."""
+"""Samples per second with GELU recomputed over those without, as ONNX Runtime states them of 16 A100."""
 
 
 @dataclass(frozen=True)

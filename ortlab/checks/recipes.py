@@ -27,7 +27,7 @@ _TITLES: Final = {
     "all": "ONNX Runtime, FusedAdam, DeepSpeed ZeRO and FP16_Optimizer",
 }
 RECIPES: Final = tuple(_TITLES)
-"""Names of the recipes; rows G1, G2, G3 and G4."""
+"""Names of the recipes."""
 
 _PACKAGES: Final = {"deepspeed": "deepspeed", "apex": "apex", "all": "deepspeed"}
 _INSTALL: Final = {

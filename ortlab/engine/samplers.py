@@ -15,7 +15,7 @@ from ortlab.engine.patching import replace
 
 
 def samplers() -> tuple[Any, Any]:
-    """Return `LoadBalancingDistributedSampler` and `LoadBalancingDistributedBatchSampler`, ready to use (row G5).
+    """Return `LoadBalancingDistributedSampler` and `LoadBalancingDistributedBatchSampler`, ready to use.
 
     They are the classes of onnxruntime.training.utils.data: who imports them from there has them mended, too, once this
     has been called.

@@ -126,7 +126,7 @@ class Flops(Shown, JsonRecord, noun="record of FLOPs", layout=1):
 CHOOSING: Final = frozenset(
     {"Gather", "GatherND", "GatherElements", "Slice", "ShrunkenGather", "PadAndUnflatten"}
 )
-"""Operators that leave rows out: what the compute optimizer moves towards the inputs (rows D2, D3, D7)."""
+"""Operators that leave rows out: what the compute optimizer moves towards the inputs."""
 
 
 @dataclass(frozen=True)

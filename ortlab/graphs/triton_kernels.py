@@ -1,4 +1,4 @@
-"""What ORT's Triton fusion wrote for reading: each sub-graph that it fused, and the kernels it generated (row H7).
+"""What ORT's Triton fusion wrote for reading: each sub-graph that it fused, and the kernels it generated.
 
 With ``triton_debug`` on, 1.19.2 writes three files for each sub-graph into the folder ``triton_debug`` below the
 present one (``ort_triton/triton_op_executor.py``, `_gen_module`): ``KEY_original.onnx`` as it was cut out of the graph,

@@ -59,7 +59,7 @@ class Formula:
         return tuple(sorted({what for kind, what, _ in self.code if kind == "name"}))
 
     def value(self, sizes: Mapping[str, int]) -> float | None:
-        """Evaluate it with a value for each symbol; None where one has no value (row T16).
+        """Evaluate it with a value for each symbol; None where one has no value.
 
         Raises OptionError where it divides by zero, or comes to no size that a computer could have.
         """

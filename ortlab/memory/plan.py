@@ -39,7 +39,7 @@ class PlanRow:
     enabled: bool  #: Whether the lab's present options ask for it
     sentence: str  #: What it does, in words
     parts: tuple[str, ...] = ()  #: Paths of those that have it, where only parts of the model are wrapped
-    #: Configurations of the other ways to recompute the same activations - one of them at most can act (row F16).
+    #: Configurations of the other ways to recompute the same activations - one of them at most can act.
     excludes: tuple[str, ...] = ()
     #: Occurrences that the present options ask for, -1 for all; None where it is not enabled.
     requested: int | None = None
@@ -99,7 +99,7 @@ class MemoryPlan(Shown):
     absent: tuple[str, ...] = ()
     #: Where the value of a symbol comes from, in words, for those that the first batch does not give as they are.
     origins: Mapping[str, str] = field(default_factory=dict)
-    #: For each symbol that counts labels which are not ignored: the number of all labels, a formula (row T16).
+    #: For each symbol that counts labels which are not ignored: the number of all labels, a formula.
     label_totals: Mapping[str, str] = field(default_factory=dict)
     #: Where several parts of the model are wrapped: the plan of each by its path, of which this one is put together.
     of_parts: Mapping[str, MemoryPlan] = field(default_factory=dict)

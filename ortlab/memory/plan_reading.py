@@ -32,7 +32,7 @@ def read_plan(  # noqa: PLR0913 - each is one fact of the report, given by name
     """Make the record of a memory plan from what ORT reports.
 
     `savings` holds by configuration the raw symbolic sum (one term per occurrence) and the number of occurrences, as
-    `get_serialized_ortmodule_memory_stat` returns them (row F9). `report` is ORT's MemoryInsight text; what it counts
+    `get_serialized_ortmodule_memory_stat` returns them. `report` is ORT's MemoryInsight text; what it counts
     goes before `savings` (see `ortlab.memory.insight`). `enabled` is what the lab's options ask for now; at a memory
     level without it, every plan of the level's strategies is wanted. `applied` and `layers` are by plan without its
     count, "Gelu+:1": in how many places the session that runs applies it, None where nobody has looked, and in how many

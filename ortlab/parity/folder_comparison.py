@@ -54,7 +54,7 @@ def compare_folders(
 
     The files hold minimum, maximum, mean, counts and the first 128 entries of each tensor, so that is what is compared:
     tensors that differ elsewhere only, and by little, may pass. Standard deviations are left out, since those of 1.19.2
-    are wrong (row T12). Tensors are aligned by upstream's names, whatever order they were written in.
+    are wrong. Tensors are aligned by upstream's names, whatever order they were written in.
 
     Parameters
     ----------

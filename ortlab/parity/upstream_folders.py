@@ -1,7 +1,7 @@
 """Folders that ORTModule's `StatisticsSubscriber` wrote, here or on a cluster: read, and merged as upstream does.
 
 A folder has one folder for each step, with a file for each activation and gradient, and `order.txt` with their names in
-the order in which they were written. Their form is that of 1.19.2 (row I5), in
+the order in which they were written. Their form is that of 1.19.2, in
 `onnxruntime/training/utils/hooks/_statistics_subscriber.py`; ortlab's own writer, which mends the standard deviation,
 keeps it.
 """
@@ -67,7 +67,7 @@ class Activation:
     def std_is_impossible(self) -> bool:
         """Whether the standard deviation is beyond what any values between minimum and maximum have.
 
-        That of 1.19.2 takes a sum for a mean (row T12), so this tells files of upstream's own writer.
+        That of 1.19.2 takes a sum for a mean, so this tells files of upstream's own writer.
         """
         facts, size = self.statistics, self.statistics.size
         if size < 2 or facts.nan or facts.inf or not math.isfinite(facts.std):  # noqa: PLR2004 - n - 1
@@ -249,7 +249,7 @@ def read_folder(path: str | Path) -> ActivationFolder:
 def merge_folders(
     pytorch: str | Path, ort: str | Path, output: str | Path, *, overwrite: bool = False
 ) -> tuple[Path, Path]:
-    """Write one file for each step of two runs, as `merge_activation_summary` of 1.19.2 does, byte for byte (row I7).
+    """Write one file for each step of two runs, as `merge_activation_summary` of 1.19.2 does, byte for byte.
 
     Both follow the order of PyTorch's step 0, so that a diff tool finds like beside like. Tensors that it does not have
     are left out, as upstream does; so are those that a step lacks.

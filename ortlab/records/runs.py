@@ -135,7 +135,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Initialization:
-    """Where the time before the first step went (row F17), in ms, by phase as ORT's own tracker reports it."""
+    """Where the time before the first step went, in ms, by phase as ORT's own tracker reports it."""
 
     stage: str  #: The earliest stage that was redone: "export", "graph" or "session"
     #: Export to ONNX, creation of the graph builder, input detection, gradient-graph building, session creation.

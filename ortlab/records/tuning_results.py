@@ -1,4 +1,4 @@
-"""What ORT's tuning of operators found, read from the folder that `tuning_results_path` names (rows H3 to H5).
+"""What ORT's tuning of operators found, read from the folder that `tuning_results_path` names.
 
 ORT times the implementations of an operator for the shapes that it meets and writes the number of the fastest
 (``tuning_context.h``). It does not write the times, nor what the numbers stand for.

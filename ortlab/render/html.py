@@ -41,14 +41,18 @@ STYLE = """\
 .ortlab table.ortlab-table .ortlab-number { text-align: right; white-space: nowrap; }
 .ortlab table.ortlab-table .ortlab-short { white-space: nowrap; }
 .ortlab p { margin: 2px 0 6px; }
-.ortlab .ortlab-good { color: var(--jp-success-color0, #2e8540); }
-.ortlab .ortlab-warn { color: var(--jp-warn-color0, #b35c00); }
-.ortlab .ortlab-bad { color: var(--jp-error-color1, #d32f2f); font-weight: 600; }
-.ortlab .ortlab-quiet { color: var(--jp-ui-font-color2, #767676); }
+.ortlab .ortlab-good { color: var(--jp-success-color0, color-mix(in srgb, #2e8540 60%, currentcolor)); }
+.ortlab .ortlab-warn { color: var(--jp-warn-color0, color-mix(in srgb, #b35c00 60%, currentcolor)); }
+.ortlab .ortlab-bad {
+  color: var(--jp-error-color1, color-mix(in srgb, #d32f2f 60%, currentcolor)); font-weight: 600; }
+.ortlab .ortlab-quiet { color: var(--jp-ui-font-color2, color-mix(in srgb, currentcolor 70%, transparent)); }
 .ortlab details pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 24em; overflow: auto;
   font-size: 12px; }
 """
-"""Style sheet of every page; all rules stand under the class `ortlab`."""
+"""Style sheet of every page; all rules stand under the class `ortlab`.
+
+Where JupyterLab's colours are absent, ours are mixed with the colour of the text, which is light on a dark ground.
+"""
 
 _SHORT = 24
 """Characters up to which a cell is not broken into lines."""
@@ -171,12 +175,16 @@ CODE_STYLE: Final = """\
   overflow: auto; max-height: 40em; border: 1px solid var(--jp-border-color2, rgba(128, 128, 128, .35));
   background: none; color: inherit; white-space: pre; tab-size: 4; }
 .ortlab-code .k, .ortlab-code .kn, .ortlab-code .kc, .ortlab-code .ow {
-  color: var(--jp-mirror-editor-keyword-color, #2e8540); font-weight: 600; }
-.ortlab-code .nf, .ortlab-code .nd, .ortlab-code .nb { color: var(--jp-mirror-editor-def-color, #3b82f6); }
-.ortlab-code .mi, .ortlab-code .mf { color: var(--jp-mirror-editor-number-color, #2e8540); }
-.ortlab-code .s1, .ortlab-code .s2, .ortlab-code .sd { color: var(--jp-mirror-editor-string-color, #c2410c); }
-.ortlab-code .c1 { color: var(--jp-mirror-editor-comment-color, #767676); font-style: italic; }
-.ortlab-code .o { color: var(--jp-mirror-editor-operator-color, #9333ea); }
+  color: var(--jp-mirror-editor-keyword-color, color-mix(in srgb, #2e8540 60%, currentcolor)); font-weight: 600; }
+.ortlab-code .nf, .ortlab-code .nd, .ortlab-code .nb {
+  color: var(--jp-mirror-editor-def-color, color-mix(in srgb, #3b82f6 60%, currentcolor)); }
+.ortlab-code .mi, .ortlab-code .mf {
+  color: var(--jp-mirror-editor-number-color, color-mix(in srgb, #2e8540 60%, currentcolor)); }
+.ortlab-code .s1, .ortlab-code .s2, .ortlab-code .sd {
+  color: var(--jp-mirror-editor-string-color, color-mix(in srgb, #c2410c 60%, currentcolor)); }
+.ortlab-code .c1 {
+  color: var(--jp-mirror-editor-comment-color, color-mix(in srgb, currentcolor 70%, transparent)); font-style: italic; }
+.ortlab-code .o { color: var(--jp-mirror-editor-operator-color, color-mix(in srgb, #9333ea 60%, currentcolor)); }
 """
 """Goes with `highlighted`; the colours of JupyterLab's theme where there is one, others that both grounds bear."""
 

@@ -1,4 +1,4 @@
-"""A loss of one's own inside a model's forward, so that ONNX Runtime computes it with the model (row A7).
+"""A loss of one's own inside a model's forward, so that ONNX Runtime computes it with the model.
 
 Where the loss stays outside, the logits cross from ONNX Runtime to PyTorch and their gradient crosses back, and no
 optimizer of the graph sees which labels count. optimum had a `ModuleWithLoss` around the model for this. Here the model
@@ -6,7 +6,7 @@ keeps its identity: only its class is swapped for a subclass of the same name, s
 `save_pretrained` and optimizers are what they were, and a checkpoint is a checkpoint of the plain model.
 
 `TokenLoss` is the cross entropy that transformers' models compute inside their forward, as a module that ORT can see:
-ORT's label sparsity finds `torch.nn.CrossEntropyLoss` sub-modules only (row D7). Models of transformers call
+ORT's label sparsity finds `torch.nn.CrossEntropyLoss` sub-modules only. Models of transformers call
 `torch.nn.functional.cross_entropy`, or make the module anew in each forward, so nothing is left out. With
 `ortlab.with_loss(model, ortlab.TokenLoss(), loss_only=True)` the same loss is a sub-module, and its gather can move
 ahead of the head, whose logits nobody else reads.
@@ -59,7 +59,7 @@ def with_loss(model: Model, loss: Loss, *, loss_only: bool = False) -> Model:
         this form.
     loss_only
         Whether the model returns nothing but its loss while it trains. What it returns has to be computed, so that only
-        then ONNX Runtime leaves out what belongs to ignored labels (row D7). In evaluation it returns all.
+        then ONNX Runtime leaves out what belongs to ignored labels. In evaluation it returns all.
 
     Returns
     -------
@@ -88,7 +88,7 @@ def with_loss(model: Model, loss: Loss, *, loss_only: bool = False) -> Model:
             why=f"Its class does not allow its forward to be replaced: {error}.",
             fix="Put it into a plain torch.nn.Module that calls it and computes the loss.",
         ) from error
-    # In the model, so that what the export depends on is seen there, and ORT finds a CrossEntropyLoss (row D7); its
+    # In the model, so that what the export depends on is seen there, and ORT finds a CrossEntropyLoss; its
     # tensors stay out of the state_dict.
     for each in part.modules():
         each._non_persistent_buffers_set.update(each._buffers)  # noqa: SLF001 - what register_buffer writes to

@@ -1,7 +1,7 @@
 """Which inputs of a model hold tokens with padding, or labels of which some are ignored, and how many do not.
 
 ORTModule 1.19.2 puts operators into the graph that print a density (`_runtime_inspector.FlagAndPrintDensity`), for
-`torch.nn.CrossEntropyLoss` sub-modules only, and has lost the table (rows E1, T14). Here the inputs are counted before
+`torch.nn.CrossEntropyLoss` sub-modules only, and has lost the table. Here the inputs are counted before
 they reach any engine, so that no graph changes and every engine can be watched.
 """
 

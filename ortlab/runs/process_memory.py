@@ -69,7 +69,7 @@ _CUDA_SIZES: Final = {
 
 
 def allocator_sizes(device: torch.device) -> dict[str, int]:
-    """Read the figures of torch's CUDA allocator that ORTModule prints (row E5), in bytes."""
+    """Read the figures of torch's CUDA allocator that ORTModule prints, in bytes."""
     stats = torch.cuda.memory_stats(device)
     return {name: int(stats.get(key, 0)) for name, key in _CUDA_SIZES.items()}
 

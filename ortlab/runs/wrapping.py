@@ -7,7 +7,7 @@ unwrapped module.
 
 ORTModule replaces a module's forward, so it belongs next to the model. What spreads training over processes hooks into
 parameters and gradients and goes around it: ORT inside DDP and DeepSpeed, never the other way round. `torch.compile`
-may be around a wrapped model, where it compiles what ORT does not run (rows A5, A6).
+may be around a wrapped model, where it compiles what ORT does not run.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def check_wrappable(module: object) -> None:
     """Raise WrapError for what ORTModule cannot train.
 
     That is what is no `torch.nn.Module`, is scripted or wrapped already, or has wrappers around it that belong around
-    ORT or do not go together with it (rows A5, A6).
+    ORT or do not go together with it.
     """
     name = type(module).__name__
     if not isinstance(module, torch.nn.Module):

@@ -306,7 +306,7 @@ def following(search: BatchSizeSearch) -> Task | None:
 
     1. Without plans, sizes go up until one does not fit.
     2. With each set of plans: the largest size that fits without them, from which the next is predicted; then that
-       next size, row F7's advice, and on until one does not fit.
+       next size, and on until one does not fit.
     3. Every point that fits is timed, in rounds; every other round goes backwards, so that a drift of the machine
        favours no point.
     """

@@ -11,6 +11,8 @@ from axe_playwright_python.sync_playwright import Axe
 from browser.server import CHROMIUM_FLAGS, RULES, chromium_executable
 from playwright.sync_api import sync_playwright
 
+from ortlab.render import html
+
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(1800)]  # beside others on a busy machine
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -70,3 +72,24 @@ def test_ten_pages_pass_axe_core(built, chromium, theme):
     page.add_style_tag(content="article p { color: rgb(128 128 128 / 50%) !important }")  # a fault
     assert {rule for rule, *_ in violations(page)} == {"color-contrast"}
     context.close()
+
+
+GROUNDS = {"light": ("#ffffff", "#1f1f1f"), "dark": ("#1e1e1e", "#d4d4d4")}
+"""A page's ground and its text, as notebooks outside JupyterLab have them."""
+
+
+@pytest.mark.parametrize("theme", GROUNDS)
+def test_the_colours_of_a_record_are_legible_where_jupyterlabs_are_absent(chromium, theme):
+    ground, text = GROUNDS[theme]
+    words = "".join(f'<p class="ortlab-{mark}">{mark}</p>' for mark in ("good", "warn", "bad", "quiet"))
+    code = html.highlighted("@one\ndef two(x: int) -> str:  # three\n    return 'four' + str(x * 5)\n")
+    body = f'<main><h1>A record</h1><div class="ortlab">{words}{code}</div></main>'
+    page = chromium.new_page()
+    page.set_content(
+        f"<html lang='en'><title>A record</title><style>body {{ background: {ground}; color: {text} }}{html.STYLE}"
+        f"{html.CODE_STYLE}</style><body>{body}</body></html>"
+    )
+    assert violations(page) == []
+    page.add_style_tag(content=".ortlab .ortlab-good { color: rgb(128 128 128 / 60%) }")  # a fault
+    assert {rule for rule, *_ in violations(page)} == {"color-contrast"}
+    page.close()

@@ -1,4 +1,4 @@
-"""What all magics have in common: a line is declared and read, `-h` shows help, errors show what a user can mend."""
+"""What all magics have in common: a line is declared and read, `-h` shows help, errors show what a user can correct."""
 
 from __future__ import annotations
 
