@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter, is_, methodcaller
 from types import CellType
 from typing import Any, Final, TypeAlias
 
@@ -26,6 +28,11 @@ Schema: TypeAlias = tuple[Entry, ...]
 _OF_EVERY_MODULE: Final = frozenset(vars(torch.nn.Module()))
 _UNCHANGING: Final = frozenset({torch.nn.Module, object})
 _HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_TABLES: Final = ("_modules", "_parameters", "_buffers")
+_FACTS: Final = attrgetter("dtype", "shape", "device", "requires_grad")
+_DICT: Final = attrgetter("__dict__")
+_VALUES: Final = methodcaller("values")
+_NO_SETTINGS: Final[Mapping[str, object]] = {}
 
 
 def call_schema(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Schema:
@@ -103,68 +110,106 @@ class ModuleReader:
 
     Equal states have equal schemas. If states differ, the schema has to be made to see whether the difference matters:
     a parameter that was replaced by another of its kind needs no new export, only to be handed to ORT. A reader keeps
-    what it has seen of the module's structure and code; after a change, make another.
+    what it has seen of the module's code; after a change, make another.
+
+    In most steps each place holds the object that it held before, and what can change in place has not. Then the state
+    is the same object, and no part of the module is looked at by itself.
     """
 
     def __init__(self, module: torch.nn.Module, functions: Iterable[object] = ()) -> None:
         self._module = module
         self._functions = tuple(functions)
-        self._names: dict[int, tuple[torch.nn.Module, int, tuple[str, ...], list[CellType]]] = {}
         self._kinds: dict[type, None] = {}
-        self._code: list[tuple[Mapping[str, object], tuple[str, ...]]] = []
-        self._cells: list[CellType] = []
-        self._reached: Reached | None = None
+        self._code: list[tuple[Mapping[str, object], Iterable[str]]] = []
+        self._code_cells: list[CellType] = []
+        self._reached: Reached
+        self._state: tuple[object, ...] = ()
 
     def state(self) -> tuple[object, ...]:
         """Read the present state."""
-        state = baked_in.states(_settings(self._module).values())
-        pending, seen, kinds = [self._module], set[int](), len(self._kinds)
-        while pending:
-            part = pending.pop()
-            if id(part) not in seen:
-                seen.add(id(part))
-                self._add_part(state, part)
-                pending += [child for child in part.__dict__["_modules"].values() if child is not None]
-        if len(self._names) > len(seen):  # parts were taken out
-            self._names = {number: self._names[number] for number in seen}
-        if len(self._kinds) > kinds:
-            self._read_code()
-        for body, names in self._code:
-            state += [body.get(name) for name in names]
-        state += [baked_in.state(baked_in.content(cell)) for cell in self._cells]
-        if self._reached is None or len(self._kinds) > kinds:
-            self._reached = Reached(self._module, self._functions)
-        state += self._reached.state()
-        return tuple(state)
+        if not self._state or not self._is_untouched():
+            # An interrupt between these lines must not leave the state to objects that it was not read from.
+            before, self._state = self._state, ()
+            values, themselves = self._find()
+            mutable = [one for one in values if not baked_in.is_fixed(one)]
+            self._few: list[Any] = [one for one in mutable if baked_in.holds_few(one)]
+            self._mutable = [one for one in mutable if not baked_in.holds_few(one)]
+            self._tables += [one for one in self._few if isinstance(one, dict)]
+            self._sized += self._few
+            self._objects, self._shape = [*self._read_objects()], self._read_shape()
+            self._states = [*map(baked_in.state, self._mutable)]
+            hooks = [
+                key for table in self._hooks for key, hook in table.items() if not isinstance(hook, Looker)
+            ]
+            found = (baked_in.states(values), [*map(id, themselves)], hooks, self._shape[1:])
+            self._state = before if before == found else found
+        return self._state
 
-    def _add_part(self, state: list[object], part: torch.nn.Module) -> None:
-        attributes, kind = part.__dict__, type(part)
-        self._kinds[kind] = None
-        known = self._names.get(id(part))
-        if known is None or known[0] is not part or known[1] != len(attributes):
-            names = _constant_names(attributes)
-            cells = baked_in.closures(attributes[name] for name in names)
-            known = self._names[id(part)] = (part, len(attributes), names, cells)
-        state += (id(part), kind, attributes["training"], known[1])
-        for name in known[2]:
-            state.append(baked_in.state(attributes.get(name)))
-        for cell in known[3]:
-            state.append(baked_in.state(baked_in.content(cell)))
-        if part is not self._module:
-            for table in _HOOKS:
-                hooks = attributes[table]
-                state += [key for key, hook in hooks.items() if not isinstance(hook, Looker)] if hooks else ()
-        for tensor in (*attributes["_parameters"].values(), *attributes["_buffers"].values()):
-            if tensor is not None:
-                state += (id(tensor), tensor.dtype, tensor.shape, tensor.device, tensor.requires_grad)
-        for name in attributes["_non_persistent_buffers_set"]:
-            state.append(baked_in.state(attributes["_buffers"].get(name)))
+    def _is_untouched(self) -> bool:
+        return (
+            self._read_shape() == self._shape
+            and all(map(is_, self._read_objects(), self._objects))
+            and [*map(baked_in.state, self._mutable)] == self._states
+        )
+
+    def _find(self) -> tuple[list[object], list[object]]:
+        """Find what the state is read from; return the objects whose values count, and those that count themselves."""
+        settings = _settings(self._module)
+        self._parts = list(self._module.modules())
+        dicts = [part.__dict__ for part in self._parts]
+        values: list[object] = [*settings.values()]
+        self._cells: list[CellType] = []
+        for attributes in dicts:
+            own = [attributes[name] for name in _constant_names(attributes)]
+            self._cells += baked_in.closures(own)
+            buffers = attributes["_buffers"]
+            not_kept = sorted(attributes["_non_persistent_buffers_set"] & buffers.keys())
+            values += (attributes["training"], *own, *(buffers[name] for name in not_kept))
+        kinds = dict.fromkeys(map(type, self._parts))
+        if not self._kinds.keys() >= kinds.keys():
+            self._kinds |= kinds
+            self._read_code()
+            self._reached = Reached(self._module, self._functions)
+        compared, others = self._reached.values()
+        values += (*compared, *map(baked_in.content, chain(self._cells, self._code_cells)))
+        tables = [attributes[name] for attributes in dicts for name in _TABLES]
+        held = [one for table in tables for one in table.values()]
+        self._tensors = [one for one in held if isinstance(one, torch.Tensor)]
+        # Hooks on the module itself do not count.
+        self._hooks = [attributes[name] for attributes in dicts[1:] for name in _HOOKS]
+        self._names = [attributes["_non_persistent_buffers_set"] for attributes in dicts]
+        bodies = [body for body, _ in self._code]
+        self._sized = [settings, *dicts, *tables, *bodies, *self._reached.tables]
+        self._tables = [*filter(len, (settings, *dicts, *tables)), *bodies]
+        functions = [body.get(name) for body, names in self._code for name in names]
+        return values, [*self._parts, *held, *others, *functions]
+
+    def _read_objects(self) -> Iterator[object]:
+        """Yield all objects that the places hold now."""
+        compared, others = self._reached.values()
+        return chain(
+            (_settings(self._module), *compared, *others),
+            map(_DICT, self._parts),
+            chain.from_iterable(map(_VALUES, self._tables)),
+            map(baked_in.content, chain(self._cells, self._code_cells)),
+            chain.from_iterable(self._few),
+        )
+
+    def _read_shape(self) -> tuple[object, ...]:
+        """Return the keys of all hooks, and what else can change while all objects are the same."""
+        return (
+            [*chain.from_iterable(self._hooks)],
+            [*chain.from_iterable(self._names)],
+            [*map(type, self._parts)],
+            [*map(len, self._sized)],
+            [*map(_FACTS, self._tensors)],
+        )
 
     def _read_code(self) -> None:
         bodies = dict.fromkeys(body for kind in self._kinds for body in _bodies(kind))
         found = {body: baked_in.functions_of(body) for body in bodies}
-        self._code = [(vars(body), tuple(functions)) for body, functions in found.items()]
-        self._cells = baked_in.closures(
+        self._code = [(vars(body), functions) for body, functions in found.items()]
+        self._code_cells = baked_in.closures(
             [*self._functions, *(one for functions in found.values() for one in functions.values())]
         )
 
@@ -203,7 +248,7 @@ def _constant_names(attributes: Mapping[str, object]) -> tuple[str, ...]:
 
 def _settings(module: torch.nn.Module) -> Mapping[str, object]:
     """Return the attributes of a module's `config`, which models of transformers read in their forward."""
-    return getattr(module.__dict__.get("config"), "__dict__", {})
+    return getattr(module.__dict__.get("config"), "__dict__", _NO_SETTINGS)
 
 
 def _bodies(kind: type) -> Iterator[type]:

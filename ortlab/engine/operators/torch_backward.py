@@ -27,7 +27,13 @@ from ortlab.engine.passes.graph_edits import (
     kernel_call,
     put_calls,
 )
-from ortlab.engine.passes.training_graph import GraphInfo, hand_over, leave_short_sums, mend_layer_gradients
+from ortlab.engine.passes.training_graph import (
+    GraphInfo,
+    drop_empty_sums,
+    hand_over,
+    leave_short_sums,
+    mend_layer_gradients,
+)
 
 if TYPE_CHECKING:
     import onnx
@@ -55,6 +61,7 @@ class TorchBackward:
         mend_layer_gradients(models.optimized_model)
         if self._device.type == "cpu":  # type: ignore[attr-defined]
             leave_short_sums(models.optimized_model)
+            drop_empty_sums(models.optimized_model)
             if self.options.aten_backward:
                 free_outputs = choose_kernels(models.optimized_model)
                 choose_exact(models.optimized_model)

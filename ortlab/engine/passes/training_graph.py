@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import onnx
 from onnx import TensorProto, helper
 
-from ortlab.engine.passes.graph_edits import NAMESPACE, GraphFacts, aten_operator, call_kernel, declare_aten
+from ortlab.engine.passes.graph_edits import (
+    NAMESPACE,
+    GraphFacts,
+    aten_operator,
+    attributes_of,
+    call_kernel,
+    copied,
+    declare_aten,
+)
 
 _YIELD: Final = "YieldOp"
 _OWNING: Final = frozenset(
@@ -20,6 +28,7 @@ _OWNING: Final = frozenset(
 _PRODUCTS: Final = frozenset(f"{NAMESPACE}::{name}" for name in ("matmul", "matmul_transposed"))
 """Kernels of PyTorch whose output is as large as its sum with a vector."""
 _SUM_OF_TWO: Final = 2
+_MATRIX: Final = 2
 
 
 def hand_over(model: onnx.ModelProto) -> None:
@@ -134,6 +143,59 @@ def mend_layer_gradients(model: onnx.ModelProto) -> None:
                 node.output[index] = f"{node.name}_unread_{index}"
                 typed = helper.make_tensor_value_info(node.output[index], TensorProto.FLOAT, None)
                 graph.value_info.append(typed)
+
+
+def drop_empty_sums(model: onnx.ModelProto) -> None:
+    """Take sums out of a gradient graph, changed in place, that sum over no axis, whatever the sizes of a batch.
+
+    The gradient of an operand is summed over the axes in which it was broadcast. Where ORT does not know all sizes it
+    asks for these axes in each step (``BroadcastGradientArgs``), and copies where there are none. But a product is
+    never broadcast by a bias of its width, and nothing by a single number; that needs no size of a batch.
+    """
+    graph, facts = model.graph, GraphFacts(model)
+    if any(one.HasField("g") for node in graph.node for one in node.attribute):
+        return  # inner graphs read by names, too
+    widths = _widths(graph, facts)
+    outputs = {value.name for value in graph.output}
+    same: dict[str, str] = {}
+    nodes: list[onnx.NodeProto] = []
+    for node in graph.node:
+        node.input[:] = [same.get(name, name) for name in node.input]
+        if node.output[0] not in outputs and _sums_nothing(node, facts, widths):
+            same[node.output[0]] = node.input[0]
+        else:
+            nodes.append(copied(node))
+    if same:
+        del graph.node[:]
+        graph.node.extend(nodes)
+
+
+def _sums_nothing(node: onnx.NodeProto, facts: GraphFacts, widths: Mapping[str, int]) -> bool:
+    if node.op_type != "ReduceSum" or attributes_of(node).get("noop_with_empty_axes") != 1:
+        return False
+    axes = facts.producers.get(node.input[1]) if len(node.input) > 1 else None
+    if axes is None or axes.op_type != "BroadcastGradientArgs":
+        return False
+    shapes = [facts.producers.get(name) for name in axes.input]
+    own, other = shapes if node.input[1] == axes.output[0] else reversed(shapes)
+    if own is None or other is None or {own.op_type, other.op_type} != {"Shape"}:
+        return False
+    shape = facts.shapes.get(other.input[0])
+    return shape == () or (shape is not None and shape == (widths.get(own.input[0]),))
+
+
+def _widths(graph: onnx.GraphProto, facts: GraphFacts) -> dict[str, int]:
+    """Return the last dimension of values where it is a number; the others need not be known."""
+    widths = {}
+    for value in (*graph.input, *graph.value_info):
+        dimensions = value.type.tensor_type.shape.dim
+        if dimensions and dimensions[-1].dim_value:
+            widths[value.name] = dimensions[-1].dim_value
+    for node in graph.node:
+        right = facts.shapes.get(node.input[1], ()) if node.op_type == "MatMul" else ()
+        if len(right) == _MATRIX and isinstance(right[1], int):
+            widths[node.output[0]] = right[1]
+    return widths
 
 
 def leave_short_sums(model: onnx.ModelProto) -> None:

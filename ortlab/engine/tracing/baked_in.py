@@ -68,6 +68,25 @@ def matters(value: object) -> bool:
 _OTHERS: Final = (np.ndarray, np.generic, enum.Enum)
 
 
+def is_fixed(value: object) -> bool:
+    """Tell whether an object has the same state for ever."""
+    kind = type(value)
+    if kind in (tuple, frozenset):
+        return all(map(is_fixed, value))  # type: ignore[call-overload]
+    return (
+        kind in PLAIN
+        or isinstance(value, (np.generic, enum.Enum, type))
+        or kind in FUNCTIONS - {functools.partial}
+    )
+
+
+def holds_few(value: object) -> bool:
+    """Tell whether an object has the same state as long as it holds the same items: a few that are fixed."""
+    if not isinstance(value, CONTAINERS) or len(value) > _LONGEST:
+        return False
+    return all(map(is_fixed, (*value, *value.values()) if isinstance(value, dict) else value))
+
+
 def state(value: object, depth: int = 0) -> object:  # noqa: PLR0911 - one case each
     """Return what is equal as long as a trace would find the same value; `depth` counts the containers around it."""
     kind = type(value)

@@ -17,6 +17,8 @@ import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
+from itertools import compress
+from operator import not_
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -130,17 +132,18 @@ class Reached:
         found = True
         while found:
             found = self._read_functions() | self._read_parts(parts) | self._read_owners()
-        self._others = [one for one in self.variables if _by_identity(one.value)]
-        self._kept = [one.value for one in self._others]  # so that ids stay theirs
-        self._compared = [one for one in self.variables if not _by_identity(one.value)]
-        self._tables = [table for _, table, _ in self._owners.values()]
+        by_identity = [_by_identity(one.value) for one in self.variables]
+        places = [(one.table, one.name) for one in self.variables]
+        self._others = [*compress(places, by_identity)]
+        self._compared = [*compress(places, map(not_, by_identity))]
+        self.tables = [table for _, table, _ in self._owners.values()]
 
-    def state(self) -> list[object]:
-        """Return what is equal as long as a trace would find the same values."""
-        state = baked_in.states([table.get(name, MISSING) for _, table, name, _ in self._compared])
-        state += [id(table.get(name, MISSING)) for _, table, name, _ in self._others]
-        state += map(len, self._tables)
-        return state
+    def values(self) -> tuple[list[object], list[object]]:
+        """Return the objects whose values a trace would find, and those that count as what they are."""
+        compared, others = (
+            [table.get(name, MISSING) for table, name in places] for places in (self._compared, self._others)
+        )
+        return compared, others
 
     def described(self) -> Iterator[tuple[str, str]]:
         """Yield each variable and its value in words that mean the same in another process."""

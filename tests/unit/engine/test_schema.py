@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from ortlab.engine import schema
 from ortlab.engine.schema import ModuleReader, call_schema, difference, module_schema
 
 
@@ -103,6 +104,11 @@ CHANGES = {
     "a number of one's own": lambda model: setattr(model, "temperature", 0.5),
     "a flag of one's own": lambda model: setattr(model, "doubled", True),
     "a setting": lambda model: setattr(model.config, "output_attentions", True),
+    "another object of settings": lambda model: setattr(model, "config", SimpleNamespace(sizes=[1])),
+    "True in a list in place of 1": lambda model: model.config.sizes.__setitem__(0, True),
+    "another table of attributes": lambda model: setattr(
+        model[1], "__dict__", {**vars(model[1]), "training": False}
+    ),
     "a setting in a list": lambda model: model.config.sizes.append(3),
     "another part": lambda model: model.append(nn.ReLU()),
     "a part of another class": lambda model: model.__setitem__(3, nn.Sigmoid()),
@@ -128,6 +134,33 @@ def test_changes_of_the_module_matter(model, name):
     assert reader.state() == state
     CHANGES[name](model)
     assert difference(before, module_schema(model))
+    assert reader.state() != state
+
+
+def test_an_untouched_module_is_not_read_again(model, monkeypatch):
+    reader = ModuleReader(model)
+    state = reader.state()
+    model(torch.randn(3, 4)).sum().backward()
+    with monkeypatch.context() as patch:
+        patch.setattr(schema, "_constant_names", None)
+        assert reader.state() is state
+    model.eval().train()
+    model[1].p = float(str(model[1].p))
+    assert reader.state() is state
+
+
+def test_an_interrupt_while_it_is_read_hides_no_change(model, monkeypatch):
+    reader = ModuleReader(model)
+    state = reader.state()
+    model.temperature = 0.5
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(schema.baked_in, "states", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            reader.state()
     assert reader.state() != state
 
 

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from onnx import TensorProto, helper
 from torch import nn
 from torch.nn import functional as F
 
 import ortlab
 from ortlab.engine.operators.torch_kernels import SMALLEST_KEPT, OutputBuffers, empty
+from ortlab.engine.passes.training_graph import drop_empty_sums
 
 if TYPE_CHECKING:
     from ortlab.graphs import Graph
@@ -334,3 +336,71 @@ def test_a_masked_softmax_gradient_needs_one_buffer(shape, dtype):
     expected = torch.ops.aten._softmax_backward_data(grad.masked_fill(mask, 0.0), probabilities, -1, dtype)
     assert torch.equal(softmax_backward(grad, probabilities, mask), expected)
     assert torch.equal(grad, given)
+
+
+def sums_over_asked_axes(graph):
+    """Yield the operand that a sum is the gradient of, and the other one, where ORT asks in each step for the axes."""
+    producers = {name: node for node in graph.node for name in node.output}
+    for node in graph.node:
+        for asked in (producers[name] for name in node.input if name in producers):
+            if asked.op_type == "BroadcastGradientArgs":
+                operands = [producers[shape].input[0] for shape in asked.input]
+                yield operands if asked.output[0] in node.input else operands[::-1]
+
+
+def test_the_gradient_of_a_product_is_not_summed_for_the_bias_behind_it():
+    """Swin joins values whose sizes ONNX Runtime cannot compare before a step."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"image_size": 32, "patch_size": 4, "embed_dim": 12, "window_size": 4}
+    config = transformers.SwinConfig(
+        depths=[2, 1], num_heads=[1, 2], num_labels=3, drop_path_rate=0.0, **sizes
+    )
+    torch.manual_seed(0)
+    x, labels = torch.randn(2, 3, 32, 32), torch.tensor([0, 2])
+    expected, actual, lab = trained(
+        transformers.SwinForImageClassification(config),
+        lambda model: model(x, labels=labels).loss,
+        ortlab.Options(),
+    )
+    graph = lab.graph("gradient").model.graph
+    lab.unwrap()
+    assert max(differences(expected, actual).values()) < TOLERANCE * 10
+    products = {node.output[0] for node in graph.node if node.op_type == "MatMul"}
+    biases = {value.name for value in graph.input if value.name.endswith(".bias")}
+    pairs = list(sums_over_asked_axes(graph))
+    assert any(own in biases and other in products for own, other in pairs)
+    assert not any(own in products and other in biases for own, other in pairs)
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "copies"),
+    [
+        (["rows", 8], [8], True),
+        (["rows", None, 8], [], True),
+        (["rows", 1], [8], False),
+        (["rows", None], [8], False),
+        (["rows", 8], [2, 8], False),
+        (["rows", 8], ["width"], False),
+    ],
+)
+def test_a_sum_goes_where_it_is_over_no_axis_for_any_batch(own, other, copies):
+    make, kind = helper.make_node, TensorProto.FLOAT
+    shapes = {"own": own, "other": other, "grad": ["rows", None]}
+    nodes = [
+        make("Shape", ["own"], ["shape of own"]),
+        make("Shape", ["other"], ["shape of other"]),
+        make(
+            "BroadcastGradientArgs",
+            ["shape of own", "shape of other"],
+            ["axes", "others"],
+            domain="com.microsoft",
+        ),
+        make("ReduceSum", ["grad", "axes"], ["sum"], noop_with_empty_axes=1),
+        make("Reshape", ["sum", "shape of own"], ["found"]),
+    ]
+    inputs = [helper.make_tensor_value_info(name, kind, shape) for name, shape in shapes.items()]
+    graph = helper.make_graph(nodes, "", inputs, [helper.make_tensor_value_info("found", kind, None)])
+    model = helper.make_model(graph)
+    drop_empty_sums(model)
+    assert [node.op_type for node in model.graph.node].count("ReduceSum") == (not copies)
+    assert model.graph.node[-1].input[0] == ("grad" if copies else "sum")
