@@ -26,9 +26,8 @@ CLICK_SECONDS = 60
 LATE = "[anywidget] Failed to initialize model."
 """What anywidget says of a widget whose module is not there after 2 s, as on a machine with too few cores.
 
-The widget still comes up, drawn with what it was made with, but anywidget hands it no later message. So this is no
-complaint where all widgets of the pages that are still open are drawn at the end; a test that needs a later message
-fails for want of that.
+anywidget hands it no later message, so `static/part.js` has ipywidgets hand them on. So this is no complaint where all
+widgets of the pages that are still open are drawn at the end.
 """
 
 UNDRAWN = (
@@ -59,7 +58,7 @@ def pages(jupyter: JupyterServer, chromium: Browser, folder: Path) -> Iterator[C
     """Open notebooks in fresh pages; the console errors of every page are checked at the end (for `LATE` see there).
 
     Yields a function of the notebook's name. `origin` is where the browser finds the server, `expected` a pattern of
-    console errors that belong to the case.
+    console errors that belong to the case, `script` runs in the page before anything else.
     """
     complaints: list[str] = []
     late: list[Page] = []
@@ -74,6 +73,7 @@ def pages(jupyter: JupyterServer, chromium: Browser, folder: Path) -> Iterator[C
         height: int = 1000,
         origin: str = "",
         expected: str = "",
+        script: str = "",
         **context_options: Any,
     ) -> Page:
         jupyter.use_theme(theme)
@@ -81,6 +81,8 @@ def pages(jupyter: JupyterServer, chromium: Browser, folder: Path) -> Iterator[C
         context = chromium.new_context(viewport={"width": width, "height": height}, **context_options)
         contexts.append(context)
         context.set_default_timeout(1000 * CLICK_SECONDS)
+        if script:
+            context.add_init_script(script)
         page = context.new_page()
 
         def complain(text: str) -> None:
