@@ -1,7 +1,7 @@
 """The ONNX graphs of a build, by stage.
 
 - `stages`: one graph, and all of a build; `onnx_files`: one from a file; `triton_kernels`: what Triton was made of
-- `nodes`: what a node tells, its module and line among it; `summary`: tables; `outline`: modules and flows
+- `nodes`: what a node tells, its module and line among it; `summary`: tables
 - `diff`: what differs between two graphs, found by `wiring`, `alignment` and `changes`, said by `diff_words`
 - `flops`: of a step, and what a switch saves of them; `flop_formulas`: of one node
 - `viewer`: the page that draws a graph

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Final, Literal
 
 from ortlab.memory.recompute import COPY, HELD
@@ -111,6 +112,29 @@ def path_in(names: Iterable[str], modules: Collection[str] | None, traced: str =
             inner = deeper[0]
         path = inner
     return path
+
+
+_NUMBERED: Final = re.compile(r"(_\d+)?(_Grad)?$")
+
+
+def operators_before(path: str, operators: Collection[str]) -> str:
+    """Return the part of a path that stands before the first operator's name, of those of ONNX and these others.
+
+    In a graph from a file every scope passes for a module, also those that ORT's rewriting has put behind the name of
+    an operator: "encoder/MatMul_Grad/Gemm_1", "encoder/Concat/ConcatReplacement/".
+    """
+    known = _onnx_operators()
+    parts = path.split(".")
+    names = [_NUMBERED.sub("", part) for part in parts]
+    ends = (at for at, name in enumerate(names) if name in operators or name in known)
+    return ".".join(parts[: next(ends, len(parts))])
+
+
+@cache
+def _onnx_operators() -> frozenset[str]:
+    import onnx
+
+    return frozenset(schema.name for schema in onnx.defs.get_all_schemas())
 
 
 def joined(path: str, name: str) -> str:

@@ -33,8 +33,34 @@ def budget_states(budget: Budget, activations: SavedActivations, places: Mapping
         return {}
     every = kept_with(activations, (), places)
     names = {kind: _names(every, kind) for kind in _KINDS}
+    states = [
+        {
+            "share": one.step_memory_bytes / whole,
+            "said": _said(budget, one),
+            "cost": _cost(budget, one),
+            "kept": _kept(one, activations, places, names),
+        }
+        for one in predicted
+    ]
     return {
+        **_bars(every, names),
         "low": math.ceil(100 * predicted[-1].step_memory_bytes / whole),
+        "states": states,
+    }
+
+
+def kept_states(activations: SavedActivations) -> dict[str, Any]:
+    """Return what is known before anything is predicted, one state: all that is kept; empty for nothing."""
+    names = {kind: _names(activations, kind) for kind in _KINDS}
+    if not any(names.values()):
+        return {}
+    bars = _bars(activations, names)
+    kept = [bar["all"] for bar in bars["bars"]]
+    return {**bars, "low": 100, "states": [{"share": 1.0, "said": "", "cost": "", "kept": kept}]}
+
+
+def _bars(every: SavedActivations, names: Mapping[Kind, list[str]]) -> dict[str, Any]:
+    return {
         "bars": [
             {
                 "title": f"kept for backward, by {kind}",
@@ -42,16 +68,7 @@ def budget_states(budget: Budget, activations: SavedActivations, places: Mapping
                 "all": _bytes(every, kind, names[kind]),
             }
             for kind in _KINDS
-        ],
-        "states": [
-            {
-                "share": one.step_memory_bytes / whole,
-                "said": _said(budget, one),
-                "cost": _cost(budget, one),
-                "kept": _kept(one, activations, places, names),
-            }
-            for one in predicted
-        ],
+        ]
     }
 
 

@@ -13,8 +13,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final
 
 from ortlab import units
-from ortlab.graphs.nodes import executed_operator, exported_name, joined, node_names, phases
-from ortlab.graphs.outline import ITSELF, NOT_KNOWN, parts_of
+from ortlab.graphs.nodes import executed_operator, exported_name, joined, node_names, operators_before, phases
 from ortlab.memory.symbolic_sizes import shape_at
 
 if TYPE_CHECKING:
@@ -41,8 +40,23 @@ OTHER: Final = "arithmetic, other"
 OWN: Final = "its own operators"
 """Title of what a module does beside calling other modules."""
 
+ITSELF: Final = "the model itself"
+"""Title of the nodes that are in the model's own forward."""
+
+NOT_KNOWN: Final = "module not known"
+"""Title of the nodes of which nobody knows the module."""
+
 MARKS: Final = ("added", "recomputed", "moved", "changed", "fused", "removed")
 """What a node can be in a difference, in the order of the colours."""
+
+_SHADES: Final = "0072b2 e69f00 009e73 cc79a7 999999 56b4e9", "009e73 e69f00 cc79a7 56b4e9 0072b2 d55e00"
+"""Okabe and Ito's colours and a grey: of the kinds, and of the marks."""
+
+COLOURS: Final = {
+    **{str(number): f"#{shade}" for number, shade in enumerate(_SHADES[0].split())},
+    **{mark: f"#{shade}" for mark, shade in zip(MARKS, _SHADES[1].split(), strict=True)},
+}
+"""Colour of each kind, by its number as text, and of each mark."""
 
 MANY_LAYERS: Final = 16
 """Layers of one list up to which each has a row of its own."""
@@ -94,26 +108,29 @@ class _Kept:
     readers: tuple[int, ...]
 
 
-def graph_map(graph: Graph, difference: GraphDiff | None = None) -> dict[str, Any]:
+def graph_map(
+    graph: Graph, difference: GraphDiff | None = None, *, marks: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Return what a map of a graph shows, in plain JSON types: rows in order, what is kept, and a legend.
 
     Bytes are there where the saved activations were read, times where a step was profiled. With a difference, which is
-    of this graph to another before, what is only in the other comes as well, marked as removed.
+    of this graph to another before, what is only in the other comes as well, marked as removed. Or `marks` has one of
+    `MARKS` for names of nodes.
     """
-    return _Map(graph, difference).told()
+    return _Map(graph, difference, marks or {}).told()
 
 
 class _Map:
     """Puts the nodes of a graph into rows."""
 
-    def __init__(self, graph: Graph, difference: GraphDiff | None) -> None:
+    def __init__(self, graph: Graph, difference: GraphDiff | None, marks: Mapping[str, str]) -> None:
         self._graph = graph
         self._difference = difference
         self._nodes: list[NodeProto] = list(graph.model.graph.node)
         self._names = node_names(graph.model.graph)
         self._origins = list(graph.origins.values())
         self._phases = list(phases(graph.model.graph))
-        self._marks = [""] * len(self._nodes)
+        self._marks = [mark if (mark := marks.get(name, "")) in MARKS else "" for name in self._names]
         if difference is not None:
             self._mark(difference)
         self._ms = self._times()
@@ -179,11 +196,15 @@ class _Map:
     def _build(self) -> None:
         """Make a tree of the modules, each with its operations, in the order in which their forward runs."""
         root = _Level()
+        operators = {node.op_type for node in self._nodes}
         for at, phase in enumerate(self._phases):
             if phase is None:
                 continue
             origin = self._origins[at]
-            path = parts_of(origin.module) if origin.module else [] if origin.is_known else [NOT_KNOWN]
+            module = (
+                origin.module if self._graph.traced.modules else operators_before(origin.module, operators)
+            )
+            path = parts_of(module) if module else [] if origin.is_known else [NOT_KNOWN]
             level = root
             for part in path:
                 level = level.inner.setdefault(part, _Level())
@@ -282,6 +303,7 @@ class _Map:
             "timed": self._graph.trace is not None,
             "backward": "backward" in self._phases,
             "compared": self._difference is not None,
+            "colours": COLOURS,
             "kinds": {key: (*(name for name, _ in KINDS), OTHER)[int(key)] for key in used},
             "marks": {mark: units.count(present[mark]) for mark in MARKS if present[mark]},
             "summary": ", ".join(filter(None, summary)),
@@ -475,6 +497,17 @@ def _listed(counts: Counter[str]) -> str:
     more = len(counts) - len(shown)
     words = ", ".join(f"{units.count(count)} {name}" if count > 1 else name for name, count in shown)
     return f"{words} and {units.count(more)} more" if more else words
+
+
+def parts_of(path: str) -> list[str]:
+    """Split a path; a number goes with the name before it."""
+    parts: list[str] = []
+    for name in path.split("."):
+        if name[:1].isdigit() and parts:
+            parts[-1] += f".{name}"
+        else:
+            parts.append(name)
+    return parts
 
 
 def _number(name: str) -> tuple[str, int] | None:

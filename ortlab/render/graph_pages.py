@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from html import escape
@@ -14,6 +13,7 @@ from ortlab.graphs.diff_words import rows
 from ortlab.graphs.nodes import PHASES
 from ortlab.graphs.viewer.document import SANDBOX
 from ortlab.render import graph_picture
+from ortlab.render.graph_map import ITSELF, graph_map
 from ortlab.render.page import (
     Block,
     Cell,
@@ -30,8 +30,6 @@ from ortlab.render.page import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from ortlab.graphs.diff import GraphDiff
     from ortlab.graphs.nodes import Phase, Value
     from ortlab.graphs.onnx_files import FileGraph
@@ -116,7 +114,6 @@ def graph_set_page(graphs: GraphSet) -> Page:
 
 
 OUTSIDE: Final = "outside the layers"
-ITSELF: Final = "the model itself"
 UNKNOWN: Final = "not known"
 
 
@@ -333,9 +330,10 @@ def _shape(value: Value) -> str:
 
 def with_picture(graph: Graph, summary: Page) -> Page:
     """Put the still picture into the page of a graph, behind its first sentence, and the tree of modules at the end."""
-    picture = Drawing(graph_picture.description(graph), lambda: graph_picture.picture(graph))
+    said, drawn = graph_picture.description(graph), graph_map(graph)
+    picture = Drawing(said, lambda: graph_picture.picture(drawn, said))
     first, *others = summary.blocks or (Note(""),)
-    tree = Folded("Modules and their operators", graph_picture.tree(graph))
+    tree = Folded("Modules and their operators", graph_picture.tree(drawn))
     return replace(summary, blocks=(first, picture, *others, tree))
 
 
@@ -404,7 +402,7 @@ def graph_diff_page(diff: GraphDiff) -> Page:
             + (_constants(diff) if diff.before.constant_nodes != diff.after.constant_nodes else ""),
             Mark.QUIET,
         ),
-        *_pictures(diff),
+        *_picture(diff),
         *(Note(note, Mark.QUIET) for note in dict.fromkeys(graph.note for graph in diff.graphs) if note),
         Folded("One by one", blocks=(_differences(diff),), is_open=True),
     ]
@@ -419,28 +417,14 @@ def _constants(diff: GraphDiff) -> str:
     )
 
 
-def _pictures(diff: GraphDiff) -> list[Block]:
-    """Draw the graphs by module, with what is different marked; the first only if it has more than changes."""
+def _picture(diff: GraphDiff) -> list[Block]:
+    """Draw the second graph by module, with what is different marked, and what only the first has."""
     if not diff.graphs:
         return []
-    before, after = diff.colours()
-    sides = [(diff.graphs[1], after, "After", diff.after.name)] if after else []
-    if set(before.values()) - {"changed"}:
-        sides.insert(0, (diff.graphs[0], before, "Before", diff.before.name))
-    blocks: list[Block] = []
-    for graph, colours, when, name in sides:
-        counts = Counter(colours.values())
-        kinds = ", ".join(f"{units.count(number)} {kind}" for kind, number in counts.most_common())
-        said = f"{when}, {name}: nodes by module, and how many of them are {kinds}."
-        blocks += [
-            Note(f"{when}, {name}: {kinds}.", Mark.QUIET),
-            Drawing(said, _marked(graph, colours)),
-        ]
-    return blocks
-
-
-def _marked(graph: Graph, colours: Mapping[str, str]) -> Callable[[], str]:
-    return lambda: graph_picture.picture(graph, marks=colours)
+    drawn = graph_map(diff.graphs[1], diff)
+    said = f"{diff.after.name}: {', '.join(f'{count} {mark}' for mark, count in drawn['marks'].items())}."
+    words = f"What changed, by module. {said}"
+    return [Note(said, Mark.QUIET), Drawing(words, lambda: graph_picture.picture(drawn, words))]
 
 
 def _differences(diff: GraphDiff) -> Table:

@@ -1,4 +1,4 @@
-"""A graph as a still picture: its modules from top to bottom, forward on the left, backward on the right.
+"""A graph as a still picture: the map of `graph_map.py` as it is when it opens, forward, what is kept, backward.
 
 The picture is SVG of our own and not a figure of matplotlib: it is the same in every environment, some ten kilobytes
 small, and its labels are text. Its colours stand out from a light page and a dark one, because a saved notebook shows
@@ -7,190 +7,227 @@ it as an image, which cannot know the theme of the page around it.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ortlab import units
-from ortlab.graphs.outline import outline, parts_of
+from ortlab.render.graph_map import COLOURS, OWN
 
 if TYPE_CHECKING:
-    from ortlab.graphs.outline import Flow, Kept, Module, Outline, Side
     from ortlab.graphs.stages import Graph
 
-FLOWS_DRAWN: Final = 120
-"""Arrows that a picture has at most: those with most values; how many are left out is written under it."""
+ROWS: Final = 24
+"""Rows that are opened at most; more are drawn where the outermost modules are more."""
+
+DRAWN: Final = 40
+"""Rows that are drawn at most; how many are left out is written under them."""
 
 INK: Final = "#7a7a7a"
-"""Grey of lines and of text outside the boxes: contrast 4.3 on white, 4.4 on JupyterLab's dark theme."""
+"""Grey of text: contrast 4.3 on white, 4.4 on JupyterLab's dark theme."""
 
-FILLS: Final = {"forward": "#0b5c91", "backward": "#8a4b00"}
-"""Colours of the boxes, for white text: contrast 7.0 and 7.1."""
-
-KEPT: Final = "#1f9e77"
+KEPT: Final = "#1b9e77"
 """Colour of what is kept for backward."""
 
-_KINDS: Final = {
-    "added": "#2e9e4f",
-    "removed": "#d9534f",
-    "moved": "#8f6fd6",
-    "changed": "#d08700",
-    "fused": "#2f8fd0",
-}
+_ROW: Final = 22
+_TOP: Final = 30
 _WIDTH: Final = 900
-_BOX: Final = 290
-_LEFT: Final = 64  # room for arrows that pass boxes by
-_HEIGHT: Final = 42
-_PITCH: Final = 58
-_TOP: Final = 34
-_TITLE_LENGTH: Final = 31
-_OPERATORS_LENGTH: Final = 42
-_TOOLTIP_OPERATORS: Final = 12
-_TOOLTIP_LENGTH: Final = 200
+_ONE_SIDE: Final = 470
+_BAR: Final = 160
+_NUMBERS: Final = 284  # right end of what stands before the forward's bars
+_FORWARD: Final = 290 + _BAR  # right end of the forward's bars
+_KEPT_WORDS: Final = _FORWARD + 6
+_BANDS: Final = (_FORWARD + 72, _WIDTH - _BAR - 74)
+_TITLE: Final = 38
+_THICK: Final = 0.86  # of a row's height: what the row with most bytes takes
+
+_Side = Literal["f", "b"]
 
 
-def picture(graph: Graph, *, marks: Mapping[str, str] | None = None) -> str:
-    """Draw a graph as SVG: a box for each module, forward and backward, and arrows for what flows between them.
+def picture(drawn: Mapping[str, Any], title: str) -> str:
+    """Draw what `graph_map` returned as SVG: a row for each module, bands for what is kept, a legend.
 
-    `marks` has "added", "removed", "moved", "changed" or "fused" for names of nodes: each box says how many it has. The
-    same graph gives the same text.
+    What is marked gives the bars their colours; without marks the kinds of operators do.
     """
-    return _Picture(outline(graph), marks or {}).svg(_title(graph))
+    return _Picture(drawn).svg(title)
 
 
 def description(graph: Graph) -> str:
     """Say what the picture shows, one sentence."""
-    return f"{_title(graph)}, by modules: {units.count(graph.node_count)} nodes"
+    part = f" of {units.fold(units.printable(graph.part), 200)}" if graph.part else ""
+    return f"Graph{part}: {graph.stage}, by modules: {units.count(graph.node_count)} nodes"
 
 
-def tree(graph: Graph) -> str:
-    """Write the modules as indented text, with the number of nodes and the operators of each."""
-    return "\n".join(_indented(outline(graph).modules))
+def tree(drawn: Mapping[str, Any]) -> str:
+    """Write the rows of the picture as indented text, with the number of nodes and the operators of each."""
+    rows = drawn["rows"]
+    shown, left_out = _shown(rows)
+    lines = [_line(rows[at]) for at in shown]
+    return "\n".join([*lines, f"and {units.count(left_out)} more"] if left_out else lines)
+
+
+def opened(rows: Sequence[Mapping[str, Any]], room: int = ROWS) -> list[int]:
+    """Return the rows that are seen if what has most nodes is opened first, as long as all rows fit.
+
+    What is the same in each layer is opened in all or in none; single operators stay folded. So does `graph_map.js`.
+    """
+    inner: dict[int, list[int]] = defaultdict(list)
+    for at, row in enumerate(rows):
+        inner[row["p"]].append(at)
+    offered: dict[str, list[int]] = defaultdict(list)  # what opens together
+
+    def offer(found: Sequence[int]) -> None:
+        for at in found:
+            if any(inner[one] for one in inner[at]):
+                path = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", rows[at]["facts"][0][1])
+                offered[f"{path} {rows[at]['t'] == OWN}"].append(at)
+
+    def nodes(group: Sequence[int]) -> int:
+        return sum(sum(rows[at][side]["k"].values()) for at in group for side in ("f", "b"))
+
+    seen = list(inner[-1])
+    offer(seen)
+    while offered:
+        group = offered.pop(max(offered, key=lambda name: nodes(offered[name])))
+        below = [one for at in group for one in inner[at]]
+        if len(seen) + len(below) <= room:
+            seen += below
+            offer(below)
+    return sorted(seen)
+
+
+def _shown(rows: Sequence[Mapping[str, Any]]) -> tuple[list[int], int]:
+    """Return the rows that are drawn, and how many that belong there are left out."""
+    seen = opened(rows)
+    return seen[:DRAWN], max(0, len(seen) - DRAWN)
 
 
 class _Picture:
     """Writes the elements of one picture."""
 
-    def __init__(self, drawn: Outline, marks: Mapping[str, str]) -> None:
+    def __init__(self, drawn: Mapping[str, Any]) -> None:
         self._drawn = drawn
-        self._marks = marks
+        self._rows = drawn["rows"]
+        self._shown, self._left_out = _shown(self._rows)
+        self._closed = set(self._shown) - {self._rows[at]["p"] for at in self._shown}
+        self._marks = bool(drawn["marks"])
+        self._what: Literal["m", "k"] = "m" if self._marks else "k"
         self._parts: list[str] = []
-        self._sides: dict[Side, int] = {"forward": _LEFT, "backward": _WIDTH - _LEFT - _BOX}
 
     def svg(self, title: str) -> str:
-        rows = self._drawn.modules
-        shown = sorted(self._drawn.flows, key=lambda flow: (-flow.values, flow.source, flow.target))[
-            :FLOWS_DRAWN
-        ]
-        width = _WIDTH if self._drawn.has_backward else _LEFT + _BOX + 10
-        left_out = len(self._drawn.flows) - len(shown)
-        height = _TOP + _PITCH * len(rows) + (22 if left_out else 4)
-        for name, x in self._sides.items():
-            if name == "forward" or self._drawn.has_backward:
-                self._text(x, 20, name if self._drawn.has_backward else "nodes by module", weight=600)
-        if self._drawn.has_backward:
-            self._text(_WIDTH // 2, 20, "kept for backward", anchor="middle", fill=KEPT, weight=600)
-        for flow in sorted(shown, key=lambda flow: (flow.source, flow.target, flow.sides)):
-            self._arrow(flow)
-        for row, module in enumerate(rows):
-            self._box(row, module, "forward")
-            self._box(row, module, "backward")
-        self._kept_labels()
-        if left_out:
-            self._text(_LEFT, height - 8, f"{units.count(left_out)} arrows of few values are not drawn.")
+        both = self._drawn["backward"]
+        width = _WIDTH if both else _ONE_SIDE
+        self._text(_FORWARD, 18, "forward" if both else "nodes", anchor="end", weight=600)
+        if both:
+            self._text(sum(_BANDS) // 2, 18, "kept for backward", anchor="middle", fill=KEPT, weight=600)
+            self._text(_BANDS[1] + 6, 18, "backward", weight=600)
+            self._bands()
+        most = max((self._amount(at, side) for at in self._closed for side in ("f", "b")), default=0)
+        for place, at in enumerate(self._shown):
+            self._row(_TOP + _ROW * place, at, most)
+        height = self._legend(_TOP + _ROW * len(self._shown) + 20, width)
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" role="img" viewBox="0 0 {width} {height}" width="{width}" '
             f'height="{height}" style="max-width: 100%; height: auto" font-family="system-ui, sans-serif" '
-            f'font-size="12"><title>{_safe(title)}</title>{_HEADS}{"".join(self._parts)}</svg>'
+            f'font-size="12"><title>{_safe(title)}</title>{_HATCH}{"".join(self._parts)}</svg>'
         )
 
-    def _box(self, row: int, module: Module, side: Side) -> None:
-        nodes = module.forward if side == "forward" else module.backward
-        if not nodes:
+    def _amount(self, at: int, side: _Side) -> int:
+        return sum(self._rows[at][side][self._what].values())
+
+    def _row(self, y: int, at: int, most: int) -> None:
+        row = self._rows[at]
+        limit = _TITLE - 2 * row["d"]
+        self._text(
+            4 + 12 * row["d"], y + 15, units.fold(row["t"], limit), weight=400 if at in self._closed else 600
+        )
+        if at not in self._closed:
             return
-        operators = module.forward_operators if side == "forward" else module.backward_operators
-        x, y = self._sides[side], self._top(row)
-        most = ", ".join(
-            f"{_short(name.rpartition('.')[2], 24)} {count}" for name, count in operators.items()
-        )
-        self._parts.append(
-            f'<g><title>{_safe(_tooltip(module, nodes, operators))}</title><rect x="{x}" y="{y}" width="{_BOX}" '
-            f'height="{_HEIGHT}" rx="4" fill="{FILLS[side]}"/>'
-        )
-        words = self._mark_words(nodes) or (
-            f"{units.count(module.recomputed)} recomputed" if side == "backward" and module.recomputed else ""
-        )
-        self._text(x + 10, y + 17, _short(module.title, _TITLE_LENGTH, at_end=True), fill="#fff", weight=600)
-        self._text(x + _BOX - 10, y + 17, units.count(len(nodes)), fill="#fff", anchor="end")
-        limit = max(0, _OPERATORS_LENGTH - len(words) - 2) if words else _OPERATORS_LENGTH
-        self._text(x + 10, y + 33, _beginning(most, limit), fill="#fff", size=11)
-        if words:
-            self._text(x + _BOX - 10, y + 33, words, fill="#fff", anchor="end", size=11, weight=600)
-        self._frame(x, y, nodes)
-        self._parts.append("</g>")
+        words = "difference" if self._marks else "operator"
+        self._text(_NUMBERS, y + 15, row["f"]["w"][words], anchor="end")
+        self._bar(y, _FORWARD, row["f"], most, -1)
+        if self._drawn["backward"]:
+            self._text(_KEPT_WORDS, y + 15, row["f"]["w"]["bytes"], fill=KEPT, size=11)
+            self._bar(y, _BANDS[1] + 6, row["b"], most, 1)
+            self._text(_BANDS[1] + 12 + _BAR, y + 15, row["b"]["w"][words])
 
-    def _kinds(self, nodes: tuple[str, ...]) -> Counter[str]:
-        return Counter(self._marks[name] for name in nodes if self._marks.get(name) in _KINDS)
+    def _bar(self, y: int, start: float, side: Mapping[str, Any], most: int, way: Literal[-1, 1]) -> None:
+        """Draw the parts of one side, away from the middle."""
+        whole = sum(side[self._what].values())
+        if not whole:
+            return
+        width = max(1.5, _BAR * whole / most)
+        x = start if way > 0 else start - width
+        for name, count in side[self._what].items():
+            part = width * count / whole
+            self._rect(x, y, part, COLOURS[name])
+            x += part
+        if side["r"] and not self._marks:
+            self._rect(start, y, width * side["r"] / whole, "url(#ortlab-again)")
 
-    def _mark_words(self, nodes: tuple[str, ...]) -> str:
-        kinds = sorted(self._kinds(nodes).items())
-        return ", ".join(f"{units.count(count)} {kind}" for kind, count in kinds)
+    def _rect(self, x: float, y: int, width: float, fill: str) -> None:
+        self._parts.append(f'<rect x="{x:.1f}" y="{y + 3}" width="{width:.1f}" height="16" fill="{fill}"/>')
 
-    def _frame(self, x: int, y: int, nodes: tuple[str, ...]) -> None:
-        kinds = self._kinds(nodes)
-        if kinds:
-            colour = _KINDS[max(sorted(kinds), key=kinds.__getitem__)]
+    def _bands(self) -> None:
+        """Draw what is kept from where it is made to where it is read last, as wide as its bytes."""
+        flows: dict[tuple[int, int], float] = defaultdict(float)
+        for maker, reader, size in self._drawn["kept"]:
+            ends = self._place(maker), self._place(reader)
+            if None not in ends:
+                flows[ends] += size if self._drawn["sized"] else 1  # type: ignore[index]
+        sums: tuple[dict[int, float], dict[int, float]] = (defaultdict(float), defaultdict(float))
+        for ends, size in flows.items():
+            for end, total in zip(ends, sums, strict=True):
+                total[end] += size
+        largest = max((size for total in sums for size in total.values()), default=0) or 1
+        scale = _ROW * _THICK / largest
+        at = [
+            {end: _TOP + _ROW * (end + 0.5) - size * scale / 2 for end, size in total.items()}
+            for total in sums
+        ]
+        (left, right), middle = _BANDS, sum(_BANDS) / 2
+        for ends, size in sorted(flows.items()):
+            ys = []
+            for end, heights in zip(ends, at, strict=True):
+                ys.append(heights[end] + size * scale / 2)
+                heights[end] += size * scale
             self._parts.append(
-                f'<rect x="{x}" y="{y}" width="{_BOX}" height="{_HEIGHT}" rx="4" fill="none" stroke="{colour}" '
-                'stroke-width="4"/>'
+                f'<path d="M{left} {ys[0]:.1f}C{middle:.0f} {ys[0]:.1f} {middle:.0f} {ys[1]:.1f} {right} {ys[1]:.1f}" '
+                f'fill="none" stroke="{KEPT}" stroke-opacity=".5" stroke-width="{max(0.75, size * scale):.1f}"/>'
             )
 
-    def _arrow(self, flow: Flow) -> None:
-        source, target = self._drawn.modules[flow.source].title, self._drawn.modules[flow.target].title
-        said = f"{_fold(source)} to {_fold(target)}: {_amount(flow)}"
-        if flow.is_kept:
-            start, end = self._sides["forward"] + _BOX, self._sides["backward"] - 3
-            path = _bow(start, self._middle(flow.source), end, self._middle(flow.target))
-            width = min(4.0, 1 + flow.values / 8)
-            style = f'stroke="{KEPT}" stroke-width="{width:.1f}" stroke-opacity=".75" marker-end="url(#ortlab-kept)"'
-        elif flow.sides[0] == flow.sides[1]:
-            path = self._along(flow)
-            style = f'stroke="{INK}" stroke-width="1.3" stroke-opacity=".8" marker-end="url(#ortlab-flow)"'
-        else:  # what a backward hands to a forward does not exist in a graph of one step
-            return
-        self._parts.append(f'<path d="{path}" fill="none" {style}><title>{_safe(said)}</title></path>')
+    def _place(self, at: int) -> int | None:
+        """Return which of the drawn rows an operation is in; None if its row is left out."""
+        while at >= 0 and at not in self._closed:
+            at = self._rows[at]["p"]
+        return self._shown.index(at) if at >= 0 else None
 
-    def _along(self, flow: Flow) -> str:
-        """Lead an arrow from box to box of one side: straight to the next, round the boxes to any other."""
-        side = flow.sides[0]
-        x = self._sides[side]
-        down = flow.target > flow.source
-        if abs(flow.target - flow.source) == 1:
-            middle = x + _BOX // 2 + (-8 if down == (side == "forward") else 8)  # both ways, side by side
-            start = self._top(flow.source) + (_HEIGHT if down else 0)
-            end = self._top(flow.target) + (-2 if down else _HEIGHT + 2)
-            return f"M{middle} {start}V{end}"
-        out = min(_LEFT - 8, 12 + 5 * abs(flow.target - flow.source))
-        left = side == "forward"
-        edge, bend = (x, x - out) if left else (x + _BOX, x + _BOX + out)
-        tip = edge - 3 if left else edge + 3
-        start, end = self._middle(flow.source) + 6, self._middle(flow.target) - 6
-        return f"M{edge} {start}C{bend} {start} {bend} {end} {tip} {end}"
-
-    def _kept_labels(self) -> None:
-        for row, kept in sorted(self._drawn.kept.items()):
-            x = self._sides["forward"] + _BOX + 8
-            self._parts.append(
-                f"<g><title>{_safe(_kept_words(self._drawn.modules[row].title, kept))}</title>"
-            )
-            size = f" ({units.size(kept.bytes)})" if kept.bytes and not kept.unknown else ""
-            self._text(x, self._middle(row) - 5, f"{units.count(kept.count)}{size}", fill=KEPT)
-            self._parts.append("</g>")
+    def _legend(self, y: int, width: int) -> int:
+        """Write what the colours are under the rows, and return the height of all."""
+        named = self._drawn["marks" if self._marks else "kinds"]
+        entries = [(COLOURS[key], f"{words} {key}" if self._marks else words) for key, words in named.items()]
+        if not self._marks and any(row["b"]["r"] for row in self._rows):
+            entries.append(("url(#ortlab-again)", "recomputed"))
+        if self._drawn["kept"]:
+            unit = "its bytes" if self._drawn["sized"] else "the number of values"
+            entries.append((KEPT, f"kept: as wide as {unit}"))
+        x = 0.0
+        for fill, words in entries:
+            if x and x + 28 + 6.4 * len(words) > width:
+                x, y = 0.0, y + 18
+            self._rect(x + 4, y - 15, 11, fill)
+            self._text(x + 20, y, words, size=11)
+            x += 34 + 6.2 * len(words)
+        if self._left_out:
+            y += 18
+            self._text(4, y, f"{units.count(self._left_out)} more modules are not drawn.", size=11)
+        return y + 10
 
     def _text(
         self,
-        x: int,
+        x: float,
         y: int,
         words: str,
         *,
@@ -199,6 +236,8 @@ class _Picture:
         size: int = 12,
         weight: int = 400,
     ) -> None:
+        if not words:
+            return
         style = "".join(
             f' {name}="{value}"'
             for name, value, usual in (
@@ -208,101 +247,27 @@ class _Picture:
             )
             if value != usual
         )
-        self._parts.append(f'<text x="{x}" y="{y}" fill="{fill}"{style}>{_safe(words)}</text>')
-
-    def _top(self, row: int) -> int:
-        return _TOP + _PITCH * row
-
-    def _middle(self, row: int) -> int:
-        return self._top(row) + _HEIGHT // 2
+        self._parts.append(f'<text x="{x:.0f}" y="{y}" fill="{fill}"{style}>{_safe(words)}</text>')
 
 
-def _head(name: str, colour: str) -> str:
-    return (
-        f'<marker id="ortlab-{name}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
-        f'markerUnits="userSpaceOnUse" orient="auto"><path d="M0 0L8 4L0 8z" fill="{colour}"/></marker>'
-    )
+_HATCH: Final = (
+    '<defs><pattern id="ortlab-again" width="5" height="5" patternUnits="userSpaceOnUse" '
+    'patternTransform="rotate(45)"><rect width="2" height="5" fill="#000" fill-opacity=".6"/>'
+    '<rect x="2" width="3" height="5" fill="#fff" fill-opacity=".6"/></pattern></defs>'
+)
+"""What is recomputed, over the colour of its kind."""
 
 
-_HEADS: Final = f"<defs>{_head('flow', INK)}{_head('kept', KEPT)}</defs>"
-
-
-def _bow(x1: int, y1: int, x2: int, y2: int) -> str:
-    if y1 == y2:
-        return f"M{x1} {y1}H{x2}"
-    middle = (x1 + x2) // 2
-    return f"M{x1} {y1}C{middle} {y1} {middle} {y2} {x2} {y2}"
-
-
-def _title(graph: Graph) -> str:
-    return f"Graph{f' of {_fold(graph.part)}' if graph.part else ''}: {graph.stage}"
-
-
-def _tooltip(module: Module, nodes: tuple[str, ...], operators: Mapping[str, int]) -> str:
-    shown = list(operators.items())[:_TOOLTIP_OPERATORS]
-    more = len(operators) - len(shown)
-    lines = [_fold(module.title), f"{units.count(len(nodes))} nodes"]
-    lines += [f"{units.count(count)} {_fold(name)}" for name, count in shown]
-    return "\n".join([*lines, f"and {units.count(more)} operators more"] if more else lines)
-
-
-def _amount(flow: Flow) -> str:
-    return units.many(flow.values, "value")
-
-
-def _kept_words(title: str, kept: Kept) -> str:
-    """Say what a module keeps for the backward."""
-    noun = "buffer" if kept.are_buffers else "value"
-    words = f"{_fold(title)} keeps {units.many(kept.count, noun)} for backward"
-    if not kept.are_buffers:
-        return words
-    lower = "at least " if kept.unknown else ""
-    return f"{words}: {lower}{units.size(kept.bytes)}"
-
-
-def _indented(modules: Iterable[Module]) -> list[str]:
-    """Write modules under their parents, each parent where its first module stands."""
-    root: dict[str, Any] = {}
-    lines = []
-    for module in modules:
-        level = root
-        for part in parts_of(module.title):
-            level = level.setdefault(part, {})
-        level[""] = module
-    waiting = [(0, name, level) for name, level in reversed(root.items())]
-    while waiting:
-        depth, name, level = waiting.pop()
-        own = f": {_words(level[''])}" if "" in level else ""
-        lines.append(f"{'  ' * depth}{_short(name, _TITLE_LENGTH)}{own}")
-        waiting += [(depth + 1, inner, below) for inner, below in reversed(level.items()) if inner]
-    return lines
-
-
-def _words(module: Module) -> str:
-    """Say how many nodes a module has, and of which operators."""
-    parts = [f"{units.count(len(module.forward))} forward"] if module.forward else []
-    if module.backward:
-        parts.append(f"{units.count(len(module.backward))} backward")
-    operators = Counter(module.forward_operators) + Counter(module.backward_operators)
-    ordered = sorted(operators.items(), key=lambda item: (-item[1], item[0]))
-    listed = ", ".join(f"{_short(name, 40)} {count}" for name, count in ordered)
-    return f"{', '.join(parts)} ({_beginning(listed, 90)})"
-
-
-def _short(text: str, limit: int, *, at_end: bool = False) -> str:
-    """Shorten a name; the end of a module's path says more than its beginning."""
-    text = units.printable(text)
-    if len(text) <= limit:
-        return text
-    return f"…{text[len(text) - limit + 1 :]}" if at_end else units.fold(text, limit)
-
-
-def _beginning(text: str, limit: int) -> str:
-    return text if len(text) <= limit else f"{text[: limit - 1].rpartition(',')[0] or text[: limit - 1]}, …"
-
-
-def _fold(text: str) -> str:
-    return units.fold(units.printable(text), _TOOLTIP_LENGTH)
+def _line(row: Mapping[str, Any]) -> str:
+    """Write one row of the tree: "  attention: 24 forward, 60 backward (2 FusedMatMul, Softmax)"."""
+    sides = [
+        f"{row[side]['w']['operator']} {name}"
+        for side, name in (("f", "forward"), ("b", "backward"))
+        if row[side]["w"]["operator"]
+    ]
+    operators = dict(row["facts"]).get("operators", "")
+    listed = f" ({operators})" if operators else ""
+    return f"{'  ' * row['d']}{row['t']}: {', '.join(sides)}{listed}"
 
 
 def _safe(text: str) -> str:

@@ -29,8 +29,8 @@ AbortSignal.timeout = (ms) => timeout(ms === 2000 ? 60000 : ms);
 """
 """Lets anywidget wait for a widget's module for a minute instead of 2 s, before the page's own code runs.
 
-After that anywidget 0.11 draws the widget and hands it no later message: a click then shows nothing, for ever. Two
-cores that run two checks at a time take longer now and then.
+What happens to a widget that it gives up is a test of its own; two cores that run two checks at a time take longer now
+and then, and the complaints of all other pages are counted.
 """
 
 
@@ -56,7 +56,7 @@ def pages(jupyter: JupyterServer, chromium: Browser, folder: Path) -> Iterator[C
     """Open notebooks in fresh pages; the console errors of every page are checked at the end.
 
     Yields a function of the notebook's name. `origin` is where the browser finds the server, `expected` a pattern of
-    console errors that belong to the case.
+    console errors that belong to the case, `script` runs in the page before anything else.
     """
     complaints: list[str] = []
     contexts = []
@@ -70,6 +70,7 @@ def pages(jupyter: JupyterServer, chromium: Browser, folder: Path) -> Iterator[C
         height: int = 1000,
         origin: str = "",
         expected: str = "",
+        script: str = "",
         **context_options: Any,
     ) -> Page:
         jupyter.use_theme(theme)
@@ -78,6 +79,8 @@ def pages(jupyter: JupyterServer, chromium: Browser, folder: Path) -> Iterator[C
         contexts.append(context)
         context.set_default_timeout(1000 * CLICK_SECONDS)
         context.add_init_script(PATIENCE)
+        if script:
+            context.add_init_script(script)
         page = context.new_page()
 
         def complain(text: str) -> None:

@@ -321,3 +321,26 @@ def test_two_panels_of_a_lab_stay_in_step_a_closed_one_goes_and_a_name_runs_no_s
     assert panels.count() == 1
     assert "<img src=x" in panels.first.inner_text()
     assert page.evaluate("window.hacked") is None
+
+
+LATE = "Failed to initialize model"
+
+GIVEN_UP = """{
+  const wait = AbortSignal.timeout.bind(AbortSignal);
+  const now = { addEventListener: (_, act) => act() };
+  AbortSignal.timeout = (ms) => (ms === 2000 ? now : wait(ms));
+}"""
+"""Ends the 2 s at once in which anywidget waits for a widget, as on a machine with too few cores."""
+
+
+def test_widgets_that_anywidget_has_given_up_hear_the_kernel(open_notebook, notebook):
+    page = open_notebook(notebook(WRAP, SHOW, STEP), script=GIVEN_UP, expected=LATE)
+    with page.expect_event("pageerror", lambda error: LATE in str(error)):
+        panel = run_all(page)
+    rows = panel.get_by_role("table", name="Runs").locator("tbody tr")
+    rows.first.wait_for()  # a value that has come after the panel was drawn
+    press(panel, "Rerun")
+    rows.nth(1).wait_for()
+    tab(panel, "Graph")
+    panel.locator(".ortlab-map[data-ready]").wait_for()  # a message
+    page.wait_for_function("!document.querySelector('.ortlab-waits')")  # and an answer

@@ -135,3 +135,28 @@ def test_a_closed_panel_leaves_nothing_of_the_graph(run):
     asked(panel, "nodes", "")
     panel.close()
     assert set(open_widgets) == before
+
+
+def test_each_of_several_parts_has_its_map():
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    lab = ortlab.wrap(model, only=["0", "2"])
+    inputs = torch.randn(4, 8, requires_grad=True)
+    lab.step(lambda: model(inputs).sum().backward(), 2, progress=False)
+    panel = Panel(lab)
+    panel.tabs.open(GRAPH)
+    assert panel.errors.text == ""
+    assert panel.graph.map.shown["parts"] == [["0", "0"], ["2", "2"]]
+    assert panel.graph.map.shown["part"] == "0"
+    first = drawn(panel)
+    asked(panel, "part", "2")
+    assert panel.errors.text == ""
+    assert panel.graph.map.shown["part"] == "2"
+    assert panel.graph.graph.part == "2"
+    assert drawn(panel) != first
+    for act in ("time", "plans"):
+        asked(panel, act)
+        assert panel.errors.text == ""
+        assert panel.graph.graph.part == "2"
+    panel.close()
+    lab.unwrap()

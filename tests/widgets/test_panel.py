@@ -849,6 +849,39 @@ def bert():
     lab.unwrap()
 
 
+def test_before_a_prediction_the_memory_tab_says_the_next_step_and_shows_what_is_kept(panel, lab, run):
+    panel.tabs.open("Memory")
+    assert "Next: run a training step" in panel.budget.result.value
+    assert panel.budget.shares.states == {}
+    run()
+    assert "Predict runs the last step" in panel.budget.result.value
+    shown = panel.budget.shares.states
+    assert [one["share"] for one in shown["states"]] == [1.0]
+    kept = lab.activations()
+    assert [sum(bar["all"]) for bar in shown["bars"]] == [kept.total_bytes] * 2
+    assert panel.apply.disabled
+    lab.set(memory_level=1)  # nothing is built for the bars
+    assert panel.budget.shares.states == {}
+
+
+def test_a_prediction_that_is_older_than_the_switches_or_the_data_says_so(panel, lab, run):
+    run()
+    panel.tabs.open("Memory")
+    panel.predict.click()
+    assert panel.errors.text == ""
+    assert panel.budget._old.value == ""
+    lab.set(memory_level=1)  # what a budget chooses itself
+    assert panel.budget._old.value == ""
+    lab.set(memory_level=0, compute_optimizer=False)
+    assert "compute_optimizer changed since" in panel.budget._old.value
+    lab.set(compute_optimizer=True)
+    assert panel.budget._old.value == ""
+    lab.step(lambda: lab.module(torch.randn(6, 8)).square().mean().backward(), 2)
+    assert "Of the data of run #1; run #2 had other data" in panel.budget._old.value
+    panel.predict.click()
+    assert panel.budget._old.value == ""
+
+
 def test_a_prediction_fills_the_slider_and_switches_nothing_on(bert):
     panel = Panel(bert)
     assert "Press Predict first" in panel.apply.tooltip

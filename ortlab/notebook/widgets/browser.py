@@ -127,10 +127,12 @@ class Part(anywidget.AnyWidget):  # type: ignore[misc]
     )
     script = traitlets.Instance(Script).tag(sync=True, **widgets.widget_serialization)
     runs = traitlets.Unicode().tag(sync=True)
+    own = traitlets.Unicode().tag(sync=True)  # its identifier, by which its script finds it in the browser
 
     # Each part has a repr of its own, without an address that would change from run to run.
     def __init__(self, runs: str, script: Script, **traits: Any) -> None:
-        super().__init__(runs=runs, script=script, **{"model_id": _short_id(), **traits})
+        own = _short_id()
+        super().__init__(runs=runs, script=script, model_id=own, own=own, **traits)
 
     def get_state(
         self,
@@ -139,7 +141,10 @@ class Part(anywidget.AnyWidget):  # type: ignore[misc]
     ) -> dict[str, Any]:
         """Return the whole state without what is empty; a part that is asked for by name as it is."""
         state = dict(super().get_state(key, drop_defaults))
-        return state if key is not None else _told(state)
+        if key is not None:
+            return state
+        state.pop("_anywidget_id", None)  # names the style of a widget, and none has one
+        return _told(state)
 
 
 def living(bundle: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from ortlab.lab.following import observe, recompute_places
 from ortlab.memory.recompute import COPY, EVERYWHERE
 from ortlab.notebook.widgets import controls
 from ortlab.notebook.widgets.browser import Part, packed
-from ortlab.notebook.widgets.controls import Layout, close_tree
+from ortlab.notebook.widgets.controls import close_tree
 from ortlab.notebook.widgets.graph_view import DUE, HEIGHT, HOPS, GraphSource, GraphView
 from ortlab.options.configuration import engine_kind
 from ortlab.render import html
@@ -41,6 +41,16 @@ _known_places: WeakKeyDictionary[Lab, RecomputePlaces] = WeakKeyDictionary()
 _of_graphs: WeakValueDictionary[tuple[str, ...], GraphView] = WeakValueDictionary()
 
 _BUILDS: Final = {"export", "graph", "session"}
+
+
+def is_due(lab: Lab) -> bool:
+    """Tell whether the next step of a lab builds another graph than the one that there is."""
+    return lab.engine == "ort" and lab.rebuild().stage in _BUILDS
+
+
+def is_built(lab: Lab) -> bool:
+    """Tell whether ONNX Runtime has run a lab as it is set now, so that to read its graph builds nothing."""
+    return lab.engine == "ort" and bool(lab.status.executed_by) and not is_due(lab)
 
 
 def show_graph(
@@ -229,7 +239,7 @@ def _follower(lab: ref[Lab], view: ref[GraphView]) -> Callable[[str], None]:
         kind = event.partition(":")[0]
         living, shown = lab(), view()
         if kind in {"options", "runs"} and living is not None and shown is not None and not shown.closed:
-            shown.follow(rebuild_is_due=living.engine == "ort" and living.rebuild().stage in _BUILDS)
+            shown.follow(rebuild_is_due=is_due(living))
 
     return follow
 
@@ -255,7 +265,7 @@ class GraphMap(Part):
         self._acts = {"map": self._send_rows, **acts}
         self._errors = errors
         self._told: dict[str, Any] = {}
-        super().__init__("graph_map.js", looks.script("graph_map.js", ""), layout=Layout())
+        super().__init__("graph_map.js", looks.script("graph_map.js", ""), layout=looks.layout)
         self.on_msg(self._asked)
 
     def show(self, drawing: Mapping[str, Any], *, colour: str = "", same: bool = False) -> None:
@@ -291,6 +301,7 @@ class GraphPart(controls.Column):
         self._errors = errors
         self.graph: Graph | None = None  # what the map shows
         self.difference: GraphDiff | None = None
+        self.part: str | None = None  # path of the part whose graph it is, where several are wrapped
         self.view: GraphView | None = None  # None until every node was asked for
         self._made: GraphView | None = None
         self._looks = looks
@@ -317,19 +328,21 @@ class GraphPart(controls.Column):
     def follow(self) -> None:
         """Say whether the map is still the lab's."""
         if self.map is not None:
-            self.map.say(stale=DUE if self._is_due() else "", runs=self._runs(), pair=self._pair())
-
-    def _is_due(self) -> bool:
-        return self._lab.engine == "ort" and self._lab.rebuild().stage in _BUILDS
+            parts = {"parts": [[one, one] for one in self._parts()], "part": self.part} if self.part else {}
+            stale = DUE if is_due(self._lab) else ""
+            self.map.say(stale=stale, runs=self._runs(), pair=self._pair(), **parts)
 
     def _read(self) -> None:
-        if self.graph is not None and self._is_due():
+        if self.graph is not None and is_due(self._lab):
             self.follow()
             return
-        graph = self._lab.graph()
+        parts = self._parts()
+        if self.part not in parts:
+            self.part = parts[0] if len(parts) > 1 else None
+        graph = self._lab.graph(part=self.part)
         if self.graph is None or self.difference is not None or graph.digest != self.graph.digest:
             if graph.mode == "training":
-                graph = graph.with_activations(self._lab.activations(progress=False))
+                graph = graph.with_activations(self._lab.activations(self.part, progress=False))
             self.difference = None
             self._draw(graph, colour="operator")
         self.follow()
@@ -338,6 +351,7 @@ class GraphPart(controls.Column):
         self.graph = graph
         if self.map is None:
             acts: dict[str, Callable[..., None]] = {
+                "part": self.choose_part,
                 "time": self.time,
                 "plans": self.find_plans,
                 "compare": self.compare,
@@ -355,10 +369,15 @@ class GraphPart(controls.Column):
 
     # ---- what the browser asks for ----------------------------------------------------------------------------
 
+    def choose_part(self, path: str) -> None:
+        """Show the graph of another part of the model."""
+        self.part, self.graph = path, None
+        self._read()
+
     def time(self) -> None:
         """Profile the last step, and colour by time."""
         self._read()
-        graph = self._lab.graph(activations=True, profile=True)
+        graph = self._lab.graph(part=self.part, activations=True, profile=True)
         self.difference = None
         self._draw(graph, colour="time", same=True)
 
@@ -366,12 +385,12 @@ class GraphPart(controls.Column):
         """Ask which recompute plans remove each kept value."""
         if self.graph is None:
             return
-        self._draw(self.graph.with_activations(self._lab.activations(plans=True)), same=True)
+        self._draw(self.graph.with_activations(self._lab.activations(self.part, plans=True)), same=True)
 
     def compare(self, first: str, second: str) -> None:
         """Show what is different between the graphs of two runs."""
         runs = self._lab.runs
-        difference = self._lab.graph_diff(runs.run(int(first)), runs.run(int(second)))
+        difference = self._lab.graph_diff(runs.run(int(first)), runs.run(int(second)), part=self.part)
         self.difference = difference
         before, after = (one.activations for one in difference.graphs)
         kept = []
@@ -386,12 +405,16 @@ class GraphPart(controls.Column):
     def every_node(self, around: str = "") -> None:
         """Draw every node with netron; with a name, the nodes around that one."""
         known = open_views(self._lab)
-        self.view = show_graph(self._lab, height=_PART_HEIGHT)
+        self.view = show_graph(self._lab, part=self.part, height=_PART_HEIGHT)
         if self.view not in known:
             self._made = self.view
         if around in self.view.names:
             self.view.around(around)
         self.set_trait("children", (self._back, self.view))
+
+    def _parts(self) -> list[str]:
+        """List the wrapped parts that were called; none where all of the model is wrapped."""
+        return [part.path for part in self._lab.status.coverage.parts if part.calls]
 
     def _runs(self) -> list[list[str]]:
         """List the runs that ONNX Runtime executed, by number and name."""

@@ -17,6 +17,7 @@ from ortlab.notebook.widgets.browser import Part, Script, compact, compacted_sty
 from ortlab.notebook.widgets.controls import Layout, close_tree
 from ortlab.notebook.widgets.frame import PANEL, SavedForm, forms
 from ortlab.render import graph_picture, html
+from ortlab.render.graph_map import graph_map
 from ortlab.render.page import Code
 from ortlab.render.pages import compose
 
@@ -271,7 +272,9 @@ class GraphView(Part):
             "reduced": self.reduced,
             "marked": counted(self.marks.values()),
             "why": f"{why} {_INSTEAD}" if why else "",
-            "still": graph_picture.picture(self.graph, marks=self.marks) if why else "",
+            "still": graph_picture.picture(graph_map(self.graph, marks=self.marks), self.stage)
+            if why
+            else "",
             "problem": self._problem,
             "stale": self._stale,
             "sandbox": SANDBOX,

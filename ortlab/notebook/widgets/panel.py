@@ -88,7 +88,7 @@ class Panel(controls.Column):
         self.tabs = Tabs(
             [
                 Tab(OVERVIEW, controls.Column(overview, layout=looks.layout)),
-                Tab(MEMORY, controls.Column(memory, layout=looks.layout)),
+                Tab(MEMORY, controls.Column(memory, layout=looks.layout), self._open_memory),
                 Tab(GRAPH, self.graph, self.graph.opened),
                 Tab(SWITCHES, self.switches),
                 Tab(MESSAGES, self.messages, self.messages.opened),
@@ -177,7 +177,7 @@ class Panel(controls.Column):
             "Predict what less memory costs",
             "Profile the last step, and predict memory and time for the plans that cost least; nothing is switched on",
             self.budget.predict,
-            self._no_step,
+            lambda: self._no_step() or self.budget.why_not_predict(),
             self.budget.row,
         )
         self.apply = add(
@@ -251,6 +251,7 @@ class Panel(controls.Column):
         if self._plans is not None:
             self._plans.show(self.lab.options)
         self.graph.follow()
+        self._follow_memory()
 
     def _show_costs(self) -> None:
         """Show what a change of each switch takes now; that changes with what is built and what was measured."""
@@ -286,6 +287,15 @@ class Panel(controls.Column):
             self.graph.opened()
         else:
             self.graph.follow()
+        self._follow_memory()
+
+    def _open_memory(self) -> None:
+        with self.errors.watching():
+            self.budget.opened()
+
+    def _follow_memory(self) -> None:
+        if self.tabs.chosen == MEMORY:
+            self.budget.opened()
 
     def _show_progress(self, words: str, fraction: str) -> None:
         if self.actions.show_progress(words, float(fraction)) and words:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import traitlets
 
 from ortlab.notebook.widgets.browser import Part, packed
-from ortlab.notebook.widgets.controls import Layout
 from ortlab.render.run_scatter import scatter
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ class Scatter(Part):
 
     def __init__(self, choose: Callable[[str], None], looks: Looks) -> None:
         self._choose = choose
-        super().__init__("scatter.js", looks.script("scatter.js"), layout=Layout())
+        super().__init__("scatter.js", looks.script("scatter.js"), layout=looks.layout)
         self.on_msg(self._told)
 
     def show(self, runs: Sequence[Run], chosen: int | None) -> None:

@@ -14,9 +14,8 @@ from small_transformers import batch_of, bert, step_of
 import ortlab
 from ortlab.errors import OptionError
 from ortlab.graphs.nodes import node_names
-from ortlab.graphs.outline import NOT_KNOWN
 from ortlab.graphs.stages import STAGES, Graph
-from ortlab.render.graph_map import KINDS, MANY_LAYERS, OWN, graph_map
+from ortlab.render.graph_map import KINDS, MANY_LAYERS, NOT_KNOWN, OWN, graph_map
 
 HOSTILE = '"><script>hacked=1</script>\x00\x1b[31m' + "x" * 300
 

@@ -130,6 +130,11 @@ export function render({ model, el }) {
     if (message.answered === `${name} ${asked}`) waits(false);
   };
   model.on("msg:custom", answered);
+  // ipywidgets knows of restarts that were asked for; of a kernel that dies and is started again it is told here.
+  const manager = model.widget_manager;
+  manager.ortlab ??= manager.kernel?.statusChanged.connect((_, status) => {
+    if (status === "autorestarting" || status === "dead") manager.disconnect();
+  });
   const changes = new MutationObserver(soon);
   const entered = (event) => {
     held = event.target;

@@ -29,7 +29,9 @@ export function render({ model, el }, { unpack }) {
     el.replaceChildren();
     el.hidden = !shown;
     if (!shown) return;
+    const alone = shown.states.length < 2; // nothing is predicted yet
     const line = make("label", "ortlab-keep", el);
+    line.hidden = alone;
     const words = make("span", "", line);
     const slider = Object.assign(make("input", "", line), { type: "range", min: shown.low, max: 100, step: 1 });
     slider.setAttribute("aria-label", "Share of step memory to keep, in percent");
@@ -55,7 +57,7 @@ export function render({ model, el }, { unpack }) {
       });
       return { bar, title, frame, total, pieces };
     });
-    parts = { words, slider, cost, said, bars };
+    parts = { alone, words, slider, cost, said, bars };
   }
 
   // The first state that fits costs least: they go from the largest to the smallest, and smaller ones cost more.
@@ -72,7 +74,7 @@ export function render({ model, el }, { unpack }) {
       const kept = state.kept?.[number];
       const now = (kept ?? []).reduce((sum, one) => sum + one, 0);
       title.textContent = kept
-        ? `${bar.title}: about ${size(now)} of ${size(total)}` : `${bar.title}: not known for a memory level`;
+        ? `${bar.title}: ${parts.alone ? size(now) : `about ${size(now)} of ${size(total)}`}` : `${bar.title}: not known for a memory level`;
       frame.hidden = !kept;
       frame.setAttribute("aria-label", bar.names.map((name, one) => `${name} ${size(kept?.[one] ?? 0)}`).join(", "));
       pieces.forEach((piece, one) => {

@@ -8,9 +8,6 @@ const FEW = 12; // rows that are shown at first, where there are so many, even i
 const THICK = 0.86; // of a row's height: what the row with most bytes takes
 const FOUND = 400; // rows that a search opens, at most
 
-// Okabe and Ito's colours and a grey, for kinds of operators; the same for what changed.
-const KINDS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#999999", "#56b4e9"];
-const MARKS = { added: "#009e73", recomputed: "#e69f00", moved: "#cc79a7", changed: "#56b4e9", fused: "#0072b2", removed: "#d55e00" };
 const HOW = "Click a row to see its module, line of source, bytes, and what reads what it keeps. ▸ or the key → opens it.";
 const TIME = "#d55e00";
 const KEPT = "#1b9e77"; // as the bands
@@ -40,6 +37,8 @@ export function render({ model, el }, { unpack, held }) {
     return made;
   };
   const colour = make("select", { className: "ortlab-here" });
+  const part = make("select");
+  const partBox = make("label", {}, "Part", part);
   const search = make("input", { type: "search", placeholder: "Search modules and operators", className: "ortlab-here" });
   search.setAttribute("aria-label", "Search modules and operators");
   const first = make("select", { className: "ortlab-here" });
@@ -65,7 +64,7 @@ export function render({ model, el }, { unpack, held }) {
   facts.tabIndex = 0;
   const fit = local("Fit", "Close what was opened, so that all of it is seen", () => { open = opening(); paint(); drawn.scrollTop = 0; });
   const root = make("div", { className: "ortlab ortlab-map" },
-    make("div", { className: "ortlab-tools" }, make("label", {}, "Colour by", colour), search, fit,
+    make("div", { className: "ortlab-tools" }, partBox, make("label", {}, "Colour by", colour), search, fit,
       make("span", { className: "ortlab-runpair" }, make("label", {}, "From", first), make("label", {}, "to", second), compare)),
     make("div", { className: "ortlab-mapsaid" }, said, nodes), make("div", { className: "ortlab-mapbeside" }, make("div", { className: "ortlab-mapleft" }, heads, drawn, legend), facts));
   el.classList.add("ortlab-mapbox");
@@ -137,8 +136,8 @@ export function render({ model, el }, { unpack, held }) {
     const value = measure(side);
     whole.style.width = `${most ? Math.max(value ? 1.5 : 0, (100 * value) / most) : 0}%`;
     const mode = colour.value;
-    const parts = mode === "operator" ? Object.entries(side.k).map(([kind, count]) => [KINDS[kind], count])
-      : mode === "difference" ? Object.entries(side.m).map(([mark, count]) => [MARKS[mark], count])
+    const parts = mode === "operator" ? Object.entries(side.k).map(([kind, count]) => [map.colours[kind], count])
+      : mode === "difference" ? Object.entries(side.m).map(([mark, count]) => [map.colours[mark], count])
       : [[mode === "time" ? TIME : KEPT, 1]];
     for (const [shade, count] of parts) {
       const part = make("span");
@@ -250,8 +249,8 @@ export function render({ model, el }, { unpack, held }) {
   }
 
   function explain(found) {
-    const shades = colour.value === "operator" ? Object.entries(map.kinds).map(([kind, words]) => [KINDS[kind], words])
-      : colour.value === "difference" ? Object.entries(map.marks).map(([mark, count]) => [MARKS[mark], `${count} ${mark}`]) : [];
+    const shades = colour.value === "operator" ? Object.entries(map.kinds).map(([kind, words]) => [map.colours[kind], words])
+      : colour.value === "difference" ? Object.entries(map.marks).map(([mark, count]) => [map.colours[mark], `${count} ${mark}`]) : [];
     legend.replaceChildren(...shades.map(([shade, words]) => {
       const spot = make("i");
       spot.style.background = shade;
@@ -339,6 +338,7 @@ export function render({ model, el }, { unpack, held }) {
     else if (colour.value === "difference" && map && !map.compared) send("compare", first.value, second.value);
     else paint();
   });
+  part.addEventListener("change", () => send("part", part.value));
   search.addEventListener("input", () => paint());
   compare.addEventListener("click", () => send("compare", first.value, second.value));
   plans.addEventListener("click", () => send("plans"));
@@ -375,6 +375,8 @@ export function render({ model, el }, { unpack, held }) {
   function show() {
     const view = model.get("shown");
     fill(colour, COLOURS, "operator");
+    fill(part, view.parts ?? [], view.part);
+    partBox.hidden = (view.parts ?? []).length < 2;
     fill(first, view.runs ?? [], view.pair?.[0]);
     fill(second, view.runs ?? [], view.pair?.[1]);
     compare.disabled = (view.runs ?? []).length < 2;

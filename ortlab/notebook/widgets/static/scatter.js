@@ -5,6 +5,7 @@ const WIDTH = 470;
 const HEIGHT = 250;
 const FRAME = { left: 80, top: 12, width: 374, height: 182 };
 const SIZE = 6; // half the width of a point
+const CROWD = 12; // points from which on only the first, the last and the chosen one show number and whisker
 
 // Okabe and Ito's colours; the shape says the same.
 const SHAPES = {
@@ -56,10 +57,10 @@ export function render({ model, el }, { unpack }) {
   el.setAttribute("data-lm-suppress-shortcuts", "true");
   const tell = (key) => model.send({ choose: key });
 
-  function point(svg, one, chosen) {
+  function point(svg, one, chosen, crowded) {
     const [colour, path] = SHAPES[one.kind] ?? SHAPES.ort;
     const [x, y] = [across(one.x), up(one.y)];
-    const classes = ["ortlab-point", one.last ? "ortlab-last" : "", one.key === chosen ? "ortlab-chosen" : ""];
+    const classes = ["ortlab-point", one.base ? "ortlab-base" : "", one.last ? "ortlab-last" : "", one.key === chosen ? "ortlab-chosen" : ""];
     const spot = make("g", {
       class: classes.filter(Boolean).join(" "), role: "button", tabindex: "0", "data-key": one.key,
       "aria-pressed": String(one.key === chosen), "aria-label": `${one.name}: ${one.said}`,
@@ -67,7 +68,7 @@ export function render({ model, el }, { unpack }) {
     make("title", {}, spot, `${one.name}\n${one.said}`);
     make("path", { d: `M${across(one.low)},${y}H${across(one.high)}m0,-4v8M${across(one.low)},${y - 4}v8`,
       stroke: colour, class: "ortlab-whisker" }, spot);
-    make("circle", { cx: x, cy: y, r: 13, class: "ortlab-halo" }, spot);
+    make("circle", { cx: x, cy: y, r: crowded ? 8 : 13, class: "ortlab-halo" }, spot);
     make("path", { d: path, fill: colour, transform: `translate(${x},${y})` }, spot);
     make("text", { x: x + 9, y: y - 8, class: "ortlab-number-of" }, spot, `#${one.key}`);
     spot.addEventListener("click", () => tell(one.key));
@@ -90,7 +91,9 @@ export function render({ model, el }, { unpack }) {
     const svg = make("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "group",
       "aria-label": "Runs by time of a step and step memory" }, el);
     axes(svg, shown);
-    for (const one of shown.points) point(svg, one, shown.chosen);
+    const crowded = shown.points.length > CROWD;
+    svg.classList.toggle("ortlab-crowded", crowded);
+    for (const one of shown.points) point(svg, one, shown.chosen, crowded);
     if (shown.left_out) {
       const note = document.createElement("p");
       note.className = "ortlab-quiet";
