@@ -194,6 +194,7 @@ class Execution(ExecutionView):
         manager = self._manager
         manager._graph_builder = None  # it holds the model four times over, and has done its work
         manager.copies = frozenset()
+        self.unrepeated = graph
         if self.training and self.options.recompute:
             graph, made = recomputed_graph(
                 graph, self.options.recompute, self.module, self.user_inputs, self._part

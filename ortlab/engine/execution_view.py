@@ -41,6 +41,7 @@ class ExecutionView:
     options: Options
     log: MessageLog
     training: bool
+    unrepeated: BuiltGraph  # the graph as it is without the switch `recompute`
     _export: Export
     _graph: BuiltGraph
     _manager: Any

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import fnmatch
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Final, cast
@@ -24,17 +24,28 @@ from ortlab.engine.passes.recompute import (
     ForwardPass,
     Recomputing,
     recomputing,
-    repeated_values,
+    repeated,
 )
 from ortlab.engine.passes.training_graph import GraphInfo
 from ortlab.errors import OptionError, did_you_mean
 from ortlab.graphs.nodes import executed_operator, joined, path_in, scopes_in
+from ortlab.memory.plan import RECOMPUTE_IS, PlanRow
 from ortlab.memory.recompute import PRODUCTS
-from ortlab.options.switches import ALL_BUT_MATMULS, HALVES, LAYERS, LINEAR, MATMULS, LayerRange, read_layers
+from ortlab.options.switches import (
+    ALL_BUT_MATMULS,
+    HALVES,
+    LAYERS,
+    LINEAR,
+    MATMULS,
+    LayerRange,
+    kept_words,
+    read_layers,
+)
 
 if TYPE_CHECKING:
     import torch
 
+    from ortlab.engine.execution import Execution
     from ortlab.engine.kept_builds import BuiltGraph
 
 _ALL: Final = "all"
@@ -237,11 +248,44 @@ def made_again(
         regions = {path: Region(number, kept, halves) for number, (path, _, _) in enumerate(layers)}
         inside = regions_of_nodes(forward, regions, modules)
         by_layer: list[set[str]] = [set() for _ in layers]
-        for name in repeated_values(forward, kept_values(forward, regions, modules)):
+        for name in repeated(forward, kept_values(forward, regions, modules))[0]:
             region = inside[forward.made[name]]
             if region is not None:
                 by_layer[cast("int", region.of)].add(name)
         found[way] = tuple(map(frozenset, by_layer))
+    return found
+
+
+def recomputed_rows(
+    execution: Execution, part: str, wishes: Iterable[tuple[str, ...]]
+) -> dict[PlanRow, frozenset[str]]:
+    """Return a row for each value of the switch `recompute`, with the values of the graph that are then made again.
+
+    `part` is the path of the wrapped part that is executed, empty for the whole model. A wish that names what it does
+    not have, or under which nothing is made again, is left out.
+    """
+    forward = ForwardPass(execution.unrepeated.models.optimized_model, execution.user_inputs)
+    modules = [path for path, _ in execution.module.named_modules()]
+    found = {}
+    for words in dict.fromkeys(wishes):
+        try:
+            regions = find_regions(execution.module, words, part)
+        except OptionError:
+            continue
+        values, nodes = repeated(forward, kept_values(forward, regions, modules))
+        kept, rest = kept_words(words)
+        row = PlanRow(
+            f"{RECOMPUTE_IS}{','.join(words)}",
+            cluster="",
+            strategy=1,
+            frequency=nodes,
+            saving_symbolic="",
+            saving_bytes=None,
+            enabled=execution.options.recompute == words,
+            sentence=f"Keep {kept} and recompute {rest}.",
+        )
+        if nodes:
+            found[row] = values
     return found
 
 

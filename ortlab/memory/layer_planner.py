@@ -19,7 +19,7 @@ import numpy as np
 
 from ortlab.memory.recompute import PRODUCTS, with_values
 from ortlab.memory.trace import lifetimes
-from ortlab.options.switches import HALVES, LINEAR, MATMULS, LayerRange
+from ortlab.options.switches import HALVES, LINEAR, MATMULS, LayerRange, read_layers
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -63,16 +63,14 @@ class LayerPlanner:
 
     def __init__(self, trace: Trace, again: Mapping[str, Sequence[frozenset[str]]]) -> None:
         self._trace = trace
-        products = {
+        self._products = {
             name
             for node in trace.nodes
             if node.operator.rpartition(":")[2].rpartition(".")[2] in PRODUCTS
             for name in node.outputs
         }
-        # ORT makes one node of a product and its scale, under the name of what is made again.
         self._again = {
-            way: tuple(names - products if way == MATMULS else names for names in layers)
-            for way, layers in again.items()
+            way: tuple(self._without_kept(names, way) for names in layers) for way, layers in again.items()
         }
         self._count = len(next(iter(again.values()), ()))
 
@@ -82,6 +80,18 @@ class LayerPlanner:
         for one in ranges:
             names.update(*self._again[HALVES if one.halves else one.kept][one.first : one.end])
         return with_values(self._trace, names)
+
+    def with_words(self, words: Sequence[str], again: frozenset[str]) -> Trace:
+        """Return the step with what words of the switch `recompute` say; `again` is what they make again."""
+        ranges = [one for one in map(read_layers, words) if one is not None and one.together == 1]
+        if len(ranges) == len(words):
+            return self.trace(ranges)
+        kept = MATMULS if any(word.endswith(MATMULS) for word in words) else ""
+        return with_values(self._trace, self._without_kept(again, kept))
+
+    def _without_kept(self, names: frozenset[str], kept: str) -> frozenset[str]:
+        # ORT makes one node of a product and its scale, under the name of what is made again.
+        return names - self._products if kept == MATMULS else names
 
     def front(self) -> tuple[LayerPlan, ...]:
         """Return the plans of which none needs less and costs no more, the cheapest first; none without layers."""

@@ -3,38 +3,44 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.errors import OptionError
 from ortlab.memory import dialects, formulas
 from ortlab.memory.dialects import sentence
+from ortlab.memory.recompute import LevelSet  # noqa: TC001 - asked for when a record is read
 from ortlab.memory.symbolic_sizes import check_names, other_symbols, summed
+from ortlab.records.record_files import JsonRecord
 from ortlab.shown import Shown
 
 if TYPE_CHECKING:
     import os
-    from pathlib import Path
 
     import pandas as pd
 
-    from ortlab.memory.recompute import LevelSet
+
+RECOMPUTE_IS: Final = "recompute="
+"""Begins the configuration of a row that is a value of the switch `recompute`."""
 
 
 @dataclass(frozen=True)
 class PlanRow:
     """One way to keep less for backward."""
 
-    config: str  #: What `Options.memory_plan` takes - "Gelu+:1:-1"; count -1 means every occurrence
-    cluster: str  #: The operators that would be recomputed together, ending in "+"
+    #: What `Options.memory_plan` takes - "Gelu+:1:-1"; count -1 means every occurrence. Of what ortlab recomputes
+    #: itself the switch as it is written - "recompute=layers:1/2".
+    config: str
+    cluster: str  #: The operators that would be recomputed together, ending in "+"; empty under `recompute`
     strategy: int  #: 1 recompute; 2 recompute with compromise, which saves a part of the size only
-    frequency: int  #: Occurrences of the cluster in the graph
+    frequency: int  #: Occurrences of the cluster in the graph; under `recompute` nodes that run again
     saving_symbolic: str  #: Predicted saving in bytes, in terms of the input dimensions
-    #: The same at the sizes in `MemoryPlan.symbols`, in bytes; predicted by ORT, not measured. None where a symbol has
-    #: no value.
+    #: The same at the sizes in `MemoryPlan.symbols`, in bytes; predicted by ORT (under `recompute` by ortlab), not
+    #: measured. None where a symbol has no value.
     saving_bytes: float | None
     enabled: bool  #: Whether the lab's present options ask for it
     sentence: str  #: What it does, in words
@@ -60,6 +66,13 @@ class PlanRow:
     measured_cost_ms: float | None = None
 
     @property
+    def switches(self) -> dict[str, Any]:
+        """What `Lab.set` takes to switch it on: `lab.set(**row.switches)`."""
+        if self.config.startswith(RECOMPUTE_IS):
+            return {"recompute": self.config.removeprefix(RECOMPUTE_IS).split(",")}
+        return {"memory_plan": self.config.split(",")}
+
+    @property
     def as_asked(self) -> bool:
         """Whether ORT applies it in as many places as asked for; true as well where nobody has asked or looked."""
         if self.requested is None or self.applied is None:
@@ -78,7 +91,7 @@ class PlanRow:
 
 
 @dataclass(frozen=True, repr=False)
-class MemoryPlan(Shown):
+class MemoryPlan(Shown, JsonRecord, noun="memory plan", layout=1):
     """Every recompute plan over a model's training graph, largest predicted saving first.
 
     The savings overlap where clusters share operators, and freed memory can lie away from the peak, so the sum of
@@ -107,6 +120,9 @@ class MemoryPlan(Shown):
     #: What any plan takes off the peak because ORT orders all nodes differently once there is one, in bytes; predicted
     #: by simulation, negative where the peak rises. It is part of each `peak_saving_bytes`.
     order_saving_bytes: float | None = None
+    #: What ortlab recomputes by itself: values of the switch `recompute`, in place of plans. With costs, these are also
+    #: the values of which none needs less memory and costs no more.
+    recomputed: tuple[PlanRow, ...] = ()
     #: How the graph came about, where it was built for this; empty where it was there.
     note: str = field(default="", compare=False)
 
@@ -130,7 +146,8 @@ class MemoryPlan(Shown):
     @property
     def unresolved(self) -> tuple[str, ...]:
         """Symbols without a value, in the order of their names."""
-        return tuple(sorted({symbol for row in self.rows for symbol in row.unresolved}))
+        rows = (*self.rows, *self.recomputed)
+        return tuple(sorted({symbol for row in rows for symbol in row.unresolved}))
 
     def at(
         self,
@@ -182,9 +199,13 @@ class MemoryPlan(Shown):
             label_density=label_density,
             sizes=sizes,
         )
-        rows = tuple(sorted((_evaluated(row, symbols) for row in self.rows), key=by_saving))
         return replace(
-            self, rows=rows, symbols=symbols, origins={**self.origins, **origins}, order_saving_bytes=None
+            self,
+            rows=tuple(sorted((_evaluated(row, symbols) for row in self.rows), key=by_saving)),
+            recomputed=tuple(_evaluated(row, symbols) for row in self.recomputed),
+            symbols=symbols,
+            origins={**self.origins, **origins},
+            order_saving_bytes=None,
         )
 
     def _parts_at(
@@ -221,7 +242,8 @@ class MemoryPlan(Shown):
             Configurations; None for `enabled`.
         dialect
             "2024", the JSON list that ORTMODULE_MEMORY_OPT_CONFIG of 1.19.2 names; "2023", what that variable held
-            itself; "2022", what ORTMODULE_ENABLE_MEMORY_ALLEVIATION held.
+            itself; "2022", what ORTMODULE_ENABLE_MEMORY_ALLEVIATION held. "record" writes all of this record, what
+            ortlab recomputes and what was measured among it, for `MemoryPlan.load`.
 
         Returns
         -------
@@ -237,17 +259,22 @@ class MemoryPlan(Shown):
         --------
         >>> lab.plan().save("plans.json")
         """
+        if dialect == "record" and plans is None:
+            return super().save(Path(path))
         chosen = self.asked if plans is None else tuple(plans)
         if not chosen:
+            on = next((row.config for row in self.recomputed if row.enabled), "")
             raise OptionError(
                 "There is no plan to write.",
-                why="The present options ask for none of this model's plans.",
-                fix="Switch one on, lab.set(memory_plan=[...]), or name them: plan.save(path, plans=[...]).",
+                why="The present options ask for none of this model's plans."
+                + f" {on} is none: ONNX Runtime's files have no words for it." * bool(on),
+                fix="Switch one on, lab.set(memory_plan=[...]), or name them: plan.save(path, plans=[...]). "
+                'All that is known of this model\'s plans: plan.save(path, dialect="record").',
             )
         return dialects.save(path, chosen, dialect)
 
     def table(self) -> pd.DataFrame:
-        """One row per plan; savings in bytes, predicted by ORT."""
+        """One row per plan, then one per value of `recompute`; savings in bytes, predicted."""
         import pandas as pd
 
         return pd.DataFrame(
@@ -270,13 +297,9 @@ class MemoryPlan(Shown):
                     "measured bytes per ms": row.measured_bytes_per_ms,
                     **({"parts": ", ".join(row.parts)} if row.parts else {}),
                 }
-                for row in self.rows
+                for row in (*self.rows, *self.recomputed)
             ]
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types."""
-        return asdict(self)
 
 
 def merged(plans: Mapping[str, MemoryPlan], missing: tuple[str, ...] = ()) -> MemoryPlan:
@@ -284,11 +307,7 @@ def merged(plans: Mapping[str, MemoryPlan], missing: tuple[str, ...] = ()) -> Me
 
     `missing` names the parts that have no plan yet.
     """
-    rows: dict[str, list[tuple[str, PlanRow]]] = {}
-    for path, plan in plans.items():
-        for row in plan.rows:
-            rows.setdefault(row.config, []).append((path, row))
-    together = sorted((_together(places) for places in rows.values()), key=by_saving)
+    together = sorted(_of_all({path: plan.rows for path, plan in plans.items()}), key=by_saving)
     symbols: dict[str, int] = {}
     origins: dict[str, str] = {}
     for path, plan in plans.items():
@@ -313,7 +332,17 @@ def merged(plans: Mapping[str, MemoryPlan], missing: tuple[str, ...] = ()) -> Me
         origins=origins,
         of_parts=dict(plans),
         level_set=reduce(add, sets) if sets else None,
+        recomputed=tuple(_of_all({path: plan.recomputed for path, plan in plans.items()})),
     )
+
+
+def _of_all(of_parts: Mapping[str, Iterable[PlanRow]]) -> Iterator[PlanRow]:
+    """Put rows of parts together that have the same configuration."""
+    rows: dict[str, list[tuple[str, PlanRow]]] = {}
+    for path, found in of_parts.items():
+        for row in found:
+            rows.setdefault(row.config, []).append((path, row))
+    yield from map(_together, rows.values())
 
 
 def _together(places: list[tuple[str, PlanRow]]) -> PlanRow:
@@ -326,7 +355,9 @@ def _together(places: list[tuple[str, PlanRow]]) -> PlanRow:
         saving_symbolic="; ".join(f"{path}: {row.saving_symbolic}" for path, row in places),
         saving_bytes=summed(row.saving_bytes for row in rows),
         enabled=any(row.enabled for row in rows),
-        sentence=sentence(rows[0].cluster, rows[0].strategy, frequency, layers),
+        sentence=sentence(rows[0].cluster, rows[0].strategy, frequency, layers)
+        if rows[0].cluster
+        else rows[0].sentence,
         parts=tuple(path for path, _ in places),
         excludes=tuple(dict.fromkeys(other for row in rows for other in row.excludes)),
         applied=summed(row.applied for row in rows),
@@ -346,10 +377,10 @@ def by_saving(row: PlanRow) -> tuple[bool, float, str]:
 
 
 def _evaluated(row: PlanRow, symbols: Mapping[str, int]) -> PlanRow:
-    formula = formulas.read(row.saving_symbolic)
+    formula = formulas.read(row.saving_symbolic or "0")
     return replace(
         row,
-        saving_bytes=formula.value(symbols),
+        saving_bytes=formula.value(symbols) if row.saving_symbolic else None,
         unresolved=tuple(name for name in formula.symbols if name not in symbols),
         peak_saving_bytes=None,
         cost_ms=None,

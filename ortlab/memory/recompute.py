@@ -17,7 +17,7 @@ from ortlab.memory.trace import lifetimes
 
 if TYPE_CHECKING:
     from ortlab.engine.execution import Execution
-    from ortlab.memory.plan import MemoryPlan
+    from ortlab.memory.plan import MemoryPlan, PlanRow
     from ortlab.memory.trace import Trace, TracedNode
     from ortlab.runs.experiment import Experiment
 
@@ -393,16 +393,20 @@ class KnownCosts:
     costs: Mapping[str, PlanCost] = field(default_factory=dict)  # by configuration of the plan
     # What any plan takes off the peak, because ORT orders nodes differently once there is one; predicted.
     by_order_bytes: float = 0.0
+    recomputed: tuple[PlanRow, ...] = ()  # values of the switch `recompute` with their costs
 
     def written_into(self, plan: MemoryPlan, key: object) -> MemoryPlan:
         """Return a plan with these costs if they are of the same graph and step; else the plan as it is."""
         if not self.costs or key != self.key:
             return plan
-        rows = tuple(
-            replace(row, **vars(self.costs[row.config])) if row.config in self.costs else row
-            for row in plan.rows
+        rows, recomputed = (
+            tuple(
+                replace(row, **vars(self.costs[row.config])) if row.config in self.costs else row
+                for row in some
+            )
+            for some in (plan.rows, self.recomputed)
         )
-        return replace(plan, rows=rows, order_saving_bytes=self.by_order_bytes)
+        return replace(plan, rows=rows, recomputed=recomputed, order_saving_bytes=self.by_order_bytes)
 
 
 def costs_key(execution: Execution, experiment: Experiment | None) -> object:

@@ -128,6 +128,23 @@ def read_layers(word: str) -> LayerRange | None:
     return LayerRange(int(first or 0), int(end) if end else None, count, kept or "", halves)
 
 
+def kept_words(words: Iterable[str]) -> tuple[str, str]:
+    """Say what the backward gets where the switch `recompute` is so set, and what of the rest it makes again."""
+    told = tuple(words)
+    ranges = [one for one in map(read_layers, told) if one is not None]
+    inside = {one.rpartition(" but ")[2] for one in told if " but " in one}
+    products = ((MATMULS, "matmuls"), (LINEAR, "linear layers"))
+    returned = " and ".join(word for name, word in products if name in inside)
+    if not ranges and told[0].startswith("all but "):
+        return f"what {returned} return", "everything else"
+    if not ranges:
+        return f"what {', '.join(one.partition(' but ')[0] for one in told)} read and return", "their rest"
+    rest = f", what {returned} return where that is said," if returned else ""
+    halves = " (and, with :1/2, what its first half does)" if any(one.halves for one in ranges) else ""
+    others = "; all other layers keep everything" if all(one.end is not None for one in ranges) else ""
+    return f"what each of these layers hands to the next{halves}{rest}", f"their rest{others}"
+
+
 _PATHS: Final = r"[\w*?\[\]!-]+(\.[\w*?\[\]!-]+)*"
 
 # What the backward recomputes: words of ortlab's own, or paths of modules, with the signs of a pattern.

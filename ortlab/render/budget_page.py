@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ortlab import units
 from ortlab.options.configuration import NOTHING_RECOMPUTED
-from ortlab.options.switches import LINEAR, MATMULS, read_layers
+from ortlab.options.switches import kept_words
 from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, left_out, row
 from ortlab.render.plots import COLOURS, INK, MIB, drawing, dress, key, new_figure, plain, say
 from ortlab.studies import budget as outcomes
@@ -249,7 +249,8 @@ def _plans(budget: Budget) -> Table | Note:
         if answer.memory_level:
             said.append(f"memory_level={answer.memory_level} stands for all plans of the model's layers.")
         if answer.recompute:
-            said.append(f"recompute={','.join(answer.recompute)} keeps {_kept_words(answer.recompute)}.")
+            kept, again = kept_words(answer.recompute)
+            said.append(f"recompute={','.join(answer.recompute)} keeps {kept} and recomputes {again}.")
         return Note(" ".join(said), Mark.QUIET)
     if not budget.plans:
         return Note("No plan is chosen.", Mark.QUIET)
@@ -258,19 +259,6 @@ def _plans(budget: Budget) -> Table | Note:
         Column("where", meaning="in which places ONNX Runtime recomputes"),
     )
     return Table("Chosen plans", columns, tuple(row(plan, _places(plan)) for plan in budget.plans))
-
-
-def _kept_words(words: tuple[str, ...]) -> str:
-    """Say what is kept of layers that are recomputed."""
-    ranges = [one for one in map(read_layers, words) if one is not None]
-    kept = {one.kept for one in ranges}
-    inside = [word for name, word in ((MATMULS, "matmuls"), (LINEAR, "linear layers")) if name in kept]
-    rest = f", what {' and '.join(inside)} return where that is said," if inside else ""
-    halves = " (and, with :1/2, what its first half does)" if any(one.halves for one in ranges) else ""
-    every = bool(ranges) and all(one.end is not None for one in ranges)
-    return f"what each of these layers hands to the next{halves}{rest} and recomputes their rest" + (
-        "; all other layers keep everything" if every else ""
-    )
 
 
 def _places(plan: str) -> str:

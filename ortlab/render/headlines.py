@@ -155,7 +155,8 @@ def _snapshot(snapshot: MemorySnapshot) -> str:
 
 @headline.register
 def _plan(plan: MemoryPlan) -> str:
-    on = ", ".join(plan.enabled) or "none"
+    recomputed = (row.config for row in plan.recomputed if row.enabled)
+    on = ", ".join((*plan.enabled, *recomputed)) or "none"
     return f"{units.many(plan.rows, 'plan')} on offer, memory_level={plan.memory_level}, on: {on}"
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
 from ortlab import units
@@ -30,6 +31,7 @@ def plan_page(plan: MemoryPlan) -> Page:
             (
                 Note(NO_OPPORTUNITY, Mark.QUIET),
                 *state_notes(plan),
+                *recomputed_table(plan),
                 *missing_notes(plan),
                 *_built(plan),
                 *_report(plan),
@@ -49,7 +51,28 @@ def plan_page(plan: MemoryPlan) -> Page:
         Note(level if plan.memory_level else how),
     )
     table = Table("", tuple(column for column, _ in columns), rows, rest)
-    return Page("Memory plan", (table, *notes, *missing_notes(plan), *_built(plan), *_report(plan)))
+    return Page(
+        "Memory plan",
+        (table, *notes, *recomputed_table(plan), *missing_notes(plan), *_built(plan), *_report(plan)),
+    )
+
+
+def recomputed_table(plan: MemoryPlan) -> tuple[Block, ...]:
+    """List what ortlab can recompute itself, and say how it is switched on."""
+    if not plan.recomputed:
+        return ()
+    columns = (*_OF_RECOMPUTE, *_known(plan.recomputed), (Column("what it does"), lambda one: one.sentence))
+    rows = tuple(row(*(write(one) for _, write in columns)) for one in plan.recomputed)
+    table = Table("Recomputed by ortlab itself", tuple(column for column, _ in columns), rows)
+    first = next(iter(plan.recomputed)).switches["recompute"]
+    how = f"Switch one on with lab.set(recompute={first if len(first) > 1 else json.dumps(first[0])}). "
+    priced = any(one.cost_ms is not None for one in plan.recomputed)
+    more = (
+        "Each stands for itself: of these values one is on at a time."
+        if priced
+        else "lab.plan(costs=True) predicts what each saves and costs, and finds more sets of layers."
+    )
+    return (table, Note(how + more))
 
 
 def _built(plan: MemoryPlan) -> tuple[Note, ...]:
@@ -250,8 +273,29 @@ WHERE_KNOWN: Final[tuple[tuple[str, tuple[Column, Callable[[PlanRow], str]]], ..
 """Columns that are there once a row has the number, by the row's attribute."""
 
 
+_OF_RECOMPUTE: Final[tuple[Shown, ...]] = (
+    (
+        Column("recompute", meaning="what the switch recompute takes"),
+        lambda one: ", ".join(one.switches["recompute"]),
+    ),
+    (Column("on", meaning="whether the present options ask for it"), _on_here),
+    (
+        Column("nodes", numeric=True, meaning="nodes that run again, before ONNX Runtime joins some of them"),
+        lambda one: units.count(one.frequency),
+    ),
+    (
+        Column("saves", numeric=True, meaning="predicted from a profiled step: what is kept less"),
+        _saves,
+    ),
+)
+
+
+def _known(rows: Iterable[PlanRow]) -> list[Shown]:
+    return [shown for name, shown in WHERE_KNOWN if any(getattr(one, name) is not None for one in rows)]
+
+
 def _columns(plan: MemoryPlan) -> tuple[Shown, ...]:
-    known = [shown for name, shown in WHERE_KNOWN if any(getattr(one, name) is not None for one in plan.rows)]
+    known = _known(plan.rows)
     what: Shown = (Column("what it does"), lambda one: one.sentence)
     instead: Shown = (
         Column("not with", meaning="other ways to recompute the same; of these and it, one at most can act"),

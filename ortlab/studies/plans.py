@@ -5,26 +5,37 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from statistics import median
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
 
 from ortlab.analyses.builds import builds, engine_of
 from ortlab.analyses.memory import memory
 from ortlab.analyses.profiling import profile
 from ortlab.errors import OptionError
+from ortlab.memory.layer_planner import LayerPlanner
 from ortlab.memory.plan import merged
 from ortlab.memory.plan_reading import with_measured_density
 from ortlab.memory.recompute import KnownCosts, PlanCost, best_costs, costs_key, predicted_costs
 from ortlab.memory.trace import lifetimes
 from ortlab.options.configuration import NOTHING_RECOMPUTED
 from ortlab.options.options import setting_words
+from ortlab.options.switches import ALL_BUT_MATMULS
 from ortlab.studies.sweep_run import sweep
 
 if TYPE_CHECKING:
     from ortlab.engine.execution import Execution
-    from ortlab.memory.plan import MemoryPlan
+    from ortlab.memory.plan import MemoryPlan, PlanRow
+    from ortlab.memory.trace import Trace
     from ortlab.records.runs import Run
     from ortlab.runs.bench import Bench
     from ortlab.runs.experiment import Experiment
+
+WORDS: Final = (("layers",), ("layers:1/2",), ("layers but linear",), (ALL_BUT_MATMULS,))
+"""Values of the switch `recompute` that stand in each plan."""
+
+_FRONT: Final = 6
+"""So many sets of layers of the planner stand in a plan with costs."""
 
 _LEAST_STEPS: Final = 3
 """Steps of a run that is timed: the first one is not counted."""
@@ -40,7 +51,7 @@ def plan(
     rounds: int = 3,
     progress: bool = True,
 ) -> MemoryPlan:
-    """Read what ORT keeps for backward and which recompute plans it offers; with `costs`, what each of them costs.
+    """Read which recompute plans ORT offers, and what ortlab can recompute itself; with `costs`, what each costs.
 
     Parameters
     ----------
@@ -50,7 +61,8 @@ def plan(
         A memory level, 0 to 2: what it would recompute, without setting it.
     costs
         Whether to profile the last step without plans, and to simulate what each plan takes off its peak and adds
-        to its time. From then on `plan` and the panel show these columns for this step.
+        to its time. From then on `plan` and the panel show these columns for this step, and among what ortlab
+        recomputes the sets of layers of which none needs less memory and costs no more.
     measure
         With costs: how many plans to run as well, those with the most bytes off the peak for each ms, in turns with
         none, as a sweep in `lab.sweeps`; the memory of each is measured.
@@ -95,8 +107,11 @@ def _beside(bench: Bench, again: bool) -> str:  # noqa: FBT001 - what it asks
 
 def _plan(bench: Bench, execution: Execution, path: str, level: int | None) -> MemoryPlan:
     from ortlab.engine.recompute_plans import plans_of
+    from ortlab.engine.recompute_words import recomputed_rows
 
-    read = with_measured_density(plans_of(execution, bench.module, path, level=level), bench.runs)
+    read = plans_of(execution, bench.module, path, level=level)
+    rows = recomputed_rows(execution, path, (*WORDS, *filter(None, (bench.options.recompute,))))
+    read = with_measured_density(replace(read, recomputed=tuple(rows)), bench.runs)
     return bench.known_costs.written_into(read, costs_key(execution, bench.experiment))
 
 
@@ -116,32 +131,61 @@ def _plan_costs(bench: Bench, measure: int, *, rounds: int, progress: bool) -> M
         offered = plan(bench)
         by_order = float(lifetimes(step).peak - lifetimes(ordered).peak)
         costs = predicted_costs(step, ordered, places, [row.config for row in offered.rows])
+        recomputed = _recomputed(execution, step, ordered)
+        costs |= {row.config: cost for row, cost in recomputed.items()}
         if measure:
+            changes = {row.config: row.switches for row in (*offered.rows, *recomputed)}
             best = best_costs(costs, measure, beyond=by_order)
-            costs |= _measured(bench, best, experiment, rounds, progress=progress)
-        bench.known_costs = KnownCosts(key, costs, by_order)
+            costs |= _measured(bench, best, changes, experiment, rounds, progress=progress)
+        bench.known_costs = KnownCosts(key, costs, by_order, tuple(recomputed))
         return bench.known_costs.written_into(offered, bench.known_costs.key)
 
 
+def _recomputed(execution: Execution, step: Trace, ordered: Trace) -> dict[PlanRow, PlanCost]:
+    """Return values of `recompute`, those of the planner of layers among them, with what they are predicted to cost.
+
+    `step` is a profiled step in which nothing is recomputed, and `ordered` the same in the order of one that does.
+    """
+    from ortlab.engine.recompute_words import made_again, recomputed_rows
+
+    planner = LayerPlanner(ordered, made_again(execution.built, execution.module, execution.user_inputs))
+    front = [one.words for one in planner.front() if one.ranges]
+    some = {front[round(place)]: None for place in np.linspace(0, len(front) - 1, _FRONT) if front}
+    plain, kept, found = lifetimes(step), _kept_bytes(ordered), {}
+    for row, values in recomputed_rows(execution, "", (*WORDS, *some)).items():
+        trace = planner.with_words(row.switches["recompute"], values)
+        cost = PlanCost(float(plain.peak - lifetimes(trace).peak), trace.recomputed_ms)
+        found[replace(row, saving_bytes=float(kept - _kept_bytes(trace)))] = cost
+    return dict(sorted(found.items(), key=lambda one: (one[1].cost_ms, one[0].config)))
+
+
+def _kept_bytes(trace: Trace) -> int:
+    return sum(one.size for one in lifetimes(trace).kept)
+
+
 def _measured(
-    bench: Bench, costs: Mapping[str, PlanCost], experiment: Experiment, rounds: int, *, progress: bool
+    bench: Bench,
+    costs: Mapping[str, PlanCost],
+    changes: Mapping[str, dict[str, Any]],
+    experiment: Experiment,
+    rounds: int,
+    *,
+    progress: bool,
 ) -> dict[str, PlanCost]:
     """Measure the memory of plans, and run them in turns with none."""
-    plans = [config.split(",") for config in costs]
-    before = memory(bench, memory_plan=[])
-    savings = [before.peak_bytes - memory(bench, memory_plan=one).peak_bytes for one in plans]
-    made = sweep(
-        bench,
-        [{"memory_plan": one} for one in plans],
-        n=max(experiment.count, _LEAST_STEPS),
-        rounds=rounds,
-        progress=progress,
-    )
+    plans = [changes[config] for config in costs]
+    before = memory(bench)
+    savings = [before.peak_bytes - memory(bench, **one).peak_bytes for one in plans]
+    made = sweep(bench, plans, n=max(experiment.count, _LEAST_STEPS), rounds=rounds, progress=progress)
     baseline = made.baseline.runs
-    points = {point.configuration.options.memory_plan: point for point in made.points if point.configuration}
+    points = {
+        (*point.configuration.options.memory_plan, *point.configuration.options.recompute): point
+        for point in made.points
+        if point.configuration
+    }
     measured = {}
     for (config, cost), saving, one in zip(costs.items(), savings, plans, strict=True):
-        runs = points[tuple(one)].runs
+        runs = points[tuple(next(iter(one.values())))].runs
         added = [_step_ms(run) - _step_ms(other) for run, other in zip(runs, baseline, strict=False)]
         measured[config] = replace(
             cost, measured_saving_bytes=float(saving), measured_cost_ms=median(added) if added else None

@@ -180,10 +180,10 @@ def recomputing(forward: ForwardPass, kept: Collection[str]) -> Recomputing:
     return _Rewrite(forward, kept).made()
 
 
-def repeated_values(forward: ForwardPass, kept: Collection[str]) -> frozenset[str]:
-    """Return what `recomputing` would make again, and the masks that it would pack."""
+def repeated(forward: ForwardPass, kept: Collection[str]) -> tuple[frozenset[str], int]:
+    """Return what `recomputing` would make again, masks that it would pack included, and how many nodes for that."""
     rewrite = _Rewrite(forward, kept)
-    return frozenset((*rewrite.again, *rewrite.packed))
+    return frozenset((*rewrite.again, *rewrite.packed)), len(rewrite.repeated)
 
 
 class _Rewrite:
@@ -195,10 +195,10 @@ class _Rewrite:
             outputs = forward.nodes[place].output
             if forward.nodes[place].op_type not in _OF_DROPOUT and not self._kept.isdisjoint(outputs):
                 self._kept.update(outputs)
-        self._repeated = self._chosen()
+        self.repeated = self._chosen()
         self.again = {
             name: name + COPY
-            for place in self._repeated
+            for place in self.repeated
             for name in self._results(forward.nodes[place])
             if name
         }
@@ -213,7 +213,7 @@ class _Rewrite:
         model.CopyFrom(forward.model)
         for mask, place in self.packed.items():
             self._unpack(mask, place)
-        copies = {place: self._copy(place) for place in self._repeated}
+        copies = {place: self._copy(place) for place in self.repeated}
         nodes = [copied(node) for node in self._ordered(copies)]
         del model.graph.node[:]
         model.graph.node.extend(nodes)
@@ -317,10 +317,10 @@ class _Rewrite:
         """Yield the dropouts whose masks the backward reads, and that nobody asks to keep."""
         forward = self._forward
         read = {name for place in forward.backward for name in forward.nodes[place].input}
-        for place in forward.places if self._repeated else ():
+        for place in forward.places if self.repeated else ():
             node = forward.nodes[place]
             mask = node.output[1] if node.op_type == "Dropout" and len(node.output) > 1 else ""
-            if mask and mask not in self._kept and (mask in read or place in self._repeated):
+            if mask and mask not in self._kept and (mask in read or place in self.repeated):
                 yield place
 
     def _unpack(self, mask: str, place: int) -> None:

@@ -193,11 +193,11 @@ class MemoryMagics(Magics):
         takes("--level", "LEVEL", choices=("1", "2"), read=lambda word, _: int(word)),
         takes("--from", "FILE", dest="source", read=arguments.path),
         takes("--write", "PATH", read=arguments.path),
-        takes("--dialect", "YEAR", choices=("2022", "2023", "2024")),
+        takes("--dialect", "YEAR", choices=("2022", "2023", "2024", "record")),
         LAB,
     )
     def ort_plan(self, args: Line) -> MemoryPlan | SavedPlans:
-        """Show what each recompute plan would save; read and write plans of this release and of old ones.
+        """Show what each recompute plan, and what ortlab recomputes itself, would save; read and write plans.
 
         ::
 
@@ -220,11 +220,13 @@ class MemoryMagics(Magics):
         - ``--write PATH``: file to write the plans to that are switched on, here or in ``--from``; a path or
           ``$name``.
         - ``--dialect YEAR``: how: ``2024`` (a JSON list, which 1.19.2 reads, and what is taken if not given),
-          ``2023`` (``Gelu+:1:-1,...``) or ``2022`` (``Gelu:1,...``).
+          ``2023`` (``Gelu+:1:-1,...``) or ``2022`` (``Gelu:1,...``); ``record`` writes all that is shown, for
+          ``ortlab.memory.MemoryPlan.load``.
         - ``--lab NAME``: variable of the lab; the one wrapped last if not given.
 
         Savings are ORT's predictions for the shapes of the first batch, in bytes. Switch a plan on with
-        ``%ort_set memory_plan=...``, or all of a kind with ``%ort_set memory_level=1``.
+        ``%ort_set memory_plan=...``, or all of a kind with ``%ort_set memory_level=1``; what ortlab recomputes
+        itself with ``%ort_set recompute=layers``.
 
         Example::
 

@@ -23,6 +23,7 @@ from ortlab.render.plan_pages import (
     level_text,
     missing_notes,
     per_ms,
+    recomputed_table,
     sizes_text,
     state_notes,
 )
@@ -173,7 +174,7 @@ class PlanTable(controls.Column):
         if set(asked) == set(self._options.memory_plan):  # what ORT has done with them is known
             notes += state_notes(plan)
         notes += missing_notes(plan)
-        return Page("", tuple(notes))
+        return Page("", (*notes, *recomputed_table(plan)))
 
     def _draw_report(self) -> None:
         """Write the report while it is open: it is longer than all else in a panel, and a saved notebook holds it."""

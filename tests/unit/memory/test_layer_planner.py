@@ -10,10 +10,14 @@ from small_transformers import batch_of, bert, gpt2, llama, step_of
 
 import ortlab
 from ortlab.engine.recompute_words import made_again
+from ortlab.errors import LedgerError
+from ortlab.memory import MemoryPlan
 from ortlab.memory.layer_planner import FAMILIES, LayerPlanner
 from ortlab.memory.trace import lifetimes
 from ortlab.options.options import Options
 from ortlab.options.switches import LayerRange, read_layers
+from ortlab.render import text
+from ortlab.studies.plans import WORDS
 
 LAYERS, WIDTH = 4, 32
 SIZES = {"layers": LAYERS, "width": WIDTH, "words": 96}
@@ -71,11 +75,55 @@ def test_no_other_choice_of_layers_needs_less(planned):
         assert lifetimes(planner.trace(ranges)).peak >= 0.98 * lowest
 
 
+def test_a_plan_lists_what_ortlab_recomputes_itself(planned):
+    lab, _, _ = planned
+    plan, without = lab.plan(costs=True, progress=False), lab.activations().total_bytes
+    rows = {row.config: row for row in plan.recomputed}
+    for row in (rows["recompute=layers"], rows["recompute=all but matmuls"]):
+        lab.set(**row.switches)
+        saved = without - lab.activations().total_bytes
+        assert row.saving_bytes == pytest.approx(saved, rel=0.1), row.config
+        on = lab.plan()  # of the graph without it, also while it is on
+        assert [one.config for one in on.recomputed if one.enabled] == [row.config]
+        assert [one.frequency for one in on.recomputed] == [
+            rows[f"recompute={one}"].frequency for (one,) in WORDS
+        ]
+    lab.set(recompute=["layers[:2]"])
+    assert [one.config for one in lab.plan().recomputed if one.enabled] == ["recompute=layers[:2]"]
+    said = " ".join(text.render(lab.plan()).split())
+    assert 'Switch one on with lab.set(recompute="layers")' in said
+    assert "Keep what each of these layers hands to the next and recompute their rest." in said
+
+
+def test_a_plan_with_costs_has_the_front_of_the_planner_and_comes_back_from_a_file(planned, tmp_path):
+    lab, _, _ = planned
+    plan = lab.plan(costs=True, progress=False)
+    costs = [row.cost_ms for row in plan.recomputed]
+    assert costs == sorted(costs)
+    assert len(plan.recomputed) > len(WORDS)
+    best = max(plan.recomputed, key=lambda row: row.peak_saving_bytes)
+    whole = next(row for row in plan.recomputed if row.config == "recompute=layers")
+    assert best.peak_saving_bytes >= whole.peak_saving_bytes > 0
+    lab.set(**best.switches)
+    lab.rerun(1)
+    lab.set(recompute=[])
+    assert lab.plan() == plan
+    assert MemoryPlan.load(plan.save(tmp_path / "plan.json", dialect="record")) == plan
+    record = plan.to_dict()
+    with pytest.raises(LedgerError, match="layout"):
+        MemoryPlan.from_dict({**record, "schema": record["schema"] + 1})
+    listed = plan.table()
+    assert listed["plan"].tolist()[-len(costs) :] == [row.config for row in plan.recomputed]
+
+
 def test_a_model_without_repeated_layers_has_no_plans():
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 2))
     lab = ortlab.wrap(model)
     x = torch.randn(3, 4)
     lab.step(lambda: model(x).sum().backward(), progress=False)
+    assert [row.config for row in lab.plan(costs=True, progress=False).recomputed] == [
+        "recompute=all but matmuls"
+    ]
     execution = lab._bench.ort.execution
     again = made_again(execution.built, execution.module, execution.user_inputs)
     assert again == {}
