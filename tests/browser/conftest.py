@@ -70,7 +70,7 @@ def pages(jupyter: JupyterServer, chromium: Browser, folder: Path) -> Iterator[C
         height: int = 1000,
         origin: str = "",
         expected: str = "",
-        script: str = "",
+        script: str = PATIENCE,
         **context_options: Any,
     ) -> Page:
         jupyter.use_theme(theme)
@@ -78,9 +78,7 @@ def pages(jupyter: JupyterServer, chromium: Browser, folder: Path) -> Iterator[C
         context = chromium.new_context(viewport={"width": width, "height": height}, **context_options)
         contexts.append(context)
         context.set_default_timeout(1000 * CLICK_SECONDS)
-        context.add_init_script(PATIENCE)
-        if script:
-            context.add_init_script(script)
+        context.add_init_script(script)
         page = context.new_page()
 
         def complain(text: str) -> None:
