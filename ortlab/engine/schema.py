@@ -179,8 +179,9 @@ class ModuleReader:
         self._hooks = [attributes[name] for attributes in dicts[1:] for name in _HOOKS]
         self._names = [attributes["_non_persistent_buffers_set"] for attributes in dicts]
         bodies = [body for body, _ in self._code]
-        self._sized = [settings, *dicts, *tables, *bodies, *self._reached.tables]
-        self._tables = [*filter(len, (settings, *dicts, *tables)), *bodies]
+        self._named = [settings, *dicts, *tables]
+        self._sized = [*bodies, *self._reached.tables]
+        self._tables = [*filter(len, self._named), *bodies]
         functions = [body.get(name) for body, names in self._code for name in names]
         return values, [*self._parts, *held, *others, *functions]
 
@@ -196,12 +197,13 @@ class ModuleReader:
         )
 
     def _read_shape(self) -> tuple[object, ...]:
-        """Return the keys of all hooks, and what else can change while all objects are the same."""
+        """Return the keys of all hooks, and what else can change while all objects are the same: names among it."""
         return (
             [*chain.from_iterable(self._hooks)],
             [*chain.from_iterable(self._names)],
             [*map(type, self._parts)],
             [*map(len, self._sized)],
+            [*map(tuple, self._named)],
             [*map(_FACTS, self._tensors)],
         )
 
