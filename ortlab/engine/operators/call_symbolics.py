@@ -83,6 +83,15 @@ def leave_to_torch(g: Any, node: Any, inputs: Any, *, trained: bool) -> Any:
     return emitted[0] if len(emitted) == 1 else emitted
 
 
+def expanded_by_torch(g: Any, source: Any, like: Any) -> Any:
+    """Emit ``source.expand_as(like)`` as a call for the operator in work, whose result has the type of `like`."""
+    output = g.original_node.output()
+    kind = _tensor(output)
+    call = TorchCall("default", ((kind,), (kind,)), (_result(output),))
+    made = g.op("org.pytorch.aten::ATen", source, like, operator_s="expand_as", overload_name_s=call.text)
+    return _typed(g, made, output)
+
+
 def is_random(overload: Any) -> bool:
     """Say whether an overload draws numbers from torch's generators."""
     return torch.Tag.nondeterministic_seeded in overload.tags
@@ -158,7 +167,11 @@ def _overload(g: Any, packet: Any, values: list[tuple[Any, Any]]) -> tuple[Any, 
             why = str(error)
             continue
         entries = tuple(entry for entry, _ in read)
-        numbers = sum(entry[0] in {VALUE, NUMBER, NUMBERS} for entry in entries)
+        # A tensor of unknown rank is a number only where no overload takes it as a tensor: not the `int` of mul.
+        numbers = sum(
+            -1 if entry[0] == NUMBER and traced.type().dim() is None else entry[0] in {VALUE, NUMBER, NUMBERS}
+            for entry, (traced, _) in zip(entries, values, strict=True)
+        )
         found.append((numbers, overload, entries, [value for _, taken in read for value in taken]))
     if not found:
         raise NotACallError(why)

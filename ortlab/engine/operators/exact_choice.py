@@ -80,7 +80,7 @@ class _ExactChoice:
         self._opset = next(one.version for one in model.opset_import if one.domain in {"", "ai.onnx"})
         self._facts = GraphFacts(model)
         self._normalises_batches = any(
-            aten_operator(node) == "native_batch_norm" for node in model.graph.node
+            aten_operator(node) in {"native_batch_norm", "ortlab::instance_norm"} for node in model.graph.node
         )
         self._kinds: dict[str, _Kind] = {
             "ReduceSum": self._reduced,

@@ -66,6 +66,10 @@ _GRADIENTS: Final[dict[str, tuple[tuple[int, ...], list[_Node]]]] = {
             ),
         ],
     ),
+    "ortlab::instance_norm": (
+        (3, 4, 5, 6),
+        [_backward("ortlab::instance_norm_backward", "GO(0) I(0) I(1) O(1) O(2) I(6)", _OF_THREE)],
+    ),
     # Takes grad, self, kernel_size, stride, padding, dilation, ceil_mode, indices.
     "max_pool3d_with_indices": (
         (1, 2, 3, 4, 5),

@@ -10,7 +10,17 @@ from typing import Any, Final, NoReturn
 import torch
 
 from ortlab.engine.exporter import symbolic_module
-from ortlab.engine.operators.symbolic_words import LeftToTorch, aten, constant, filled, int64, is_none
+from ortlab.engine.operators.symbolic_words import (
+    LeftToTorch,
+    aten,
+    cast_like,
+    constant,
+    filled,
+    int64,
+    int64_vector,
+    is_none,
+    rank,
+)
 from ortlab.errors import BuildError
 
 _INT64: Final = 7
@@ -107,9 +117,75 @@ def index_put(onnx_index_put: Any) -> Any:
         chosen = symbolic_module("symbolic_helper")._unpack_list(indices)
         if any(one.type().kind() == "TensorType" and one.type().scalarType() == "Bool" for one in chosen):
             raise LeftToTorch("its export does not expand the values to the places of a mask")
-        return onnx_index_put(g, x, indices, values, accumulate)
+        target, _, assigned, *_rest = g.original_node.inputs()
+        return onnx_index_put(g, x, indices, cast_like(g, values, assigned, target), accumulate)
 
     return symbolic
+
+
+def split(plain: Any) -> Any:
+    """Return the symbolic function of ``torch.split``: torch's own where all parts have sizes that are known.
+
+    Along an axis that is not known, such as the batch, torch's (``symbolic_opset13.split``) takes the last part to be
+    as long as the others, and parts whose sizes are computed become a sequence, through which no gradient flows.
+    """
+
+    def symbolic(g: Any, x: Any, sizes: Any, dim: Any, _outputs: int | None = None) -> Any:
+        helper, axis = symbolic_module("symbolic_helper"), constant(dim, "i")
+        size = helper._maybe_get_const(sizes, "t")
+        is_known = isinstance(size, torch.Tensor) and (
+            size.dim() > 0 or helper._get_tensor_dim_size(x, axis) is not None
+        )
+        if _outputs is None or is_known:
+            return plain(g, x, sizes, dim, _outputs)
+        if helper._is_packed_list(sizes):
+            lengths = int64_vector(g, sizes)
+        else:
+            length = g.op("Reshape", sizes, int64(g, [1]))
+            whole = g.op("Gather", g.op("Shape", x), int64(g, [axis]), axis_i=0)
+            rest = g.op("Sub", whole, g.op("Mul", length, int64(g, [_outputs - 1])))
+            lengths = g.op("Concat", *[length] * (_outputs - 1), rest, axis_i=0)
+        return g.op("Split", x, lengths, axis_i=axis, outputs=_outputs)
+
+    return symbolic
+
+
+def parts(plain: Any, *, even: bool) -> Any:
+    """Return the symbolic function of ``torch.tensor_split``, if `even`, or of ``torch.chunk``.
+
+    Torch's make a sequence of the parts where it does not know how many there are, and no gradient flows through one:
+    a batch of four makes two parts of ``chunk(3)``. The trace knows, by the list that it takes apart.
+    """
+
+    def symbolic(g: Any, x: Any, number: Any, dim: Any, _outputs: int | None = None) -> Any:
+        count = symbolic_module("symbolic_helper")._maybe_get_const(number, "t")
+        uses = g.original_node.output().uses() if g.original_node.outputsSize() == 1 else []
+        made = _outputs or (
+            uses[0].user.outputsSize() if uses and uses[0].user.kind() == "prim::ListUnpack" else 0
+        )
+        if not made or not isinstance(count, torch.Tensor) or count.dim():
+            return plain(g, x, number, dim) if _outputs is None else plain(g, x, number, dim, _outputs)
+        found = slices(g, x, int(count), constant(dim, "i"), made, even=even)
+        return found if _outputs else g.op("prim::ListConstruct", *found)
+
+    return symbolic
+
+
+def slices(g: Any, x: Any, count: int, dim: int, made: int, *, even: bool = False) -> list[Any]:
+    """Emit the first so many parts of what is cut into `count` along an axis, with sizes that stay symbols."""
+    number, axis = int64(g, [count]), int64(g, [dim])
+    size = g.op("Gather", g.op("Shape", x), axis, axis_i=0)
+    whole = size if even else g.op("Add", size, int64(g, [count - 1]))
+    step, longer = g.op("Div", whole, number), g.op("Mod", size, number) if even else None
+    results, start = [], int64(g, [0])
+    for index in range(1, made + 1):
+        end = g.op("Mul", step, int64(g, [index]))
+        if longer is not None:  # the first parts have one entry more
+            end = g.op("Add", end, g.op("Min", longer, int64(g, [index])))
+        part = g.op("Slice", x, start, end, axis)
+        results.append(part.setType(x.type().with_sizes([None] * (rank(x) or 0))) if rank(x) else part)
+        start = end
+    return results
 
 
 _KEEPS_VALUES: Final = frozenset(

@@ -11,7 +11,6 @@ from typing import Any, Final
 
 from ortlab.engine.exporter import symbolic_module
 from ortlab.engine.operators.symbolic_words import (
-    TO_THE_END,
     aten,
     boolean,
     constant,
@@ -21,7 +20,6 @@ from ortlab.engine.operators.symbolic_words import (
     is_training_export,
     none,
     onnx_type,
-    rank,
     sizes_between,
 )
 from ortlab.errors import BuildError
@@ -108,29 +106,27 @@ def batch_norm(g: Any, x: Any, weight: Any, bias: Any, *args: Any) -> Any:
 
 
 def instance_norm(g: Any, x: Any, weight: Any, bias: Any, *args: Any) -> Any:
-    """Emit ``aten::instance_norm`` as a batch normalisation of shape (1, batch * channels, ...), as torch computes it.
+    """Emit ``aten::instance_norm``: in a graph with a gradient as a call of PyTorch's kernels.
 
-    ONNX Runtime 1.19.2 has no gradient for ONNX's InstanceNormalization. Raises BuildError where the layer keeps
-    running statistics, which are averages over the samples of a batch.
+    ONNX Runtime 1.19.2 has no gradient for ONNX's InstanceNormalization, and torch's own form needs the numbers of
+    channels and samples where the layer has no weight or keeps running statistics.
     """
-    running_mean, _, use_input_stats, momentum, eps, _ = args
-    if not is_none(running_mean):
-        raise BuildError(
-            "An InstanceNorm layer with running statistics cannot be trained by ONNX Runtime.",
-            why="Its running statistics would not be updated.",
-            fix="Build the layer with track_running_stats=False, or leave it out of the wrapped module.",
+    running_mean, running_var, of_input, momentum, eps, _ = args
+    keeps, of_input = not is_none(running_mean), bool(constant(of_input, "i"))
+    if is_none(weight):
+        weight, bias = _neutral(g, x)
+    if keeps and not of_input:  # as in eval(): normalised like a batch
+        if is_training_export():
+            arguments = (running_mean, running_var, boolean(g, value=False), momentum, eps)
+            return _native_batch_norm(g, x, weight, bias, *arguments)
+        epsilon = {"epsilon_f": constant(eps, "f")}
+        return g.op("BatchNormalization", x, weight, bias, running_mean, running_var, **epsilon).setType(
+            x.type()
         )
-    merged = g.op("Concat", int64(g, [1, -1]), sizes_between(g, x, 2, TO_THE_END), axis_i=0)
-    flat = g.op("Reshape", x, merged)
-    flat.setType(x.type().with_sizes([None] * (rank(x) or 3)))  # only the dtype is read
-    none = running_mean
-    normal = _native_batch_norm(g, flat, *_neutral(g, flat), none, none, use_input_stats, momentum, eps)
-    output = g.op("Reshape", normal, g.op("Shape", x))
-    for parameter, combine in ((weight, "Mul"), (bias, "Add")):
-        if not is_none(parameter):
-            per_channel = g.op("Reshape", parameter, int64(g, [-1] + [1] * ((rank(x) or 3) - 2)))
-            output = g.op(combine, output, per_channel)
-    return output.setType(x.type())
+    if not keeps and not is_training_export():
+        return g.op("InstanceNormalization", x, weight, bias, epsilon_f=constant(eps, "f")).setType(x.type())
+    given = (x, weight, bias, running_mean, running_var, momentum, eps)
+    return aten(g, "ortlab::instance_norm", *given, outputs=3)[0].setType(x.type())
 
 
 def group_norm(aten_group_norm: Symbolic) -> Symbolic:

@@ -51,6 +51,14 @@ def onnx_type(value: Any) -> Any:
     return codes.get(value.type().scalarType(), Dtype.FLOAT)
 
 
+def cast_like(g: Any, value: Any, traced: Any, target: Any) -> Any:
+    """Emit a value, traced as `traced`, in the dtype of a traced tensor of floats; others stay as they are."""
+    here, there = traced.type().scalarType(), target.type().scalarType()
+    if here == there or there not in {"Float", "Double", "Half", "BFloat16"} or "Complex" in str(here):
+        return value
+    return g.op("Cast", value, to_i=onnx_type(target))
+
+
 def plain_symbolic(name: str) -> Any:
     """Return torch's own symbolic function of an ATen operator."""
     for opset in range(9, _OPSET + 1):  # they register themselves when they are imported

@@ -20,11 +20,13 @@ from ortlab.engine.operators import edge_symbolics as edges
 from ortlab.engine.operators import indexing_symbolics as indexing
 from ortlab.engine.operators import layer_symbolics as layers
 from ortlab.engine.operators import recurrent
+from ortlab.engine.operators.call_symbolics import expanded_by_torch, has_no_kernels, is_complex
 from ortlab.engine.operators.symbolic_words import (
     TO_THE_END,
     LeftToTorch,
     aten,
     boolean,
+    cast_like,
     constant,
     filled,
     int64,
@@ -32,7 +34,6 @@ from ortlab.engine.operators.symbolic_words import (
     is_none,
     is_training_export,
     none,
-    onnx_type,
     plain_symbolic,
     rank,
     sizes_between,
@@ -82,7 +83,9 @@ def install() -> None:
         "_convolution": convolution,
         "_convolution_mode": layers.convolution_mode(convolution),
         "as_strided": indexing.as_strided,
+        "chunk": indexing.parts(plain_symbolic("chunk"), even=False),
         "copy": copy,
+        "copy_": copy,
         "cross_entropy_loss": cross_entropy_loss(ort["cross_entropy_loss"]),
         "cumsum": cumsum,
         "diff": diff,
@@ -94,6 +97,7 @@ def install() -> None:
         "index": indexing.index(plain_symbolic("index")),
         "index_add": indexing.index_add,
         "gru": recurrent.gru(plain_symbolic("gru")),
+        "instance_norm": layers.instance_norm,
         "layer_norm": layers.layer_norm(ort["layer_norm"]),
         "lstm": recurrent.lstm(plain_symbolic("lstm")),
         "permute": permute,
@@ -103,6 +107,8 @@ def install() -> None:
             layers.attention(plain_symbolic("scaled_dot_product_attention"))
         ),
         "softplus": softplus,
+        "split": indexing.split(plain_symbolic("split")),
+        "tensor_split": indexing.parts(plain_symbolic("tensor_split"), even=True),
         "unflatten": unflatten,
     }
     trained = {
@@ -112,7 +118,6 @@ def install() -> None:
         "avg_pool3d": layers.avg_pool3d,
         "batch_norm": layers.batch_norm,
         "index_put": indexing.index_put(plain_symbolic("index_put")),
-        "instance_norm": layers.instance_norm,
         "max_pool1d": layers.max_pool1d,
         "max_pool3d": layers.max_pool3d,
         "scatter_add": indexing.scatter_add,
@@ -148,15 +153,7 @@ def chunk(g: Any, x: Any, chunks: int, dim: int) -> Any:
     they had in the trace, and their sizes become numbers: the heads of an attention, ``rearrange(q, "b n (h d) -> b h n
     d")`` of einops, were those of the first batch.
     """
-    number, axis = int64(g, [chunks]), int64(g, [dim])
-    size = g.op("Gather", g.op("Shape", x), axis, axis_i=0)
-    step = g.op("Div", g.op("Add", size, int64(g, [chunks - 1])), number)
-    results, start = [], int64(g, [0])
-    for end in (g.op("Mul", step, int64(g, [index + 1])) for index in range(chunks)):
-        part = g.op("Slice", x, start, end, axis)
-        results.append(part.setType(x.type().with_sizes([None] * (rank(x) or 0))) if rank(x) else part)
-        start = end
-    return results
+    return indexing.slices(g, x, chunks, dim, g.original_node.outputsSize())
 
 
 def unflatten(g: Any, x: Any, dim: Any, sizes: Any) -> Any:
@@ -187,10 +184,16 @@ def copy(g: Any, x: Any, source: Any, _: Any) -> Any:
     Torch's exporter has no form for it, and torch no gradient of the operator as such; scans of state-space models
     (Bamba, Zamba2) write their steps into slices with it.
     """
-    if source.type().scalarType() != x.type().scalarType():
-        if x.type().scalarType() not in _FLOATS:
+    traced, given, *_rest = g.original_node.inputs()
+    if is_complex(traced) or is_complex(given):
+        if not (is_complex(traced) and is_complex(given)):
+            raise LeftToTorch("it makes complex numbers of real ones")
+    elif given.type().scalarType() != traced.type().scalarType():
+        if traced.type().scalarType() not in _FLOATS:
             raise LeftToTorch("it casts to a dtype that no gradient goes through")
-        source = g.op("Cast", source, to_i=onnx_type(x))
+        source = cast_like(g, source, given, traced)
+    if is_complex(traced) or has_no_kernels(traced):
+        return expanded_by_torch(g, source, x)
     return g.op("Expand", source, g.op("Shape", x)).setType(x.type())
 
 

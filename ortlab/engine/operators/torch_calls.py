@@ -161,7 +161,8 @@ class CallableCall:
             found = torch.autograd.grad(ends, sources, followed_gradients, allow_unused=True)
         outputs: list[Tensor | None] = [None] * (max(self.call.gradient_of) + 1)
         for index, source, gradient in zip(self.call.gradient_of, sources, found, strict=True):
-            outputs[index] = torch.zeros_like(source) if gradient is None else gradient
+            # An embedding bag that is told to give a sparse gradient gets a dense one, as a graph has.
+            outputs[index] = torch.zeros_like(source) if gradient is None else gradient.to_dense()
         return outputs
 
     def _results(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:

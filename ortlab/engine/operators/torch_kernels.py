@@ -234,6 +234,61 @@ def layer_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, r
     )
 
 
+@kernel(
+    "(Tensor x, Tensor weight, Tensor bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, float momentum, "
+    "float eps) -> (Tensor, Tensor, Tensor)"
+)
+def instance_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+) -> Any:
+    """Normalise each channel of each sample: a batch normalisation of shape (1, samples * channels, ...).
+
+    Running statistics move towards the averages over the samples.
+    """
+    samples = x.shape[0]
+    each = [None if one is None else one.repeat(samples) for one in (weight, bias, running_mean, running_var)]
+    normal = torch.ops.aten.native_batch_norm
+    output, mean, rstd = normal(_as_channels(x), *each, True, momentum, eps)  # noqa: FBT003 - of the input
+    for running, moved in zip((running_mean, running_var), each[2:], strict=True):
+        if running is not None and moved is not None:
+            running.copy_(moved.view(samples, -1).mean(0))
+    return output.view(x.shape), mean, rstd
+
+
+@kernel(
+    "(Tensor grad, Tensor x, Tensor weight, Tensor mean, Tensor rstd, float eps) -> (Tensor, Tensor, Tensor)"
+)
+def instance_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, eps: float
+) -> Any:
+    """Return the gradients of input, weight and bias of `instance_norm`."""
+    of_channels = torch.ops.aten.native_batch_norm_backward(
+        _as_channels(grad),
+        _as_channels(x),
+        weight.repeat(x.shape[0]),
+        None,
+        None,
+        mean,
+        rstd,
+        True,  # noqa: FBT003 - of the input
+        eps,
+        [True] * 3,
+    )
+    of_input, *of_parameters = of_channels
+    return of_input.view(x.shape), *(one.view(x.shape[0], -1).sum(0) for one in of_parameters)
+
+
+def _as_channels(x: Tensor) -> Tensor:
+    """Put samples and channels into one dimension."""
+    return x.reshape(1, -1, *x.shape[2:])
+
+
 @kernel("(Tensor grad, Tensor x) -> Tensor")
 def gelu_backward(grad: Tensor, x: Tensor) -> Any:
     """Return the gradient of the exact Gelu, the one with the error function."""

@@ -19,8 +19,14 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from ortlab.engine.exporter import symbolic_module
-from ortlab.engine.operators.call_symbolics import NotACallError, has_no_kernels, is_complex, leave_to_torch
-from ortlab.engine.operators.symbolic_words import LeftToTorch, is_training_export
+from ortlab.engine.operators.call_symbolics import (
+    NotACallError,
+    expanded_by_torch,
+    has_no_kernels,
+    is_complex,
+    leave_to_torch,
+)
+from ortlab.engine.operators.symbolic_words import LeftToTorch, cast_like, is_training_export, sizes_between
 from ortlab.engine.patching import replace
 from ortlab.errors import BuildError
 
@@ -214,7 +220,12 @@ class _Translation:
 
     def emit(self) -> Any:
         """Emit the node in one way or the other; return the values of its outputs."""
-        if any(map(is_complex, (*self.node.inputs(), *self.node.outputs()))):
+        if self.node.kind() == "aten::size" and is_complex(next(self.node.inputs())):
+            g = self.context()  # without the last dimension, of real and imaginary parts
+            return g.op("Gather", sizes_between(g, self.inputs[0], 0, -1), self.inputs[1], axis_i=0)
+        if self.node.kind() not in _COPY and any(
+            map(is_complex, (*self.node.inputs(), *self.node.outputs()))
+        ):
             return self._by_torch("it works on complex numbers")
         kind, values = self.node.kind(), (*self.node.inputs(), *self.node.outputs())
         by_torch = kind in _OF_EQUALS or (kind in _BY_TORCH and is_training_export())
@@ -258,7 +269,13 @@ class _Translation:
             ) from None
 
     def _leave(self) -> Any:
-        emitted = leave_to_torch(self.context(), self.node, self.inputs, trained=self.trained)
+        g, inputs = self.context(), list(self.inputs)
+        if self.node.kind() == _ASSIGNMENT:
+            target, places, values, *_ = self.node.inputs()
+            inputs[2] = cast_like(g, inputs[2], values, target)
+            if not list(places.node().inputs()) and is_complex(target) == is_complex(values):  # to all of it
+                return expanded_by_torch(g, inputs[2], inputs[0])
+        emitted = leave_to_torch(g, self.node, inputs, trained=self.trained)
         _export.get().left[self.node.kind()] += 1
         watcher = WATCHER.get()
         if watcher is not None:
@@ -266,19 +283,26 @@ class _Translation:
         return emitted
 
 
-_OF_ALL_DTYPES: Final = frozenset(
-    f"aten::{name}" for name in ("_shape_as_tensor", "detach", "dim", "numel", "size", "to", "type_as")
-)
-"""Casts, and questions about a shape: ONNX Runtime has kernels for these, whatever the dtype."""
+_ASSIGNMENT: Final = "aten::index_put"
+"""Torch casts the values of ``x[...] = values`` before it calls this."""
+_COPY: Final = frozenset({"aten::copy", "aten::copy_"})
+"""Torch has no gradient for it; its symbolic function makes another call of it."""
 
-# Operators whose form in ONNX is never right: torch's own draw the random numbers of PyTorch for the same
-# seed, and the Range that linspace becomes ends the process when 1.19.2 builds a graph with it. Or it is slow: a roll
-# would be slices put together, whose gradient is a sum of padded parts, and im2col a gather of single entries.
+_OF_ALL_DTYPES: Final = frozenset(
+    f"aten::{name}"
+    for name in ("_shape_as_tensor", "copy", "copy_", "detach", "dim", "numel", "size", "to", "type_as")
+)
+"""Casts, and questions about a shape: ONNX Runtime has kernels for these, whatever the dtype. A copy knows dtypes."""
+
+# Operators whose form in ONNX is never right: torch's own draw the random numbers of PyTorch for the same seed, and the
+# Range of linspace and the Loop of an embedding bag end the process when 1.19.2 builds a graph with them. Or it is
+# slow: a roll would be slices put together, whose gradient is a sum of padded parts, and im2col a gather of single
+# entries.
 _BY_TORCH: Final = frozenset(
     f"aten::{name}"
     for name in (
         "bernoulli", "im2col", "linspace", "multinomial", "normal", "rand", "rand_like", "randint", "randint_like",
-        "randn", "randn_like", "randperm", "roll",
+        "embedding_bag", "randn", "randn_like", "randperm", "roll",
     )
 )  # fmt: skip
 _OF_EQUALS: Final = frozenset({"aten::topk"})

@@ -46,6 +46,7 @@ _GRADIENT_INPUTS: Final = {
     "index_add": (0, 3),
     "native_batch_norm": (0, 1, 2),
     "native_group_norm": (0, 1, 2),
+    "ortlab::instance_norm": (0, 1, 2),
     "scatter_add": (0, 3),
 }
 

@@ -39,7 +39,7 @@ _BROADCASTING: Final = frozenset({"Add", "Sub", "Mul", "Div"})
 
 
 # ATen operators of `ortlab.engine.operators.symbolics` whose first output has the shape of their first input.
-_SAME_SHAPE: Final = ("softplus", "native_batch_norm")
+_SAME_SHAPE: Final = ("softplus", "native_batch_norm", "ortlab::instance_norm")
 
 
 def install() -> None:

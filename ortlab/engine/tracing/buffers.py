@@ -159,9 +159,12 @@ def _updates(model: onnx.ModelProto) -> dict[str, int]:
 
 
 def advanced_by_graph(model: onnx.ModelProto) -> Iterator[str]:
-    """Yield the names of the buffers that the batch normalisations of a graph write."""
+    """Yield the names of the buffers that the normalisations of a graph write."""
     for name in _updates(model):
         yield from (f"{name}.running_mean", f"{name}.running_var", f"{name}.num_batches_tracked")
+    for node in model.graph.node:
+        if any(attribute.s == b"ortlab::instance_norm" for attribute in node.attribute):
+            yield from node.input[3:5]
 
 
 def _statistics(info: Any) -> list[tuple[torch.nn.modules.batchnorm._BatchNorm, int]]:

@@ -34,6 +34,10 @@ def trains_as_pytorch(model, batches, *, autocast=False, **switches):
         for one, gradient in zip(ours, gradients, strict=True):
             wanted = None if gradient is None else gradient.to_dense()
             torch.testing.assert_close(one, wanted, **close)
+        for found, wanted in zip(model.buffers(), reference.buffers(), strict=True):
+            torch.testing.assert_close(found, wanted)
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(*batches[0]), reference.eval()(*batches[0]), **close)
     messages = [one.text for one in lab.messages]
     lab.unwrap()
     return messages
@@ -100,3 +104,127 @@ def test_a_graph_at_which_the_compute_optimizer_stops_is_built_without_it():
     torch.manual_seed(0)
     said = trains_as_pytorch(Trend(), [(torch.randn(size, 12, 4),) for size in (3, 2)])
     assert ["without the compute optimizer" in text for text in said].count(True) == 1
+
+
+class Forwards(nn.Module):
+    """A linear layer, and what somebody's forward does with its result."""
+
+    def __init__(self, forward, *, width=4):
+        super().__init__()
+        self.layer, self.weights, self.does = (
+            nn.Linear(4, width),
+            nn.Parameter(torch.rand(width, 1) + 0.2),
+            forward,
+        )
+
+    def forward(self, x):
+        return self.does(self.layer(x), self.weights)
+
+
+def weighed(parts):
+    return sum(part.sum(0) * (index + 1) for index, part in enumerate(parts))
+
+
+def part_written(dtype):
+    def forward(h, _):
+        whole = torch.zeros(h.shape[0], 8, dtype=dtype)
+        whole[:, 2:6] = h
+        part = whole[:, :4]
+        part.copy_(h * 2)
+        return whole * 2
+
+    return forward
+
+
+def copied(h, _):
+    return torch.zeros(h.shape[0], 4, dtype=torch.float64).copy_(h) * 3
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda h, _: weighed(h.split(2)),
+        lambda h, _: weighed(h.split(h.shape[0] // 2 + 1)),
+        lambda h, _: weighed(h.split([1, h.shape[0] - 1])),
+        lambda h, _: weighed(h.chunk(3)),
+        lambda h, _: weighed(h.tensor_split(3)),
+    ],
+    ids=["split", "split by a size", "split into sizes", "chunk", "tensor_split"],
+)
+def test_a_batch_is_cut_into_parts(forward):
+    torch.manual_seed(0)
+    trains_as_pytorch(Forwards(forward), [(torch.randn(size, 4),) for size in (3, 4, 5, 2, 7)])
+
+
+@pytest.mark.filterwarnings("ignore:PyTorch's kernels run:UserWarning")
+@pytest.mark.parametrize(
+    "forward",
+    [part_written(torch.float64), part_written(torch.float16), copied],
+    ids=["float64", "float16", "whole"],
+)
+def test_what_is_copied_takes_the_dtype_of_its_place(forward):
+    torch.manual_seed(0)
+    trains_as_pytorch(Forwards(forward), [(torch.randn(size, 4),) for size in (3, 2)])
+
+
+@pytest.mark.filterwarnings("ignore:PyTorch's kernels run:UserWarning")
+def test_sizes_of_complex_numbers():
+    def strongest(h, _):
+        frequencies = torch.fft.rfft(h, dim=-1)
+        places = frequencies.abs().topk(2, dim=-1).indices
+        rows = torch.arange(frequencies.size(0))[:, None].expand(-1, frequencies.size(1) - 1)
+        return frequencies[rows, places].abs()
+
+    torch.manual_seed(0)
+    trains_as_pytorch(Forwards(strongest), [(torch.randn(size, 4),) for size in (3, 2)])
+
+
+class Bag(nn.Module):
+    """The bags of DLRM: sparse, or made elsewhere and not trained."""
+
+    def __init__(self, *, sparse, trained):
+        super().__init__()
+        self.bag, self.layer = nn.EmbeddingBag(20, 4, mode="sum", sparse=sparse), nn.Linear(4, 3)
+        self.bag.weight.requires_grad_(trained)
+
+    def forward(self, indices, offsets):
+        return self.layer(self.bag(indices, offsets))
+
+
+@pytest.mark.filterwarnings("ignore:PyTorch's kernels run:UserWarning")
+@pytest.mark.parametrize(("sparse", "trained"), [(True, True), (False, False)], ids=["sparse", "not trained"])
+def test_embedding_bags(sparse, trained):
+    torch.manual_seed(0)
+    batches = [(torch.randint(20, (2 * size,)), torch.arange(0, 2 * size, 2)) for size in (4, 3)]
+    trains_as_pytorch(Bag(sparse=sparse, trained=trained), batches)
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["running statistics", "neither weight nor statistics"])
+def test_instance_normalisation(keeps):
+    """The generators of StarGAN, with running statistics, and of CycleGAN, also in eval()."""
+    torch.manual_seed(0)
+    norm = nn.InstanceNorm2d(6, affine=keeps, track_running_stats=keeps)
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), norm, nn.ReLU(), nn.Conv2d(6, 2, 1))
+    trains_as_pytorch(model, [(torch.randn(size, 3, 7, 7),) for size in (2, 4, 1)])
+
+
+class Series(nn.Module):
+    """The model of time_sequence_prediction: a cell that carries its state through the parts of a series."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.out = nn.LSTMCell(1, 5).double(), nn.Linear(5, 1).double()
+
+    def forward(self, series):
+        state = [torch.zeros(series.size(0), 5, dtype=torch.double) for _ in range(2)]
+        results = []
+        for part in series.split(1, dim=1):
+            state = self.cell(part, state)
+            results.append(self.out(state[0]))
+        return torch.cat(results, dim=1)
+
+
+@pytest.mark.filterwarnings("ignore:PyTorch's kernels run:UserWarning")
+def test_a_cell_in_a_loop_over_float64():
+    torch.manual_seed(0)
+    trains_as_pytorch(Series(), [(torch.randn(size, 4).double(),) for size in (3, 2)])

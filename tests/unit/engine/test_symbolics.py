@@ -125,12 +125,6 @@ def test_a_kernel_that_is_a_buffer_agrees_with_pytorch():
     assert largest_difference(load(), lambda: (ConstantKernel(), (torch.randn(2, 6, 9, 9),))) <= TOLERANCE
 
 
-def test_instance_norm_with_statistics_is_refused():
-    wrapped = load().ORTModule(nn.InstanceNorm2d(6, track_running_stats=True, affine=True))
-    with pytest.raises(BuildError, match="InstanceNorm"):
-        wrapped(torch.randn(2, 6, 5, 5))
-
-
 class Strided(nn.Module):
     """A layer whose result is read by its layout in memory."""
 
