@@ -18,6 +18,7 @@ from ortlab.engine.operators.symbolic_words import (
     constant,
     filled,
     is_none,
+    is_training_export,
     plain_symbolic,
     while_training,
 )
@@ -141,10 +142,13 @@ def power(plain: Symbolic) -> Symbolic:
     """Return the symbolic function of ``x ** exponent``, with forms for the exponents 0, 1/2 and -1/2.
 
     The gradient of ``x ** 0`` in 1.19.2 is 0 times ``x ** -1``, nan at 0. PyTorch takes a square root for ``x ** 0.5``,
-    which is nan for -inf.
+    which is nan for -inf. Where `x` is broadcast to the shape of the exponent, 1.19.2 does not sum its gradient.
     """
 
     def symbolic(g: Any, x: Any, exponent: Any) -> Any:
+        *_, traced = g.original_node.inputs()
+        if traced.type().kind() == "TensorType" and traced.type().dim() and is_training_export():
+            raise LeftToTorch("its gradient is not summed over the dimensions of the exponent")
         number = _number(exponent)
         if x.type().scalarType() in _DTYPES and exponent.node().kind() == "onnx::Constant":
             if number == 0:  # chosen rather than made, so that a gradient of zeros goes to x as in torch

@@ -168,6 +168,18 @@ def test_what_is_copied_takes_the_dtype_of_its_place(forward):
 
 
 @pytest.mark.filterwarnings("ignore:PyTorch's kernels run:UserWarning")
+def test_the_gradient_of_a_power_is_summed_over_the_dimensions_of_its_exponent():
+    """As released it is not, and is wrong without a word where another gradient is added to it (ETSformer)."""
+
+    def smoothed(h, weights):
+        powers, weights = torch.arange(5.0), weights.sigmoid()
+        return h[..., None] + (1 - weights) * weights**powers
+
+    torch.manual_seed(0)
+    trains_as_pytorch(Forwards(smoothed), [(torch.randn(size, 4),) for size in (3, 2)])
+
+
+@pytest.mark.filterwarnings("ignore:PyTorch's kernels run:UserWarning")
 def test_sizes_of_complex_numbers():
     def strongest(h, _):
         frequencies = torch.fft.rfft(h, dim=-1)
