@@ -270,9 +270,17 @@ class TracedStops(TorchFunctionMode):
 
     def call_function(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the `apply` of an autograd Function, and cut off its results where torch does."""
+        given = list(tensors_in((args, kwargs)))
         self.in_function = True
         try:
+            if self._writes.stale(given, ()):
+                self._refresh(given)
+            before = [_version(tensor) for tensor in given]
             result = call(*args, **kwargs)
+            for tensor, version in zip(given, before, strict=True):
+                if _version(tensor) != version:
+                    self._check_write(tensor)
+                    self._writes.note_write(tensor, by_function=True)
         finally:
             self.in_function = False
         if torch.is_grad_enabled() or not self._training:
@@ -306,6 +314,11 @@ def functions_asked() -> Iterator[None]:
             yield
         finally:
             type.__setattr__(Function, "apply", original)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Return how often torch has seen writes to a tensor's memory; it does not count those under inference_mode."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _written_by(function: Any, args: Any, kwargs: Any) -> torch.Tensor | None:

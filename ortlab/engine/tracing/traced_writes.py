@@ -161,10 +161,14 @@ class TracedWrites:
                 gone = weakref.ref(result, lambda _, number=number: self._views.pop(number, None))  # type: ignore[misc]
                 self._views[number] = _View(gone, source, function, args, kwargs, position)
 
-    def note_write(self, written: torch.Tensor) -> None:
-        """Note that a tensor was written to; the others that share its memory are to be made anew from now on."""
+    def note_write(self, written: torch.Tensor, *, by_function: bool = False) -> None:
+        """Note that a tensor was written to; the others that share its memory are to be made anew from now on.
+
+        What an autograd Function writes through a view, the exporter takes to no other tensor.
+        """
         place = memory(written)
-        readable, reaches = [written], self._reaches_its_base(written)
+        readable = [written]
+        reaches = not written._is_view() if by_function else self._reaches_its_base(written)
         if written._base is not None and reaches:
             readable.append(written._base)
         self._readable[place] = [weakref.ref(tensor) for tensor in readable]

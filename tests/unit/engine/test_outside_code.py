@@ -240,3 +240,37 @@ class Series(nn.Module):
 def test_a_cell_in_a_loop_over_float64():
     torch.manual_seed(0)
     trains_as_pytorch(Series(), [(torch.randn(size, 4).double(),) for size in (3, 2)])
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(_, gradient):
+        return gradient * 2
+
+
+def through_a_view(h, _):
+    part = h[:, :2]
+    Doubled.apply(part)
+    return h * 3
+
+
+def behind_a_write(h, _):
+    part = h[:, :2]
+    part.mul_(3)
+    return Doubled.apply(h) + h
+
+
+def written(h, _):
+    Doubled.apply(h)
+    return h * 3
+
+
+@pytest.mark.parametrize("forward", [written, through_a_view, behind_a_write], ids=lambda one: one.__name__)
+def test_a_function_that_writes_in_place(forward):
+    torch.manual_seed(0)
+    trains_as_pytorch(Forwards(forward), [(torch.randn(size, 4),) for size in (3, 2)])
