@@ -18,6 +18,7 @@ README = HERE / "README.md"
 BENCHMARKS = (
     "step_overhead",
     "cpu_step",
+    "switches",
     "models_speed",
     "layers_speed",
     "parity",

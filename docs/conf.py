@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -16,10 +15,13 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 GENERATED = HERE / "_generated"
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(HERE)]
+
+import reference_pages  # noqa: E402
+import switch_pages  # noqa: E402
 
 import ortlab  # noqa: E402 - the checkout's, not an installed one
-from ortlab.options import log_levels, options  # noqa: E402
+from ortlab.options import log_levels  # noqa: E402
 from ortlab.options.switches import Group  # noqa: E402
 from ortlab.records.messages import known_markdown  # noqa: E402
 
@@ -34,6 +36,7 @@ exclude_patterns = [
     "jupyter_execute",
     "_model.md",
     "_steps.md",
+    "examples.ipynb",
     "_generated/*.md",
 ]  # the last are included
 # Records of several kinds have a time_ratio; a word in a list of attributes links to none of them.
@@ -83,57 +86,16 @@ default_role = "literal"
 
 def generate(_: Sphinx) -> None:
     """Write the pages that are made from the code."""
-    GENERATED.mkdir(exist_ok=True)
+    (GENERATED / "switches").mkdir(parents=True, exist_ok=True)
     for group in Group:
-        (GENERATED / f"options_{group.value}.md").write_text(options.markdown(group), encoding="utf-8")
-    (GENERATED / "measured.md").write_text(measured_switches(), encoding="utf-8")
+        (GENERATED / "switches" / f"{group.value}.md").write_text(switch_pages.page(group), encoding="utf-8")
+    (GENERATED / "switches.md").write_text(switch_pages.index(), encoding="utf-8")
+    (GENERATED / "measured.md").write_text(switch_pages.in_larger_models(), encoding="utf-8")
     (GENERATED / "log_levels.md").write_text(log_levels.markdown(), encoding="utf-8")
     (GENERATED / "known_messages.md").write_text(known_markdown(), encoding="utf-8")
+    reference_pages.write(GENERATED)
     for notebook in (ROOT / "notebooks").glob("*.ipynb"):
         shutil.copy(notebook, GENERATED)
-
-
-def results(benchmark: str) -> dict[str, Any]:
-    """Return what a benchmark has measured, with its tables."""
-    file = ROOT / "bench" / "results" / f"{benchmark}.json"
-    read: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return read
-
-
-def measured_switches() -> str:
-    """Write what single switches do to a step, against the defaults, as a table in Markdown."""
-    rows = []
-    engines = results("memory_engines")["tables"]
-    for level in (1, 2):
-        for model in ("BERT", "GPT-2", "Llama"):
-            (row,) = [
-                one
-                for one in engines[f"{model}, all in the same rounds"]
-                if one["configuration"] == f"ort, memory_level={level}"
-            ]
-            rows.append(
-                (f"memory_level={level}", model, row["rise / ort"], row["time / ort"], "memory_engines")
-            )
-    found = {one["claim"]: one["value"] for one in results("chunked_loss")["claims"]}
-    rows.append(
-        (
-            "chunked_loss=on",
-            "GPT-2, vocabulary 50,000",
-            found["Step memory with chunked_loss / without"],
-            found["Time of a step with chunked_loss / without, median of rounds"],
-            "chunked_loss",
-        )
-    )
-    rows += [
-        (one["ratio"], "BERT", None, one["median of rounds"], "cpu_step")
-        for one in results("cpu_step")["tables"]["One switch at a time, against the defaults"]
-    ]
-    head = "| Set | Model | Step memory | Time of a step | `python bench/...` |\n|---|---|---|---|---|"
-    lines = [
-        f"| `{setting}` | {model} | {'' if memory is None else f'{memory:.2f}x'} | {time:.2f}x | `{bench}.py` |"
-        for setting, model, memory, time, bench in rows
-    ]
-    return "\n".join(["Against the defaults, on a CPU; above 1 is more.", "", head, *lines, ""])
 
 
 def exchange(old: str, new: str) -> Callable[..., None]:

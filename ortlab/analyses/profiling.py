@@ -104,7 +104,7 @@ def profiled_step(
     with bench.as_before(experiment), on_ort(bench):
         if engine.pending_stage():
             repeat(bench, experiment, 1, "Building", progress=progress)
-        for _ in range(2):  # the first step takes another export where the model has changed since the last one
+        for _ in range(2):  # the first one takes another export where the model has changed since
             execution = engine.execution
             with profiled(execution, memory_efficient_order=memory_efficient_order) as seen:
                 timing = partial(seen.timing, "step")

@@ -95,25 +95,6 @@ def table() -> pd.DataFrame:
     return pd.DataFrame(rows).set_index("name")
 
 
-def markdown(group: Group) -> str:
-    """Return the switches of a group as a table in Markdown, for the documentation."""
-    head = "| Option | Default | Acts from | Variable | What it does |\n|---|---|---|---|---|"
-    return "\n".join([head, *(_row(one) for one in switches() if one.group is group), ""])
-
-
-def _row(one: Switch) -> str:
-    default = f"`{one.default!r}`"
-    if one.ort_default != one.default:
-        default += f" (ORTModule: `{one.ort_default!r}`)"
-    variables = ", ".join(
-        f"`{name}`" for name in (one.env, *(f"{old} (old)" for old in one.older_env)) if name
-    )
-    # Markdown takes <cluster> for an HTML tag, and shows nothing.
-    about = " ".join([one.help, *(f"It {REASONS[need]}." for need in one.needs)]).replace("<", "\\<")
-    cells = (f"`{one.name}`", default, one.effect.name.lower(), variables, about)
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
 @dataclass(frozen=True, repr=False)
 class OptionList(Shown):
     """Some switches, or all, to be looked up."""

@@ -20,6 +20,8 @@ class Compute:
             "Moves slicing and gathering ahead of costly operators, so that less is computed. Saves time and "
             "memory; off gives exactly PyTorch's computation, for finding differences."
         ),
+        when="a difference from PyTorch has to be traced to it, or away from it",
+        unless="you look for speed: on is the fast side, wherever a model slices or gathers",
     )
     # Both sparsity switches put a marker operator into the graph while it is traced
     # (_graph_transition_manager._add_check_*_sparsity_hook), so a change needs a new export.
@@ -33,6 +35,8 @@ class Compute:
             "Leaves out the loss rows whose label is ignored (-100), if fewer than 90 % of the first batch's "
             "labels count. Saves time and memory; acts on `torch.nn.CrossEntropyLoss` sub-modules."
         ),
+        when="each batch must be computed alike, whatever part of its labels counts",
+        unless="most labels count: it does nothing then",
     )
     embedding_sparse_optimizer: bool = switch(
         default=True,
@@ -45,6 +49,8 @@ class Compute:
             "Computes nothing for padding tokens, if more than 10 % of the first batch is padding. Saves "
             "time and memory; acts on `torch.nn.Embedding` with a `padding_idx`, on CUDA only."
         ),
+        when="a difference on a GPU has to be traced to it",
+        unless="batches have little padding: it does nothing then",
     )
     aten_cross_entropy: bool = switch(
         default=True,
@@ -54,6 +60,8 @@ class Compute:
             "take one number at a time. Saves time with large vocabularies; numbers change by rounding only. Where "
             "`label_sparse_optimizer` leaves rows out, ORT's operator stays."
         ),
+        when="you want ONNX Runtime's own cross entropy, to compare with another build of it",
+        unless="you train: off is slower with every large vocabulary",
     )
     aten_recurrent: bool = switch(
         default=True,
@@ -63,6 +71,8 @@ class Compute:
             "step of a recurrent model, since ORT's gradients take 10 to 24 times as long; numbers change by rounding "
             "only."
         ),
+        when="you want to see ONNX Runtime's own recurrent operators in the graph",
+        unless="you train an LSTM, GRU or RNN: off takes many times as long",
     )
     aten_backward: bool = switch(
         default=True,
@@ -74,6 +84,8 @@ class Compute:
             "Saves a fifth of a step with a large vocabulary. Memory plans stay the same; memory rises by up to a "
             "tenth, less if `cpu_memory_arena` is off."
         ),
+        when="you want ONNX Runtime's own gradients, or the last tenth of memory",
+        unless="time matters: off is slower for most models on a CPU",
     )
     intra_op_spinning: bool = switch(
         default=False,
@@ -84,6 +96,8 @@ class Compute:
             "because the spinning threads take the cores from PyTorch's own threads between forward and "
             "backward."
         ),
+        when="ONNX Runtime has cores that PyTorch's threads leave alone",
+        unless="other work runs on the machine: a step can then take several times as long",
     )
     conv_algo_search: str = switch(
         default="HEURISTIC",
@@ -95,6 +109,8 @@ class Compute:
             "How cuDNN picks a convolution algorithm. EXHAUSTIVE times them all: a slower first step, "
             "sometimes faster steps after it."
         ),
+        when="a convolutional network trains for hours with inputs of one shape",
+        unless="shapes change: each new one is searched again",
     )
     cast_level: int = switch(
         default=1,
@@ -105,6 +121,8 @@ class Compute:
             "at all, 0 past the operators in `cast_allow`, 1 also past those that do not calculate, 2 also "
             "past some that do. Only mixed-precision models change, in time and in rounding."
         ),
+        when="a model under autocast has casts that you want moved further, or not at all",
+        unless="the model is float32 throughout: no cast is there to move",
     )
     cast_strategy: str = switch(
         default="FLOOD_FILL",
@@ -115,12 +133,16 @@ class Compute:
             "INSERT_AND_REDUCE adds casts and cancels pairs, which makes parts of a float32 model compute in half "
             "precision too: losses change in the sixth digit and more."
         ),
+        when="the graph of a model under autocast computes in half precision what you want in float32",
+        unless="the numbers are right: INSERT_AND_REDUCE changes even a float32 model",
     )
     cast_allow: tuple[str, ...] = switch(
         default=(),
         effect=Effect.GRAPH,
         syntax=OPERATOR,
         help="More operator types that casts may be moved past (`cast_level` 0 and above).",
+        when="`%ort_graph` shows a cast in front of an operator that half precision does no harm",
+        unless="the model is float32 throughout: no cast is there to move",
     )
 
 
@@ -140,6 +162,8 @@ class Memory:
             "can be computed again in each transformer layer (like gradient checkpointing), 2 also what saves only "
             "part of its size. Less memory, more time, same numbers."
         ),
+        when="you want less memory with one word, and the model has layers that repeat",
+        unless="a few plans are enough: those that `%ort_budget 70%` chooses cost less time",
     )
     memory_plan: tuple[str, ...] = switch(
         default=(),
@@ -152,6 +176,11 @@ class Memory:
             "recompute, 2 recompute with compromise, 0 off; count k for the first k places, -1 for all. "
             "`lab.plan()` lists the plans of a model."
         ),
+        when=(
+            "you know from `lab.plan()` which activations to give up; `%ort_budget` chooses and sets them "
+            "for you"
+        ),
+        unless="the peak is not made of activations: parameters and logits are not recomputed",
     )
     recompute: tuple[str, ...] = switch(
         default=(),
@@ -163,6 +192,8 @@ class Memory:
             "products return, `all but linear` linear layers; or modules, as `encoder.layer.*.attention`. Less memory, "
             "more time, the same numbers bit for bit; acts beside levels and plans."
         ),
+        when="memory decides and the model is deep: of each layer, `layers` keeps one result",
+        unless="`%ort_budget` meets your limit with plans: they cost less time",
     )
     cpu_memory_arena: bool = switch(
         default=True,
@@ -171,6 +202,8 @@ class Memory:
             "Lets ORT, and PyTorch's kernels inside its graphs, keep freed CPU memory for reuse. Off gives it back "
             "to the system, which makes memory figures honest and steps slower."
         ),
+        when="you compare memory with another program, or other processes need what a step frees",
+        unless="time matters: each step then asks the system for its memory",
     )
     chunked_loss: bool = switch(
         default=False,
@@ -180,6 +213,8 @@ class Memory:
             "together, so that no full logits exist. Less memory with large vocabularies, same numbers to rounding; "
             "the logits that the model returns cannot be read meanwhile. `lab.messages` says where, or why not."
         ),
+        when="the vocabulary is large, so that logits are most of the peak",
+        unless="the step reads the logits, for a metric or a second loss",
     )
     external_gpu_allocator: bool = switch(
         default=True,
@@ -189,6 +224,8 @@ class Memory:
             "ORT takes GPU memory from PyTorch's pool. Off, each keeps a pool of its own, and neither can reuse "
             "what the other has freed."
         ),
+        when="ONNX Runtime's allocations have to be told from PyTorch's in a memory profile",
+        unless="memory is short: two pools cannot use each other's gaps",
     )
     mem_efficient_grad_management: bool = switch(
         default=False,
@@ -199,6 +236,8 @@ class Memory:
             "Saves one copy of all gradients where several batches are accumulated into them, and nothing where "
             "each step begins without gradients; needs `custom_autograd`."
         ),
+        when="you accumulate gradients over several batches",
+        unless="`zero_grad()` precedes each backward: it saves nothing then, and takes time",
     )
     memory_efficient_gradient: bool = switch(
         default=False,
@@ -207,6 +246,8 @@ class Memory:
             "Builds gradients from forward outputs instead of inputs where both would do, so that fewer are "
             "kept. Less memory for some activation functions."
         ),
+        when="activation functions are most of what is kept (`%ort_activations` tells)",
+        unless="the model has none that can do without its input: nothing changes then",
     )
 
 
@@ -224,6 +265,8 @@ class Export:
             "Version of the ONNX operators that the model is exported to. Pin it to keep a graph that you "
             "know; an older version can be slower, because newer operators are written in pieces."
         ),
+        when="a graph must stay as it was, or a tool that reads it knows older versions only",
+        unless="you look for speed: the default has the operators that ONNX Runtime handles best",
     )
     custom_autograd: bool = switch(
         default=True,
@@ -234,6 +277,10 @@ class Export:
             "Runs your `torch.autograd.Function` classes as Python code inside the graph. Off traces through "
             "them, so that ORT can optimise their insides but uses its own gradient for them."
         ),
+        when=(
+            "you want ONNX Runtime to optimise what your Function computes, and its gradient is the plain one"
+        ),
+        unless="your Function has a gradient of its own making: off replaces it",
     )
     allow_autograd_checkpoint: bool = switch(
         default=False,
@@ -243,6 +290,8 @@ class Export:
             "Leaves `torch.utils.checkpoint` regions to PyTorch instead of refusing them. The model runs, "
             "but those regions gain nothing from ORT; `memory_level=1` is the ORT way to save that memory."
         ),
+        when="a model calls `torch.utils.checkpoint` in a place that you cannot change",
+        unless="you can turn the model's checkpointing off and take `recompute` or `memory_level`",
     )
     deepcopy_before_export: bool = switch(
         default=True,
@@ -252,6 +301,8 @@ class Export:
             "Before the export, runs a copy of the model once to learn what it returns. Off runs the model itself, "
             "which saves one copy of the weights for that moment."
         ),
+        when="memory has no room for a second set of weights at the first step",
+        unless="your forward changes the model: the copy is changed then, and the model is not",
     )
     export_cache_dir: str = switch(
         default="",
@@ -263,6 +314,8 @@ class Export:
             "depend on more is not kept, and `lab.messages` says on what. ORTModule's own cache checks the "
             "model's printed form alone, so ortlab keeps files of its own. One that others can write is refused."
         ),
+        when="the same model is started again and again, and its export takes long",
+        unless="you change the model's code between starts: each change is exported again",
     )
     symbolic_shape_inference: bool = switch(
         default=True,
@@ -272,15 +325,19 @@ class Export:
             "fewer shapes: it optimises less and predicts fewer memory savings. ortlab works them out either way, for "
             "its repairs of the graph."
         ),
+        when="shape inference itself fails or takes long",
+        unless="plans or predictions matter: without shapes there are fewer of both",
     )
     static_shape: bool = switch(
         default=False,
         effect=Effect.EXPORT,
         help=(
             "Builds the graph for the shape of one batch, so that ORT works out shapes once instead of in each step. "
-            "Every other shape is then exported and built anew: for batches that all have one shape. The sparsity "
+            "Every other shape is then exported and built again: for batches that all have one shape. The sparsity "
             "optimizers rest meanwhile, since they keep another number of rows in each batch."
         ),
+        when="all batches have one shape, and a step is short",
+        unless="batches differ in shape, since each is built; or memory is short, since it can take more",
     )
     skip_check: tuple[str, ...] = switch(
         default=("DEVICE", "BUILD_GRADIENT", "EXECUTION_AGENT"),
@@ -289,9 +346,11 @@ class Export:
         choices=("DEVICE", "BUILD_GRADIENT", "EXECUTION_AGENT"),
         help=(
             "Which checks every step after the first leaves out: has the device changed, has the model or "
-            "its input changed, must the session be made anew. Saves a little time per step; empty checks "
+            "its input changed, must the session be made again. Saves a little time per step; empty checks "
             "all."
         ),
+        when="something about the model or its device changes between steps, and a step must notice",
+        unless="nothing does: the checks cost time in each step",
     )
     fallback: bool = switch(
         default=False,
@@ -302,6 +361,8 @@ class Export:
             "Lets PyTorch compute the model if ORT cannot. ORTModule has it on and says little; ortlab has "
             "it off, so that you hear of the failure, and marks each run that fell back."
         ),
+        when="a long run must not stop, whoever computes it",
+        unless="you measure: figures of PyTorch would stand among those of ONNX Runtime; ortlab marks them",
     )
     fallback_policy: tuple[str, ...] = switch(
         default=(
@@ -326,6 +387,8 @@ class Export:
             "Which failures fall back. The default four are what ORT does not support: a device, an input, a "
             "PyTorch model, an ONNX model."
         ),
+        when="only some failures may go to PyTorch, or PyTorch is to compute on purpose",
+        unless="`fallback` is off: it does nothing then",
     )
     fallback_retry: bool = switch(
         default=False,
@@ -335,6 +398,8 @@ class Export:
         help=(
             "Tries ORT again in each step after a fallback. Off, PyTorch computes all the steps that follow."
         ),
+        when="a failure comes from single batches, and the next may pass",
+        unless="the model itself is what fails: each step would try in vain",
     )
 
 
@@ -352,6 +417,8 @@ class Logging:
             "what ORT's optimizers do, on every rank, VERBOSE all there is, in every step. An export says its part "
             "when the model is next exported."
         ),
+        when="you want to know what a build did, and `lab.messages` does not say it",
+        unless="you train for long: VERBOSE collects in each step",
     )
     save_onnx: bool = switch(
         default=False,
@@ -360,12 +427,16 @@ class Logging:
             "Writes the five ONNX graphs of each build to files: exported, post-processed, optimised before "
             "the gradient, with gradient, and as executed."
         ),
+        when="another tool has to read the graphs",
+        unless="you want to look at them: `%ort_graph` needs no file",
     )
     save_onnx_prefix: str = switch(
         default="",
         effect=Effect.EXPORT,
         part_of="save_onnx",
         help="Start of the file names of saved graphs; empty for the name of the model's class.",
+        when="models of one class write into one folder",
+        unless="`save_onnx` is off: it does nothing then",
     )
     save_onnx_path: str = switch(
         default="",
@@ -373,9 +444,11 @@ class Logging:
         env="ORTMODULE_SAVE_ONNX_PATH",
         part_of="save_onnx",
         help="Folder for saved graphs; empty for the current one.",
+        when="files are not to lie beside the notebook",
+        unless="`save_onnx` is off: it does nothing then",
     )
-    # 1.19.2 would put printing operators into the graph for the first (row T14) and be silent on the CPU about the
-    # second (row T15): ortlab.runs.recording counts and reads them itself, and gives neither to 1.19.2.
+    # 1.19.2 would put printing operators into the graph for the first and be silent on the CPU about the
+    # second: ortlab.runs.recording counts and reads them itself, and gives neither to 1.19.2.
     print_input_density: bool = switch(
         default=False,
         effect=Effect.STEP,
@@ -385,6 +458,8 @@ class Logging:
             "not ignored; the run shows it as a table. Tells whether shorter padding would save time. Costs one "
             "extra forward at the start of the run."
         ),
+        when="batches are padded, or labels ignored, and you want to know how much",
+        unless="batches have no padding: it says 100 % and costs a forward",
     )
     print_memory_stats: bool = switch(
         default=False,
@@ -395,6 +470,8 @@ class Logging:
             "of two; the run shows it as a table. On a GPU that of PyTorch's allocator, on the CPU the resident set "
             "of the process (Linux only)."
         ),
+        when="you want to see memory grow from step to step",
+        unless="you want what a step needs: `lab.memory()` and each run have that",
     )
 
 
@@ -412,6 +489,8 @@ class Experimental:
             "memory-efficient attention. Saves time and memory with long sequences; numbers change by rounding only. "
             "For `scaled_dot_product_attention` take `sdpa_fallback`."
         ),
+        when="the model writes its attention out, sequences are long, and a GPU computes",
+        unless="it calls `scaled_dot_product_attention`: take `sdpa_fallback`",
     )
     sdpa_fallback: bool = switch(
         default=False,
@@ -422,6 +501,8 @@ class Experimental:
             "Saves time and memory with long sequences. On the CPU only where attention has no dropout; a message "
             "names what stays in pieces."
         ),
+        when="sequences are long, so that attention's scores are much of the peak",
+        unless="on a CPU attention drops out: it stays in pieces there",
     )
     flash_attention: bool = switch(
         default=False,
@@ -433,6 +514,8 @@ class Experimental:
             "Replaces attention that is written out by a Triton flash attention. Saves time and memory "
             "with long sequences; works in half precision."
         ),
+        when="half precision, long sequences and an Ampere GPU come together",
+        unless="attention is not written out, or computes in float32",
     )
     triton: bool = switch(
         default=False,
@@ -444,6 +527,8 @@ class Experimental:
             "step. Slower start, faster steps. Once it was on in a kernel, `tuning` tries Triton's matrix products, "
             "with `triton` off as well."
         ),
+        when="a GPU spends its step in many small elementwise operators (`%ort_profile` tells)",
+        unless="starts must be quick: kernels are compiled at the first step",
     )
     triton_config_file: str = switch(
         default="",
@@ -454,6 +539,8 @@ class Experimental:
             "JSON file that says which operators Triton may fuse, and from how many on; empty for ORT's own "
             "list."
         ),
+        when="a fused operator is wrong or slow, and you want it left out",
+        unless="ORT's own list serves",
     )
     triton_debug: bool = switch(
         default=False,
@@ -461,6 +548,8 @@ class Experimental:
         env="ORTMODULE_TRITON_DEBUG",
         part_of="triton",
         help="Writes the fused graphs and their Triton source into the folder `triton_debug`.",
+        when="you want to read what Triton was given",
+        unless="nothing is wrong: it writes files at each build",
     )
     tuning: bool = switch(
         default=False,
@@ -471,6 +560,8 @@ class Experimental:
             "Times the variants of tunable GPU kernels in the first steps and keeps the fastest. Slower "
             "start, faster steps."
         ),
+        when="a GPU trains for hours with batches of one shape",
+        unless="runs are short: tuning takes longer than it saves",
     )
     tuning_max_duration_ms: int = switch(
         default=0,
@@ -479,6 +570,8 @@ class Experimental:
         minimum=0,
         part_of="tuning",
         help="Longest time for tuning one kernel, in milliseconds; 0 for no limit.",
+        when="tuning makes the first steps too long",
+        unless="`tuning` is off: it does nothing then",
     )
     # Not part_of tuning: 1.19.2 writes the file while tuning is on and reads it while tuning is off.
     tuning_results_path: str = switch(
@@ -487,6 +580,8 @@ class Experimental:
         env="ORTMODULE_TUNING_RESULTS_PATH",
         needs=(Need.CUDA,),
         help="Folder of tuning results: written while `tuning` is on, used while it is off; empty for none.",
+        when="several runs are to share one tuning",
+        unless="kernels, driver or GPU differ between them",
     )
     zero_stage3: bool = switch(
         default=False,
@@ -497,6 +592,8 @@ class Experimental:
             "Works with DeepSpeed ZeRO stage 3, which spreads the weights over the GPUs. Switched off again, it is "
             "off for this model, but DeepSpeed keeps ORT's hooks in place of its own until the kernel restarts."
         ),
+        when="DeepSpeed's stage 3 owns the weights",
+        unless="the model fits a GPU, or DeepSpeed runs another stage",
     )
     grad_accumulation_cache: bool = switch(
         default=False,
@@ -505,4 +602,6 @@ class Experimental:
             "While gradients are accumulated, keeps casted weights between the micro-batches. Unfinished in "
             "1.19.2: more memory for less time with mixed precision."
         ),
+        when="you try what 1.19.2 left unfinished, under autocast with accumulated gradients",
+        unless="you train in earnest",
     )

@@ -12,7 +12,7 @@ from typing import Final
 
 from ortlab.errors import OptionError, did_you_mean
 from ortlab.options import variables
-from ortlab.options.catalogue import declaration, markdown, switches, table, unmet, variable_names
+from ortlab.options.catalogue import declaration, switches, table, unmet, variable_names
 from ortlab.options.declarations import Compute, Experimental, Export, Logging, Memory
 from ortlab.options.switches import LAST_LAYER, Effect, Group, Need, Switch, Value, read_layers, shown
 from ortlab.shown import Shown
@@ -25,7 +25,6 @@ __all__ = [
     "Switch",
     "check_needs",
     "declaration",
-    "markdown",
     "setting_words",
     "switches",
     "table",

@@ -174,6 +174,8 @@ class Switch:
     ort_default: Value  # of onnxruntime-training 1.19.2; where it differs from `default`, `help` says why
     effect: Effect
     help: str  # one or two sentences: what it does, and what that means for time, memory or numbers
+    when: str  # the end of "Change it when ..."
+    unless: str  # the end of "Leave it when ..."
     env: str = ""  # environment variable that 1.19.2 reads
     older_env: tuple[str, ...] = ()  # of earlier releases: 1.19.2 ignores them, ortlab translates them
     needs: tuple[Need, ...] = ()  # all of them must be present
@@ -192,6 +194,11 @@ class Switch:
         if self.choices:
             return repr(self.choices[-1])
         return {bool: "True", int: str(self.default), str: "'some/path'"}[self.type]
+
+    @property
+    def advice(self) -> tuple[str, str]:
+        """When to change this switch from its default, and when to leave it: two sentences."""
+        return f"Change it when {self.when}.", f"Leave it when {self.unless}."
 
     def read(self, value: object) -> Value:
         """Turn what a user, a magic or an environment variable gave into a value that this switch allows.
@@ -309,6 +316,8 @@ def switch(  # noqa: PLR0913 - each is one fact of the declaration, given by nam
     default: _T,
     effect: Effect,
     help: str,  # noqa: A002 - the word that argparse has for it
+    when: str,
+    unless: str,
     ort_default: _T | None = None,
     env: str = "",
     older_env: tuple[str, ...] = (),
@@ -326,6 +335,8 @@ def switch(  # noqa: PLR0913 - each is one fact of the declaration, given by nam
         "ort_default": default if ort_default is None else ort_default,
         "effect": effect,
         "help": help,
+        "when": when,
+        "unless": unless,
         "env": env,
         "older_env": older_env,
         "needs": needs,

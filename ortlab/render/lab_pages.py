@@ -214,7 +214,7 @@ _LISTED = (Column("option"), Column("value"), Column("choices"), Column("what it
 
 
 def option_list_page(chosen: OptionList) -> Page:
-    """List the switches with their help; one that cannot act here is followed by the reason."""
+    """List the switches with their help, and why one cannot act here; of one alone, say when to change it."""
     rows = []
     reasons: list[Block] = []
     for one in chosen.switches:
@@ -228,6 +228,8 @@ def option_list_page(chosen: OptionList) -> Page:
         rows.append(row(one.name, Cell(shown, mark), choices, one.help))
         if missing:
             reasons.append(Note(missing, Mark.QUIET))
+        if len(chosen.switches) == 1:
+            reasons += [Note(sentence) for sentence in one.advice]
     return Page("Options", (Table("", _LISTED, tuple(rows)), *reasons))
 
 

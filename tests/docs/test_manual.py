@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 import ortlab
+from ortlab.options.options import switches
+from ortlab.options.switches import Group
 
 PACKAGE = Path(ortlab.__file__).parent
 REPOSITORY = PACKAGE.parent
@@ -88,10 +90,44 @@ def test_every_link_inside_the_repository_leads_somewhere(path):
     assert broken == []
 
 
+def script(name: str):
+    """Import a script of the manual, which lies in no package."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_each_switch_has_a_section_with_advice_an_example_and_what_was_measured():
+    made = script("switch_pages")
+    pages = "\n".join(made.page(group) for group in Group)
+    sections = dict(re.findall(r"(?ms)^## (\w+)\n(.*?)(?=^## |\Z)", pages))
+    assert list(sections) == [one.name for one in switches()]
+    for one in switches():
+        section = sections[one.name]
+        assert one.read(made.example(one)) != one.default
+        assert f"%ort_set {one.name}={made.example(one)}\n" in section
+        assert one.when in section
+        assert one.unless in section
+        models = re.findall(r"(?m)^\| `.*?` \| ([\w-]+) \|", section)
+        assert set(models) == {"BERT", "GPT-2", "LSTM"} or "*Not measured: " in section
+    assert made.index().count("\n| [`") == len(sections)
+
+
+def test_every_public_name_and_magic_has_an_example_with_an_output():
+    made = script("reference_pages")
+    cells = made.examples()
+    lacking = [name for name in made.names() if name not in cells or not cells[name]["outputs"]]
+    assert lacking == []
+    assert cells.keys() - {*made.names()} == {"setup", "end"}
+    failed = [
+        name for name, cell in cells.items() for one in cell["outputs"] if one["output_type"] == "error"
+    ]
+    assert failed == []
+
+
 def test_the_figures_are_what_the_script_draws():
-    spec = importlib.util.spec_from_file_location("drawings", DOCS / "drawings.py")
-    drawings = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(drawings)
+    drawings = script("drawings")
     old = [
         name
         for name, draw in drawings.DRAWINGS.items()
@@ -149,3 +185,15 @@ def test_what_the_recipes_name_is_there():
 def test_the_citation_is_of_this_version():
     cited = (DOCS.parent / "CITATION.cff").read_text(encoding="utf-8")
     assert f"version: {ortlab.__version__}\n" in cited
+
+
+def test_the_changelog_begins_with_this_version_on_one_screen():
+    text = (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")
+    screen, _, detail = text.partition("<!-- what follows")
+    assert re.findall(r"(?m)^## (.*)", screen)[0] == ortlab.__version__
+    assert len(screen.splitlines()) <= 50
+    assert detail.count("\n- ") > 100
+    speed = json.loads((REPOSITORY / "bench/results/models_speed.json").read_text(encoding="utf-8"))
+    found = [f"{claim['value']:.2f}" for claim in speed["claims"]]
+    assert re.search(r"takes ([\d.]+) of PyTorch's", screen)[1] in found
+    assert re.search(r"and up to ([\d.]+) ", screen)[1] in found

@@ -31,8 +31,9 @@ ROWS = {
     "graph_view": {"BERT, 1 layer"},
     "load_balance": {"balanced / as they come"},
     "ranks": {"as they come", "balanced"},
+    "switches": {"memory_level=1"},
 }
-STATED_ONLY = {"install_size", "export_cache"}
+STATED_ONLY = {"install_size", "export_cache", "switches"}
 
 # They train in many fresh processes: minutes even in the tiny setting, which is why they are not run here.
 LONG = {
