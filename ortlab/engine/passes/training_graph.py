@@ -161,7 +161,7 @@ def drop_empty_sums(model: onnx.ModelProto) -> None:
     nodes: list[onnx.NodeProto] = []
     for node in graph.node:
         node.input[:] = [same.get(name, name) for name in node.input]
-        if node.output[0] not in outputs and _sums_nothing(node, facts, widths):
+        if _sums_nothing(node, facts, widths) and node.output[0] not in outputs:
             same[node.output[0]] = node.input[0]
         else:
             nodes.append(copied(node))

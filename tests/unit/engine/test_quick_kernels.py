@@ -135,6 +135,9 @@ def test_the_gradient_of_a_slice_goes_where_it_was_taken_from(start, end, step):
 
 WINDOWS = {
     "wide": nn.Conv2d(8, 8, 7, padding=3, groups=8),
+    "wide, sides unlike": nn.Conv2d(8, 8, (5, 8), padding=(1, 6), groups=8),
+    "wider than the image": nn.Conv2d(8, 8, 15, padding=(14, 7), groups=8),
+    "one dimension": nn.Conv1d(8, 8, 9, padding=4, groups=8),
     "wide, stride and dilation": nn.Conv2d(8, 8, 5, stride=2, padding=(2, 4), dilation=(1, 2), groups=8),
     "wide, one dimension": nn.Conv1d(8, 8, 9, padding=2, stride=3, groups=8),
     "narrow": nn.Conv2d(8, 8, 3, groups=8),
@@ -160,6 +163,24 @@ def test_gradients_of_grouped_convolutions_are_pytorchs_whatever_the_layout(case
     for one, other in zip(found, expected, strict=True):
         assert one.is_contiguous()
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("where", [(0, 0), (0, 5), (11, 11), (6, 6)])
+@pytest.mark.parametrize("number", [torch.inf, torch.nan])
+def test_what_is_not_finite_reaches_the_weights_that_pytorch_says(where, number):
+    torch.manual_seed(1)
+    x, grad, weight = torch.randn(2, 2, 12, 12), torch.randn(2, 2, 12, 12), torch.randn(2, 1, 5, 5)
+    x[0, 0][where] = grad[1, 1][where] = number
+    how = [2], [1, 1], [2, 2], [1, 1], False, [0, 0], 2
+    found = kernels.grouped_convolution_backward(grad, x, weight, *how, [True] * 3)
+    expected = torch.zeros(2, 1, 5, 5)
+    padded = F.pad(x, (2, 2, 2, 2), value=0.0)
+    inside = F.pad(torch.ones(12, 12, dtype=torch.bool), (2, 2, 2, 2), value=False)
+    for row in range(5):
+        for column in range(5):
+            part = (..., slice(row, row + 12), slice(column, column + 12))
+            expected[:, 0, row, column] = (grad * padded[part])[..., inside[part]].sum((0, 2))
+    torch.testing.assert_close(found[1], expected, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,9 @@ CHANGES = {
     "another table of attributes": lambda model: setattr(
         model[1], "__dict__", {**vars(model[1]), "training": False}
     ),
-    "a number under another name": lambda model: vars(model).__setitem__("heat", vars(model).pop("temperature")),
+    "a number under another name": lambda model: vars(model).__setitem__(
+        "heat", vars(model).pop("temperature")
+    ),
     "a setting in a list": lambda model: model.config.sizes.append(3),
     "another part": lambda model: model.append(nn.ReLU()),
     "a part of another class": lambda model: model.__setitem__(3, nn.Sigmoid()),

@@ -404,3 +404,17 @@ def test_a_sum_goes_where_it_is_over_no_axis_for_any_batch(own, other, copies):
     drop_empty_sums(model)
     assert [node.op_type for node in model.graph.node].count("ReduceSum") == (not copies)
     assert model.graph.node[-1].input[0] == ("grad" if copies else "sum")
+
+
+def test_a_model_without_a_gradient_from_outside_is_built():
+    """Then ORT's YieldOp, between forward and backward, has no output."""
+
+    class Constant(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.ones_like(x)
+
+    module = Constant(4, 4)
+    lab = ortlab.wrap(module)
+    assert torch.equal(module(torch.randn(3, 4)), torch.ones(3, 4))
+    assert lab.status.executed_by == "ort"
+    lab.unwrap()
