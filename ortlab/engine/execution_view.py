@@ -74,6 +74,12 @@ class ExecutionView:
         return chunked_loss.block_bytes(self._info, self._graph.symbols)
 
     @property
+    def loss_unchanged(self) -> str:
+        """Why a loss that was to be computed in blocks of rows is not; empty if it is, or nobody has asked."""
+        said = chunked_loss.messages(self._info, self._graph.symbols)
+        return next((text for level, text in said if level == "WARNING"), "")
+
+    @property
     def user_inputs(self) -> frozenset[str]:
         """Names of the graph's inputs that a call gives: not parameters and buffers."""
         return frozenset(self._info.onnx_graph_input_names_user_defined)

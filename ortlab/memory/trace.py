@@ -135,6 +135,15 @@ reads the input any more, so never with two results that the backward reads.
 LOSS_IN_BLOCKS: Final = "ortlab::chunked_cross_entropy"
 """What computes a head and its cross entropy in blocks of rows."""
 
+WRITTEN_OVER: Final = {
+    "ortlab::add_embedding_gradient": (0,),
+    "ortlab::add_output_gradient": (0,),
+    "ortlab::add_bias": (0,),
+    "ortlab::cross_entropy_backward": (1,),
+    "ortlab::chunked_cross_entropy_backward": (1, 2, 3),
+}
+"""Of calls of torch that write their results over inputs, the numbers of these inputs, in the order of the results."""
+
 HANDING_ON: Final = "com.microsoft.PassThrough"
 """What ortlab puts behind results that a plan shall leave alone: each output is the buffer of its own input."""
 
@@ -237,6 +246,8 @@ def _viewed(node: TracedNode, number: int) -> str:
     """Return the input whose buffer an output of a node is; empty if the output has a buffer of its own."""
     if node.operator == HANDING_ON:
         return node.inputs[number]
+    if node.operator in WRITTEN_OVER and not node.recomputes:  # a copy may read what has to stay
+        return node.inputs[WRITTEN_OVER[node.operator][number]]
     return node.inputs[0] if number == 0 and node.operator in ONNX_VIEWS and node.inputs else ""
 
 

@@ -67,6 +67,9 @@ def budget_page(budget: Budget) -> Page:
         blocks.append(_curve(budget))
     if budget.compared:
         blocks.append(_compared(budget))
+    if budget.no_blocks and budget.outcome != outcomes.NO_PLANS_NEEDED:
+        why = f"The loss in blocks of rows (chunked_loss) is not offered: {budget.no_blocks}"
+        blocks.append(Note(why, Mark.QUIET))
     blocks.append(Note(_sources(budget), Mark.QUIET))
     return Page(f"Budget for {budget.model}: {budget.asked}", tuple(blocks))
 

@@ -202,6 +202,8 @@ class Budget(Shown, JsonRecord, noun="budget", layout=2):
     #: Engine and switches that the lab had otherwise before: {"engine": "eager"}, {"memory_level": 1}.
     before: Mapping[str, Any] = field(default_factory=dict)
     device: str = "cpu"  #: "cpu" or "cuda:0", ...
+    #: Why the loss in blocks of rows (`chunked_loss`) was not offered; empty where it was, or is on.
+    no_blocks: str = ""
 
     @property
     def answer(self) -> Prediction:

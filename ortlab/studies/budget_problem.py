@@ -254,6 +254,8 @@ class SimulatedStep:
                 self._ranges[setting] = plan.ranges
                 self.settings[setting] = (plan.peak_bytes, plan.cost_ms)
         self._in_blocks: SimulatedStep | None = None
+        self.held_less = 0  # bytes of what the step holds to its end, and not with its loss in blocks
+        self.no_blocks = ""  # why a loss in blocks of rows is not offered
 
     def offer(self, in_blocks: SimulatedStep) -> None:
         """Offer settings of the same step with its loss in blocks of rows.
@@ -262,6 +264,7 @@ class SimulatedStep:
         nodes in both steps differ by what the machine did meanwhile.
         """
         self._in_blocks = in_blocks
+        self.held_less = max(_held(self.trace) - _held(in_blocks.trace), 0)
         ours, theirs = ({node.name: node.ms for node in step.trace.nodes} for step in (self, in_blocks))
         added_ms = sum(ms for name, ms in theirs.items() if name not in ours)
         added_ms = max(added_ms - sum(ms for name, ms in ours.items() if name not in theirs), 0.0)
@@ -349,6 +352,10 @@ class SimulatedStep:
         """Pair plans that recompute the same node: one of them at most acts there."""
         nodes = [{place.node for place in self._all_of(name)} for name in names]
         return tuple(pair for pair in combinations(range(len(names)), 2) if nodes[pair[0]] & nodes[pair[1]])
+
+
+def _held(trace: Trace) -> int:
+    return sum(trace.sizes.get(name, 0) for name in trace.held)
 
 
 def _names(places: RecomputePlaces) -> list[str]:

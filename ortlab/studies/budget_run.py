@@ -301,7 +301,10 @@ def _ground(
         tell("Profiling a step, and simulating plans")
         step = _simulated(bench, engine)
         tell("Profiling it with its loss in blocks")
-        if (in_blocks := _in_blocks(bench, plain, engine, step)) is not None:
+        in_blocks = _in_blocks(bench, plain, engine, step)
+        if isinstance(in_blocks, str):
+            step.no_blocks = in_blocks
+        else:
             step.offer(in_blocks)
         choose(step, 0.0)  # the solver's libraries are in the process before that is measured
         bench.simulated = known = (plain, experiment, step)
@@ -341,25 +344,33 @@ def _simulated(bench: Bench, engine: OrtEngine) -> SimulatedStep:
 
 def _in_blocks(
     bench: Bench, plain: Configuration, engine: OrtEngine, step: SimulatedStep
-) -> SimulatedStep | None:
-    """Return the step with its loss in blocks of rows.
+) -> SimulatedStep | str:
+    """Return the step with its loss in blocks of rows, or why that is not offered.
 
-    None where that is on already, where logits are a small part of the peak, and where it cannot be had: the loss is
-    none that can be computed so, or the step reads the logits.
+    It is not where it is on already (of which nothing is said), where logits are a small part of the peak, and where it
+    cannot be had: the loss is none that can be computed so, or the step reads the logits.
     """
-    losses = (node for node in step.trace.nodes if node.operator in _LOSSES)
-    logits = max((step.trace.sizes.get(node.inputs[0], 0) for node in losses), default=0)
-    if plain.options.chunked_loss or logits < _LOGITS_SHARE * step.peak(step.problem.nothing):
-        return None
+    if plain.options.chunked_loss:
+        return ""
+    losses = [node for node in step.trace.nodes if node.operator in _LOSSES]
+    if not losses:
+        return "the model's graph has no cross entropy that can be computed so."
+    logits = max(step.trace.sizes.get(node.inputs[0], 0) for node in losses)
+    share = logits / max(step.peak(step.problem.nothing), 1.0)
+    if share < _LOGITS_SHARE:
+        return (
+            f"logits are {units.size(logits)}, {units.rounded_percent(share)} of the peak; it is looked at from "
+            f"{units.rounded_percent(_LOGITS_SHARE)} on."
+        )
     try:
         bench.configure(plain.changed({"chunked_loss": True}, bench.have))
         found = _simulated(bench, engine)
-        computed = bool(engine.execution.loss_blocks)
-    except OrtlabError:
-        return None
+        computed, why = bool(engine.execution.loss_blocks), engine.execution.loss_unchanged
+    except OrtlabError as error:
+        return error.what
     finally:
         bench.configure(plain)
-    return found if computed else None
+    return found if computed else why
 
 
 def _timed(bench: Bench, plain: Configuration, changed: Configuration, experiment: Experiment) -> Timing:

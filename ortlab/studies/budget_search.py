@@ -242,9 +242,16 @@ class Ground:
         """The simulated peak without plans, in the order that a session without plans has."""
         return self.step.peak(self.step.problem.nothing)
 
-    def predicted(self, simulated_bytes: float) -> float:
+    def predicted(self, simulated_bytes: float, setting: Setting | None = None) -> float:
         """Return the step memory, in bytes, for a simulated peak."""
-        return max(self.within_bytes - self.simulated_bytes + simulated_bytes, self.beyond_bytes)
+        beyond = self.beyond(setting)
+        return max(self.within_bytes - self.simulated_bytes + simulated_bytes, beyond)
+
+    def beyond(self, setting: Setting | None = None) -> float:
+        """Return the peak of the other phases, in bytes; with the loss in blocks no logits are held there."""
+        return (
+            self.beyond_bytes - self.step.held_less if setting and setting.chunked_loss else self.beyond_bytes
+        )
 
     def to_simulate(self, limit: float) -> float:
         """Return what may be simulated at most for a limit of step memory, in bytes."""
@@ -259,7 +266,7 @@ class Ground:
     def of_setting(self, setting: Setting) -> Prediction:
         """Write down a memory level or recomputed layers as options take them."""
         peak, cost = self.step.settings[setting]
-        return Prediction((), self.predicted(peak), cost, **vars(setting))
+        return Prediction((), self.predicted(peak, setting), cost, **vars(setting))
 
     def of_counts(self, counts: Sequence[int]) -> Prediction:
         """Write down plans as options take them."""
@@ -309,6 +316,7 @@ def answer(
         curve=_curve(ground, lowest, tell) if curve else (),
         whole_device=Device(request.device_bytes, ground.held_bytes) if request.device_bytes else None,
         device=ground.device,
+        no_blocks=ground.step.no_blocks,
     )
 
 
@@ -378,10 +386,11 @@ def _closest(
 
 def _obstacle(ground: Ground, lowest: Chosen) -> Obstacle:
     """Say what keeps memory up: what lives at the simulated peak, or a phase that plans cannot lower."""
-    if ground.predicted(lowest.peak_bytes) <= ground.beyond_bytes:
-        return Obstacle("the optimizer's step or another phase that no plan acts on", ground.beyond_bytes)
+    beyond = ground.beyond(lowest.setting)
+    if ground.predicted(lowest.peak_bytes, lowest.setting) <= beyond:
+        return Obstacle("the optimizer's step or another phase that no plan acts on", beyond)
     found = ground.step.obstacle(lowest.counts, lowest.setting)
-    return Obstacle(found.where, ground.predicted(found.bytes), found.live)
+    return Obstacle(found.where, ground.predicted(found.bytes, lowest.setting), found.live)
 
 
 def _curve(ground: Ground, lowest: Chosen, tell: Callable[[str], None]) -> tuple[Prediction, ...]:

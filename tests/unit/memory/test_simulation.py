@@ -10,9 +10,11 @@ import torch
 from small_transformers import batch_of, bert, gpt2, llama, step_of
 
 import ortlab
+from ortlab.engine.operators import chunked_loss
+from ortlab.engine.operators.torch_kernels import KERNELS
 from ortlab.errors import ExecutionError, StepError
 from ortlab.memory.recompute import with_places
-from ortlab.memory.trace import Trace, TracedNode, lifetimes
+from ortlab.memory.trace import WRITTEN_OVER, Trace, TracedNode, lifetimes
 
 BATCH, LENGTH = 2, 16
 
@@ -222,3 +224,14 @@ def test_what_a_pass_through_hands_on_stays_where_it_is():
         given={"dy": 10},
     )
     np.testing.assert_array_equal(lifetimes(trace).live, [125, 125, 140])
+
+
+def test_calls_that_write_over_an_input_are_known_as_their_schemas_say():
+    """A result that is in the memory of an input takes none: not known, it was counted twice in each peak."""
+    assert chunked_loss.KERNEL in KERNELS
+    found = {}
+    for one in KERNELS.values():
+        written = [argument.alias_info and argument.alias_info.is_write for argument in one.schema.arguments]
+        if any(written):
+            found[one.schema.name] = tuple(number for number, over in enumerate(written) if over)
+    assert found == WRITTEN_OVER
