@@ -393,7 +393,9 @@ def test_the_record_is_json_in_and_out_and_has_table_and_colours(roberta, tmp_pa
     assert set(table["difference"]) >= {"moved", "removed", "replaced", "changed"}
     shown = html.render(found)
     assert "Moved 1 Gather down past 11 nodes" in shown
-    assert shown.count("<img") == 1  # the second graph, with what is different marked and what only the first has
+    assert (
+        shown.count("<img") == 1
+    )  # the second graph, with what is different marked and what only the first has
 
 
 def test_a_file_that_holds_something_else_is_refused(tmp_path):
