@@ -10,13 +10,15 @@ The control is what a person does with the plan table: one plan after the other,
 saving first; each set is measured. It beats an answer if it needs less memory (by more than 1 %, and 0.25 MiB:
 by which two measurements of one setting differ) and is predicted from the same profile to take no more time.
 
-The solver is timed apart: 64 plans of 12 places each over 2,000 instants, at four budgets.
+The solver is timed apart: 64 plans of 12 places each over 2,000 instants, at four budgets. So is the planner of layers,
+in seconds of the processor, on a profiled step of a GPT-2 of 12 layers and one of 48.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -25,12 +27,18 @@ from report import THREADS, Report, arguments, in_own_process
 FAMILIES = ("BERT", "GPT-2", "Llama", "ViT")
 BUDGETS = 15
 ALLOWED_MISSES = 3
+PLANNED = {12: 2.0, 48: 10.0}
+"""Layers of a model, and the seconds of the processor in which the planner of layers has to be done."""
+
 RISE = 1.02
 MIB = 2**20
 
 
 def main() -> None:
     """Measure, print and write."""
+    if "--planner" in sys.argv:
+        print(json.dumps(planner_row(int(sys.argv[-1]))))
+        return
     if "--child" in sys.argv:
         print(json.dumps(budgets(sys.argv[sys.argv.index("--child") + 1], quick="--quick" in sys.argv)))
         return
@@ -39,6 +47,13 @@ def main() -> None:
     solved = solver_rows(clusters=4 if read.quick else 64, places=12, instants=200 if read.quick else 2000)
     report.table("Solver, 12 places of each plan", solved)
     report.claim("Longest solve [s]", max(row["exact [s]"] for row in solved), at_most=1.0)
+    planned = [
+        in_own_process(__file__, "--planner", str(layers)) for layers in ((2,) if read.quick else PLANNED)
+    ]
+    report.table("Planner of layers, GPT-2", planned)
+    for row in planned:
+        title = f"Planner, {row['layers']} layers [s of processor]"
+        report.claim(title, row["processor [s]"], at_most=PLANNED.get(row["layers"]))
     cases: list[dict[str, Any]] = []
     beaten = 0
     for family in FAMILIES:
@@ -140,6 +155,40 @@ def budgets(family: str, *, quick: bool) -> dict[str, list[dict[str, Any]]]:
         print(family, rows[-1], file=sys.stderr, flush=True)
     lab.unwrap()
     return {"answers": rows, "by hand": by_hand}
+
+
+def planner_row(layers: int) -> dict[str, Any]:
+    """Profile a step of a GPT-2, and let the planner find its plans; none that costs more may need no less memory."""
+    import torch
+
+    import ortlab
+    from ortlab.engine.recompute_words import made_again
+    from ortlab.memory.layer_planner import LayerPlanner
+
+    torch.set_num_threads(THREADS)
+    model, batch = training("GPT-2", layers, 64, 2, 32, 512)
+    lab = ortlab.wrap(model, log_level="ERROR")
+
+    def step() -> None:
+        model(**batch).loss.backward()
+
+    lab.step(step, n=1, progress=False)
+    trace = lab.profile(1, memory_efficient_order=True, progress=False)
+    execution = lab._bench.ort.execution  # noqa: SLF001 - what a budget asks
+    again = made_again(execution.built, execution.module, execution.user_inputs)
+    start = time.process_time()
+    front = LayerPlanner(trace, again).front()
+    seconds = time.process_time() - start
+    peaks = [plan.peak_bytes for plan in front]
+    assert peaks == sorted(peaks, reverse=True)
+    lab.unwrap()
+    return {
+        "layers": layers,
+        "nodes": len(trace.nodes),
+        "processor [s]": round(seconds, 2),
+        "plans on the front": len(front),
+        "least / none": round(peaks[-1] / peaks[0], 2),
+    }
 
 
 def ticked(lab: Any, family: str) -> list[dict[str, Any]]:

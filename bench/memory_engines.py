@@ -1,12 +1,12 @@
-"""At equal measured memory, a step of ONNX Runtime with recompute plans against checkpointed layers and torch.compile.
+"""At equal measured memory, a step of ONNX Runtime that recomputes against checkpointed layers and torch.compile.
 
 Three models (4 layers, hidden 512, 8 heads, vocabulary 8192, dropout as their families have it) train with AdamW on a
 batch of 8 sequences of 256 tokens, each in a fresh process. First the rise of a step's memory above its start is
 measured for the candidates: PyTorch, PyTorch with each layer checkpointed, torch.compile by itself and with activation
-memory budgets. `lab.budget` is asked for plans whose rise is each candidate's. Then all of them, and memory levels 1
-and 2, run in interleaved rounds, and the memory of each is measured again. A candidate is held against the fastest
-configuration of ONNX Runtime that rises by at most 1.02 of what the candidate rises by; where there is none, that is
-said.
+memory budgets. `lab.budget` is asked for what rises as each candidate does: plans of ONNX Runtime, or layers that
+ortlab recomputes. Then all of them, memory level 1 and words of the switch `recompute` run in interleaved rounds, and
+the memory of each is measured again. A candidate is held against the fastest configuration of ONNX Runtime that rises
+by at most 1.02 of what the candidate rises by; where there is none, that is said.
 
 Nothing is claimed: the ratios are stated whatever they are.
 """
@@ -22,8 +22,12 @@ from report import THREADS, Report, arguments, in_own_process
 from rounds import ratio
 
 BUDGETS = (0.5, 0.2)
-STEPS = 4
+WORDS = ("layers", "layers:1/2", "all but matmuls")
+STEPS = 3
 """Steps of each run; the first does not count."""
+
+MODELS = FAMILIES[:3]
+"""Those that can be made of any vocabulary and length: the languages."""
 
 EQUAL = 1.02
 """Ratio of two rises up to which the smaller one is not called smaller."""
@@ -35,10 +39,10 @@ def main() -> None:
         family, rounds = sys.argv[sys.argv.index("--child") + 1 :][:2]
         print(json.dumps(candidates(family, int(rounds), quick="--quick" in sys.argv)))
         return
-    read = arguments(__doc__, rounds=5)
+    read = arguments(__doc__, rounds=3, only="models")
     report = Report("memory_engines", read)
     held = []
-    for family in FAMILIES[1:2] if read.quick else FAMILIES:
+    for family in read.only or (FAMILIES[1:2] if read.quick else MODELS):
         found = in_fresh_process(family, read.rounds, quick=read.quick)
         report.table(f"{family}, all in the same rounds", found["table"])
         for candidate, why in found["failed"].items():
@@ -89,7 +93,7 @@ def candidates(family: str, rounds: int, *, quick: bool) -> dict[str, Any]:
     # The quick setting compiles nothing: that alone would take most of its time.
     compiled = [] if quick else ["compile", *(f"compile:{budget}" for budget in BUDGETS)]
     engines = ["eager", "checkpoint", *compiled]
-    chosen: dict[tuple[str, ...], str] = {}
+    chosen: dict[str, str] = {}
     # Its libraries are in every start from here on.
     lab.budget("90%", verify=False, curve=False, progress=False)
     for engine in engines:
@@ -98,18 +102,20 @@ def candidates(family: str, rounds: int, *, quick: bool) -> dict[str, Any]:
         except OrtlabError as error:
             say(family, f"{engine}: {error.what}")
             continue
-        budget = lab.budget(rise, apply=False, curve=False, progress=False)
-        if budget.plans:
-            chosen.setdefault(tuple(budget.plans), f"plans for {engine}")
-        say(family, f"{engine}: rises {rise / MIB:.1f} MiB; {budget.outcome}, {len(budget.plans)} plans")
-    also: list[dict[str, Any]] = [{"memory_level": level} for level in ((1,) if quick else (1, 2))]
-    also += [{"memory_plan": list(plans)} for plans in chosen]
+        budget = lab.budget(rise, apply=False, timed=False, curve=False, progress=False)
+        if budget.answer.acts:
+            chosen.setdefault(json.dumps(budget.switches), f"chosen for {engine}")
+        say(family, f"{engine}: rises {rise / MIB:.1f} MiB; {budget.outcome}, {budget.switches}")
+    also: list[dict[str, Any]] = [{"memory_level": 1}, *({"recompute": [word]} for word in WORDS)]
+    for one in also:
+        chosen.pop(json.dumps(one), "")
+    also += map(json.loads, chosen)
     found = lab.compare_engines(STEPS, rounds=rounds, engines=engines, budgets=(), also=also, progress=False)
     lab.unwrap()
     return judged(found, chosen)
 
 
-def judged(found: Any, chosen: dict[tuple[str, ...], str]) -> dict[str, Any]:
+def judged(found: Any, chosen: dict[str, str]) -> dict[str, Any]:
     """Return what `candidates` does of the record of `lab.compare_engines`."""
     measured = [
         candidate for candidate in found if candidate.outcome is not None and candidate.rise_bytes > 0
@@ -127,6 +133,7 @@ def judged(found: Any, chosen: dict[tuple[str, ...], str]) -> dict[str, Any]:
     table = [
         {
             "configuration": names[candidate.point.number],
+            "switches": str(switches(candidate) or ""),
             "step [ms]": round(candidate.point.step_ms, 1),
             "time / ort": candidate.outcome.time_ratio if candidate.outcome else None,
             "rise [MiB]": round(candidate.rise_bytes / MIB, 1),
@@ -167,10 +174,16 @@ def at_equal_memory(
     }
 
 
-def short(candidate: Any, chosen: dict[tuple[str, ...], str]) -> str:
-    """Name a candidate: a list of plans by the candidate whose memory they were chosen for."""
-    plans = tuple(candidate.point.changes.get("memory_plan", ()))
-    return f"ort, {chosen.get(plans, 'plans')}" if plans else candidate.name
+def switches(candidate: Any) -> dict[str, Any]:
+    """Return what a candidate changes beside the engine, as JSON has it."""
+    changes = {name: value for name, value in candidate.point.changes.items() if name != "engine"}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in changes.items()}
+
+
+def short(candidate: Any, chosen: dict[str, str]) -> str:
+    """Name a candidate: what a budget has chosen by the candidate whose memory it was chosen for."""
+    name = chosen.get(json.dumps(switches(candidate)))
+    return f"ort, {name}" if name else str(candidate.name)
 
 
 def say(family: str, words: str) -> None:

@@ -15,7 +15,7 @@ import sys
 from typing import Any
 
 import numpy as np
-from budget import FAMILIES, MIB, language_model
+from budget import FAMILIES, MIB, training
 from report import THREADS, Report, arguments, in_own_process
 
 from ortlab.lab.following import recompute_places
@@ -75,7 +75,7 @@ def predictions(family: str, length: int, rounds: int, *, quick: bool) -> list[d
     from ortlab.options.switches import read_layers
 
     torch.set_num_threads(THREADS)
-    model, batch = language_model(family, *((2, 32, 4, length, 128) if quick else (4, 512, 8, length, 8192)))
+    model, batch = training(family, *((2, 32, 4, length, 128) if quick else (4, 512, 8, length, 8192)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     lab = ortlab.wrap(model, name=family, log_level="ERROR")
 

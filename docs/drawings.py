@@ -116,6 +116,10 @@ _SHORT = {
 }
 
 
+_WIDEST = 1.25
+"""The most memory that is drawn, as a share of PyTorch's."""
+
+
 def memory_time() -> Drawing:
     """Draw step memory against the time of a step, as shares of PyTorch's, for three models."""
     found = measured()
@@ -127,45 +131,51 @@ def memory_time() -> Drawing:
     )
     drawing.text(20, 26, "Less memory is further left, less time is further down; PyTorch is 100 %.", "head")
     wide, high, top = 250, 220, 66
-    for number, family in enumerate(("BERT", "GPT-2", "Llama")):
-        rows = {row["configuration"]: row for row in found["tables"][f"{family}, all in the same rounds"]}
+    models = {
+        family: {row["configuration"]: row for row in found["tables"][f"{family}, all in the same rounds"]}
+        for family in ("BERT", "GPT-2", "Llama")
+    }
+    times = [
+        row["step [ms]"] / rows["eager"]["step [ms]"] for rows in models.values() for row in rows.values()
+    ]
+    least, most = math.floor(10 * min(times)) / 10, math.ceil(10 * max(times)) / 10
+    for number, (family, rows) in enumerate(models.items()):
         base, left = rows["eager"], 48 + number * (wide + 38)
 
         def at(name: str, rows: dict[str, Any] = rows, base: Any = base, left: int = left) -> Point:
             memory = rows[name]["rise [MiB]"] / base["rise [MiB]"]
             time = rows[name]["step [ms]"] / base["step [ms]"]
-            return left + wide * (memory - 0.2) / 1.05, top + high * (1.5 - time) / 0.65
+            return left + wide * memory / _WIDEST, top + high * (most - time) / (most - least)
 
         drawing.text(left, top - 12, family, "head")
         for share in (25, 50, 75, 100):
-            x = left + wide * (share / 100 - 0.2) / 1.05
+            x = left + wide * share / 100 / _WIDEST
             drawing.path([(x, top), (x, top + high)], "grid")
             drawing.text(x, top + high + 16, f"{share} %", "small quiet", "middle")
-        for share in (90, 100, 110, 120, 130, 140):
-            y = top + high * (1.5 - share / 100) / 0.65
+        for share in range(round(100 * least), round(100 * most) + 1, 10):
+            y = top + high * (most - share / 100) / (most - least)
             drawing.path([(left, y), (left + wide, y)], "grid")
             if number == 0:
                 drawing.text(left - 6, y + 4, f"{share} %", "small quiet", "end")
-        ours = sorted(
-            at(name)
-            for name in rows
-            if name in {"ort", "ort, memory_level=1"} or name.startswith("ort, plans")
-        )
-        front = [one for one in ours if not any(x <= one[0] and y > one[1] for x, y in ours)]
+        ours = sorted((at(name), name) for name in rows if name.startswith("ort"))
+        front = [one for one, _ in ours if not any(x <= one[0] and y > one[1] for (x, y), _ in ours)]
         drawing.path(front, "ort stroke")
-        for x, y in ours:
-            drawing.dot(x, y, "ort" if (x, y) in front else "ort hollow")
+        for one, name in ours:
+            by_ortlab = "recompute" in f"{name} {rows[name].get('switches', '')}"
+            shape = "square" if by_ortlab else "circle"
+            drawing.dot(*one, "ort" if one in front else "ort hollow", shape=shape)
         for name, (_, kind, shape) in _SHORT.items():
             drawing.dot(*at(name), kind, shape=shape)
     drawing.text(48, top + high + 34, "step memory: how far a step rises above its start", "small quiet")
-    x = 48.0
-    for words, kind, shape in (
-        ("ortlab, plans on and off (line: the best)", "ort", "circle"),
+    x = 30.0
+    for words, kind, shape in (  # the line joins the best of ortlab
+        ("ortlab: ONNX Runtime's plans", "ort", "circle"),
+        ("layers that ortlab recomputes", "ort", "square"),
         *_SHORT.values(),
     ):
         drawing.dot(x, 340, kind, shape=shape)
         drawing.text(x + 11, 344, words, "small")
-        x += 42 + 6.1 * len(words)
+        x += 30 + 5.9 * len(words)
     drawing.text(
         48,
         362,

@@ -151,12 +151,16 @@ def test_the_first_screen_says_what_was_measured():
     def less(share: float) -> str:
         return f"{abs(share):.0%}".replace("%", " %")
 
-    (bert, gpt, llama) = (held[name] for name in ("BERT", "GPT-2", "Llama"))
-    assert bert[0] < 0 > bert[1] and gpt[0] < 0 < gpt[1] and llama[1] > 0  # noqa: PT018 - the words below
-    said = (
-        f"a BERT needs {less(bert[0])} less memory than in PyTorch and {less(bert[1])} less time, "
-        f"a GPT-2 {less(gpt[0])} less memory and {less(gpt[1])} more time. "
-        f"For a Llama at equal memory, PyTorch is ahead by {less(llama[1])}."
+    def of(name: str, than: str = "") -> str:
+        memory, time = held[name]
+        assert memory < 0  # the words below
+        return f"{less(memory)} less memory{than} and {less(time)} {'less' if time < 0 else 'more'} time"
+
+    llama = held["Llama"][1]
+    said = f"a BERT needs {of('BERT', ' than in PyTorch')}, a GPT-2 {of('GPT-2')}. " + (
+        f"For a Llama at equal memory, PyTorch is ahead by {less(llama)}."
+        if llama > 0
+        else f"A Llama needs {of('Llama')}."
     )
     for page in (REPOSITORY / "README.md", DOCS / "index.md"):
         assert said in " ".join(page.read_text(encoding="utf-8").split())

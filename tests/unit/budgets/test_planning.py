@@ -28,6 +28,7 @@ class Step:
         return self.problem.peak(counts)
 
     settings: Mapping[Setting, tuple[float, float]] = MappingProxyType({})
+    held_less, no_blocks = 0, ""
 
     def obstacle(self, counts, setting=None) -> Obstacle:
         return Obstacle("the backward, where Gemm runs", self.peak(counts), (("logits", 60 * MIB),))
