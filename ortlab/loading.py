@@ -23,6 +23,7 @@ HOMES: Final = {
     "record of densities": ("ortlab.records.density", "DensityReport"),
     "record of candidates": ("ortlab.studies.engine_comparison", "EngineComparison"),
     "record of saved FLOPs": ("ortlab.graphs.flops", "FlopSavings"),
+    "memory plan": ("ortlab.memory.plan", "MemoryPlan"),
     "run": ("ortlab.records.runs", "Run"),
     "self-test": ("ortlab.records.checks", "SelfTest"),
     "sweep": ("ortlab.studies.sweep", "Sweep"),
