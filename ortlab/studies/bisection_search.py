@@ -76,7 +76,8 @@ def smallest_set(changes: Sequence[str], test: Test) -> Culprits:
     """Return a set of changes that shows the effect, and does not without any one member (or group)."""
     held: list[tuple[str, ...]] = []
     before = list(changes)
-    while not _shows(test, held):
+    # All together show it, also where noise hides from the test that they do.
+    while before and not _shows(test, held):
         low, high = _bisect(before, held, test)
         held.insert(0, tuple(before[low:high]))
         before = before[:low]

@@ -102,3 +102,11 @@ def test_changes_that_stand_only_together_are_named_together():
     (found,) = smallest_sets(CHANGES, Counted(shows))
     assert found.names == ("switch_7", "switch_8")
     assert found.together == (("switch_7", "switch_8"),)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("changes", [CHANGES, CHANGES[:1]])
+@pytest.mark.parametrize("answer", [None, False])
+def test_where_noise_hides_every_answer_all_changes_are_the_answer(changes, answer):
+    found = smallest_set(changes, Counted(lambda _: answer))
+    assert set(found.names) == set(changes)
