@@ -189,17 +189,6 @@ def check_wrappable(module: object) -> None:
         raise WrapError(fault.what, why=fault.why, fix=fault.fix)
 
 
-@functools.cache
-def _apart_from_compile() -> Callable[..., Any]:
-    """Return a function that calls its first argument with the others, out of sight of torch.compile."""
-
-    def call(function: Callable[..., Any], *args: Any) -> Any:
-        return function(*args)
-
-    apart: Callable[..., Any] = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
-    return apart
-
-
 def _subclass(original: type) -> type:
     known = _subclasses.get(original)
     if known is not None:
@@ -212,7 +201,8 @@ def _subclass(original: type) -> type:
             return original.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
         # torch.compile may be around the caller; what ORT executes is not to be traced.
         if "torch._dynamo" in sys.modules:
-            return _apart_from_compile()(takeover, self, args, kwargs)
+            apart: Callable[..., Any] = torch.compiler.disable(takeover)  # type: ignore[no-untyped-call]
+            return apart(self, args, kwargs)
         return takeover(self, args, kwargs)
 
     # accelerate's unwrap_model(keep_fp32_wrapper=False) follows `__wrapped__` to the innermost function and puts that

@@ -232,6 +232,6 @@ def test_calls_that_write_over_an_input_are_known_as_their_schemas_say():
     found = {}
     for one in KERNELS.values():
         written = [argument.alias_info and argument.alias_info.is_write for argument in one.schema.arguments]
-        if any(written):
+        if any(written) and any(result.alias_info for result in one.schema.returns):
             found[one.schema.name] = tuple(number for number, over in enumerate(written) if over)
     assert found == WRITTEN_OVER

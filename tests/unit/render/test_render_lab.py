@@ -42,7 +42,7 @@ def test_the_plan_says_that_its_savings_are_predicted(lab):
 def test_a_plan_without_rows_and_one_with_ten_thousand(lab):
     plan = lab.plan()
     assert "ORT offers no recompute plan" in text.render(dataclasses.replace(plan, rows=()))
-    many = dataclasses.replace(plan, rows=plan.rows[:1] * 10_000)
+    many = dataclasses.replace(plan, rows=plan.rows[:1] * 10_000, recomputed=())
     written = html.render(many)
     assert written.count("<tr>") == PLANS_SHOWN + 1
     assert "9,900 plans that save less" in written
@@ -78,7 +78,7 @@ def test_costs_are_shown_once_they_are_known_and_say_where_they_come_from(lab):
     assert "predicted by simulating a step, not measured" in html.render(priced)
     table = priced.table()
     assert table["predicted cost [ms]"][0] == 2.0
-    assert table["predicted cost [ms]"].isna().sum() == len(plan.rows) - 1
+    assert table["predicted cost [ms]"].isna().sum() == len(plan.rows) + len(plan.recomputed) - 1
 
 
 def test_the_counts_of_a_graph_add_up_to_its_nodes(lab):
