@@ -174,7 +174,8 @@ class PlanTable(controls.Column):
         if set(asked) == set(self._options.memory_plan):  # what ORT has done with them is known
             notes += state_notes(plan)
         notes += missing_notes(plan)
-        return Page("", (*notes, *recomputed_table(plan)))
+        priced = any(one.cost_ms is not None for one in plan.recomputed)  # else the slider says more
+        return Page("", (*notes, *(recomputed_table(plan) if priced else ())))
 
     def _draw_report(self) -> None:
         """Write the report while it is open: it is longer than all else in a panel, and a saved notebook holds it."""
