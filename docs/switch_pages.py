@@ -156,16 +156,20 @@ def in_larger_models() -> str:
     """Write what single switches do to a step of larger models than those of their pages, as a table."""
     rows = []
     engines = results("memory_engines")["tables"]
-    for level in (1, 2):
+    ways = (
+        "memory_level=1",
+        "memory_level=2",
+        "recompute=layers",
+        "recompute=layers:1/2",
+        "recompute=all but matmuls",
+    )
+    for switch in ways:  # of these the bench has left out some over time
         for model in ("BERT", "GPT-2", "Llama"):
-            (row,) = [
-                one
+            rows += [
+                (switch, model, one["rise / ort"], one["time / ort"], "memory_engines")
                 for one in engines[f"{model}, all in the same rounds"]
-                if one["configuration"] == f"ort, memory_level={level}"
+                if one["configuration"] == f"ort, {switch}"
             ]
-            rows.append(
-                (f"memory_level={level}", model, row["rise / ort"], row["time / ort"], "memory_engines")
-            )
     found = {one["claim"]: one["value"] for one in results("chunked_loss")["claims"]}
     rows.append(
         (
