@@ -177,7 +177,7 @@ class ModuleReader:
         self._tensors = [one for one in held if isinstance(one, torch.Tensor)]
         # Hooks on the module itself do not count.
         self._hooks = [attributes[name] for attributes in dicts[1:] for name in _HOOKS]
-        self._names = [attributes["_non_persistent_buffers_set"] for attributes in dicts]
+        self._not_kept = [attributes["_non_persistent_buffers_set"] for attributes in dicts]
         bodies = [body for body, _ in self._code]
         self._named = [settings, *dicts, *tables]
         self._sized = [*bodies, *self._reached.tables]
@@ -200,7 +200,7 @@ class ModuleReader:
         """Return the keys of all hooks, and what else can change while all objects are the same: names among it."""
         return (
             [*chain.from_iterable(self._hooks)],
-            [*chain.from_iterable(self._names)],
+            [*chain.from_iterable(self._not_kept)],
             [*map(type, self._parts)],
             [*map(len, self._sized)],
             [*map(tuple, self._named)],
