@@ -57,7 +57,11 @@ def read_activations(
             why="The model was in eval mode, or gradients were off.",
             fix="Run a training step: model.train(), then %%ort_step or lab.step(fn).",
         )
-    return _with_sizes(_activations(execution, model, part, None), sizes or {})
+    kept = _with_sizes(_activations(execution, model, part, None), sizes or {})
+    last = execution.last_sizes()
+    return replace(
+        kept, last_batch={name: size for name, size in last.items() if kept.symbols.get(name) != size}
+    )
 
 
 def with_plans(

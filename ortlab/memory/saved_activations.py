@@ -160,6 +160,8 @@ class SavedActivations(Shown):
     rows: tuple[SavedActivation, ...]  #: The activations
     #: Sizes of the input's dimensions that the bytes are for.
     symbols: Mapping[str, int] = field(default_factory=dict)
+    #: Those that ONNX Runtime's last call had otherwise, since a graph serves batches of many sizes; empty where none.
+    last_batch: Mapping[str, int] = field(default_factory=dict, kw_only=True)
     inputs: tuple[KeptInput, ...] = ()  #: Inputs that the backward reads
     applied: tuple[str, ...] = ()  #: Recompute plans that are applied in the graph that it was read from
     #: Wrapped parts of the model that have no graph yet, because they were not called.
@@ -316,6 +318,7 @@ class SavedActivations(Shown):
             self,
             rows=largest_first(evaluated(self.rows)),
             symbols=symbols,
+            last_batch={},
             inputs=tuple(replace(one, bytes=bytes_of(one)) for one in self.inputs),
             effects=tuple(
                 replace(one, removed=evaluated(one.removed), added=evaluated(one.added))
@@ -372,6 +375,11 @@ def merged(by_part: Mapping[str, SavedActivations], missing: tuple[str, ...] = (
         for name, size in activations.symbols.items():
             alike = all(other.symbols.get(name, size) == size for other in by_part.values())
             symbols[name if alike else f"{path}{_OF_PART}{name}"] = size
+    last = {
+        name if name in symbols else f"{path}{_OF_PART}{name}": size
+        for path, activations in by_part.items()
+        for name, size in activations.last_batch.items()
+    }
     return SavedActivations(
         largest_first(row for one in by_part.values() for row in one.rows),
         symbols,
@@ -379,6 +387,7 @@ def merged(by_part: Mapping[str, SavedActivations], missing: tuple[str, ...] = (
         tuple(dict.fromkeys(config for one in by_part.values() for config in one.applied)),
         missing,
         _together(effect for one in by_part.values() for effect in one.effects),
+        last_batch=last,
     )
 
 

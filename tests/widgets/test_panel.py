@@ -144,7 +144,7 @@ def test_each_row_says_what_a_change_takes_now(panel, lab, run):
     run()
     assert re.search(r"rebuilds the session, [\d.]+ m?s in run 1", words_of(row))
     row.control.value = True
-    assert "saves the rebuild of the session" in words_of(row)
+    assert "no rebuild if changed back" in words_of(row)
     assert "Changed since the last build: intra_op_spinning." in words(panel)
     assert "ortlab-chip" not in panel.switches.row("memory_level").children[-1].value  # it is rebuilt anyway
     panel.rerun.click()
@@ -294,7 +294,7 @@ def test_changes_of_engine_and_switches_are_undone_one_by_one(panel, lab):
 
 def test_before_the_first_step_the_buttons_are_off_and_say_why(panel, run):
     assert "not built yet" in words(panel)
-    assert "No run yet." in words(panel)
+    assert "Next: run a training step" in words(panel)
     buttons = (panel.rerun, panel.plan, panel.activations, panel.measure)
     assert all("Run a step first" in button.tooltip for button in buttons)
     assert all(button.disabled for button in (*buttons, panel.compare))
