@@ -153,10 +153,7 @@ class Profile:
         """
         rounds = self._rounds()
         if not rounds:
-            raise ExecutionError(
-                "Nothing was profiled: no forward was followed by its backward.",
-                fix="Profile a step that trains: forward, backward, optimizer.",
-            )
+            raise _nothing_to_profile()
         last, behind, _ = rounds[-1]
         for position, (event, node) in enumerate(zip(last, _in_order(last, self._graph), strict=True)):
             yield node, event, position >= behind, min(one[position]["dur"] for one, *_ in rounds) / 1000
@@ -217,13 +214,22 @@ class Profile:
         return _steps(self._events, len(self._graph.node) - 1)
 
 
+def _nothing_to_profile() -> ExecutionError:
+    return ExecutionError(
+        "Nothing was profiled: no forward was followed by its backward.",
+        fix="Profile a step that trains: forward, backward, optimizer.",
+    )
+
+
 @contextmanager
 def profiled(execution: Execution, *, memory_efficient_order: bool = False) -> Iterator[Profile]:
     """Let a training execution run in a session that is profiled; afterwards it has its own session again.
 
     With `memory_efficient_order` nodes run in the order that ORT gives to sessions with plans, though there may be
-    none.
+    none. Raises ExecutionError for an execution that has no backward.
     """
+    if not execution.training:
+        raise _nothing_to_profile()
     with tempfile.TemporaryDirectory(prefix="ortlab-") as folder:
         profile = Profile(Path(folder) / "profile", Path(folder) / "execution.onnx")
         with execution.profiling(profile, memory_efficient_order=memory_efficient_order):
