@@ -280,7 +280,7 @@ class Execution(ExecutionView):
     @contextmanager
     def _environment(self) -> Iterator[None]:
         # The plan file is written when the session is created; fallback (see OrtEngine), densities and memory
-        # statistics (see Recording) and the cache of exports (row T11; see export_cache) are ortlab's own.
+        # statistics (see Recording) and the cache of exports (see export_cache) are ortlab's own.
         options = self.options.replace(
             memory_plan=(),
             fallback=False,
