@@ -265,7 +265,8 @@ class Execution(ExecutionView):
         info = self._info
         if info is not None:
             info._buffer_for_ort_runs = None
-            vars(info).pop("_ortlab_averages", None)
+            for name in ("_ortlab_averages", "_ortlab_written"):
+                vars(info).pop(name, None)
 
     # ---- parts ------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from ortlab.engine.tracing import (
     guards,
     outputs,
     source_lines,
+    written_inputs,
 )
 from ortlab.errors import BuildError
 from ortlab.records.activation_statistics import SAMPLES, TensorStatistics
@@ -42,6 +43,7 @@ def install_all() -> None:
     buffers.install()
     carried.install()  # around `buffers`, which puts these back
     gradient_stops.install()
+    written_inputs.install()
     outputs.install()
     guards.install()
     source_lines.install()
