@@ -44,16 +44,6 @@ def bert():
     return BertForSequenceClassification(BertConfig(vocab_size=64, **sizes)), batch
 
 
-def gpt2():
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    ids = torch.arange(24).view(2, 12)
-    config = GPT2Config(
-        vocab_size=64, n_embd=16, n_layer=1, n_head=2, use_cache=False, bos_token_id=0, eos_token_id=0
-    )
-    return GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}
-
-
 def llama():
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -83,13 +73,13 @@ def run(make, folder):
         nonlocal forwards
         forwards += event == "call" and frame.f_code is code.__code__
 
-    sys.setprofile(count)
+    sys.settrace(count)
     output = model(**batch)
     loss_of(output).backward()
     gradients = [parameter.grad.double().sum().item() for parameter in model.parameters()]
     model.eval()
     evaluated = [loss_of(model(**batch)).item() for _ in range(2)]
-    sys.setprofile(None)
+    sys.settrace(None)
     said = [message.text for message in lab.messages if folder and folder in message.text]
     result = {
         "loss": loss_of(output).item().hex(),
@@ -109,7 +99,7 @@ def run(make, folder):
 def main():
     warnings.simplefilter("ignore")
     folder = sys.argv[1]
-    print(json.dumps({make.__name__: run(make, folder) for make in (notebook_model, bert, gpt2, llama)}))
+    print(json.dumps({make.__name__: run(make, folder) for make in (notebook_model, bert, llama)}))
 
 
 if __name__ == "__main__":
