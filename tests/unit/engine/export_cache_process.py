@@ -73,13 +73,13 @@ def run(make, folder):
         nonlocal forwards
         forwards += event == "call" and frame.f_code is code.__code__
 
-    sys.settrace(count)
+    sys.setprofile(count)
     output = model(**batch)
     loss_of(output).backward()
     gradients = [parameter.grad.double().sum().item() for parameter in model.parameters()]
     model.eval()
     evaluated = [loss_of(model(**batch)).item() for _ in range(2)]
-    sys.settrace(None)
+    sys.setprofile(None)
     said = [message.text for message in lab.messages if folder and folder in message.text]
     result = {
         "loss": loss_of(output).item().hex(),
