@@ -265,7 +265,8 @@ class Execution(ExecutionView):
         info = self._info
         if info is not None:
             info._buffer_for_ort_runs = None
-            vars(info).pop("_ortlab_averages", None)
+            for name in ("_ortlab_averages", "_ortlab_written"):
+                vars(info).pop(name, None)
 
     # ---- parts ------------------------------------------------------------------------------------------------
 
@@ -280,7 +281,7 @@ class Execution(ExecutionView):
     @contextmanager
     def _environment(self) -> Iterator[None]:
         # The plan file is written when the session is created; fallback (see OrtEngine), densities and memory
-        # statistics (see Recording) and the cache of exports (row T11; see export_cache) are ortlab's own.
+        # statistics (see Recording) and the cache of exports (see export_cache) are ortlab's own.
         options = self.options.replace(
             memory_plan=(),
             fallback=False,

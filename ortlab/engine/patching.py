@@ -1,6 +1,6 @@
 """Replace functions of other packages for good; attributes, context variables and what is garbage while a block runs.
 
-onnxruntime 1.19.2 is the last release of its training module, so its faults are mended from outside: a
+onnxruntime 1.19.2 is the last release of its training module, so its faults are repaired from outside: a
 function is replaced by one that calls it. Everything that ortlab replaces goes through :func:`replace`,
 which makes each replacement idempotent.
 """

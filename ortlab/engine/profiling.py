@@ -28,7 +28,8 @@ from ortlab.engine.inspection.places import Places
 from ortlab.errors import ExecutionError
 from ortlab.graphs.flop_formulas import Shape, flops
 from ortlab.graphs.flops import NodeFlops
-from ortlab.graphs.nodes import YIELD, executed_operator, is_copy, layer_of, node_names, repeats
+from ortlab.graphs.nodes import YIELD, executed_operator, is_copy, node_names, repeats
+from ortlab.memory.saved_activations import layer_of
 from ortlab.memory.trace import Trace, TracedNode
 
 if TYPE_CHECKING:
@@ -158,8 +159,12 @@ class Profile:
         for position, (event, node) in enumerate(zip(last, _in_order(last, self._graph), strict=True)):
             yield node, event, position >= behind, min(one[position]["dur"] for one, *_ in rounds) / 1000
 
-    def trace(self, plans: Sequence[str], order: str) -> Trace:
-        """Return what the profiler saw as the trace of one step; raises ExecutionError as `kernels`."""
+    def trace(self, plans: Sequence[str], order: str, model: torch.nn.Module, part: str) -> Trace:
+        """Return what the profiler saw as the trace of one step; raises ExecutionError as `kernels`.
+
+        `model` is the whole model, and `part` the path of what the session executes, empty for all of it.
+        """
+        origins = _Origins(Places(model, part))
         sizes: dict[str, int] = {}
         traced = []
         for node, event, backward, ms in self.kernels():
@@ -176,6 +181,7 @@ class Profile:
                     ms=ms,
                     recomputes=repeats(node),
                     by_torch=node.op_type in _BY_TORCH,
+                    module=origins.of(node),
                 )
             )
         boundary = next(node for node in self._graph.node if node.op_type == YIELD)
@@ -190,6 +196,7 @@ class Profile:
             engine_order=order,
             steps=len(self._rounds()),
             beside=self._beside(),
+            classes={path: type(module).__name__ for path, module in model.named_modules()},
         )
 
     def _beside(self) -> dict[str, float]:

@@ -17,13 +17,13 @@ from ortlab.engine.kept_values import ForwardOfGraph, Kept, name_of
 from ortlab.engine.passes.graph_edits import aten_operator
 from ortlab.engine.value_shapes import Inferred, ValueShapes
 from ortlab.errors import BuildError
-from ortlab.graphs.nodes import layer_of
 from ortlab.memory.saved_activations import (
     KeptInput,
     PlanEffect,
     SavedActivation,
     SavedActivations,
     largest_first,
+    layer_of,
 )
 from ortlab.memory.symbolic_sizes import Shape, shape_at
 from ortlab.options.options import setting_words

@@ -105,12 +105,25 @@ class PlanEffect:
         return None if removed is None or added is None else removed - added
 
 
-def place_of(row: SavedActivation) -> str:
-    """Return the module of an activation with a star for the layer's number: "transformer.h.*.mlp.act"."""
-    if not row.layer:
-        return row.module
-    container, dot, _ = row.layer.rpartition(".")
-    return f"{container}{dot}*" + row.module.removeprefix(row.layer)
+def layer_of(path: str) -> str:
+    """Return the path of the layer that a module is in: the first of its parents that is one of a numbered list.
+
+    Empty for a module that is in none.
+    """
+    names = path.split(".")
+    for count, name in enumerate(names, start=1):
+        if name.isdigit():
+            return ".".join(names[:count])
+    return ""
+
+
+def in_any_layer(path: str) -> str:
+    """Return the path of a module with a star for its layer's number: "transformer.h.*.mlp.act"."""
+    layer = layer_of(path)
+    if not layer:
+        return path
+    container, dot, _ = layer.rpartition(".")
+    return f"{container}{dot}*" + path.removeprefix(layer)
 
 
 def largest_first(rows: Iterable[SavedActivation]) -> tuple[SavedActivation, ...]:
@@ -249,7 +262,7 @@ class SavedActivations(Shown):
         found: dict[object, list[SavedActivation]] = {}
         for row in sorted(self.rows, key=lambda row: row.position):
             key = (
-                place_of(row),
+                in_any_layer(row.module),
                 row.operator,
                 row.output,
                 row.shape,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from ortlab import units
-from ortlab.memory.saved_activations import OUTSIDE, place_of
+from ortlab.memory.saved_activations import OUTSIDE, in_any_layer
 from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, row
 from ortlab.render.plan_pages import missing_notes
 from ortlab.render.plots import COLOURS, MIB, drawing, dress, key, new_figure, plain, say
@@ -200,7 +200,7 @@ def _activation(activations: SavedActivations, alike: tuple[SavedActivation, ...
     together = None if one.bytes is None else one.bytes * len(alike)
     cells = row(
         f"{one.operator} -> {one.output}" if one.output else one.operator,
-        Cell(place_of(one) or "the model itself", more=_details(alike)),
+        Cell(in_any_layer(one.module) or "the model itself", more=_details(alike)),
         "not known" if one.shape is None else " x ".join(map(str, one.shape)) or "scalar",
         one.dtype or "not known",
         units.count(len(alike)),
