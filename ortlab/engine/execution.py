@@ -342,6 +342,11 @@ class Execution(ExecutionView):
         self._info._buffer_for_ort_runs = None
         return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
+    def last_sizes(self) -> dict[str, int]:
+        """Return the symbolic dimensions as they were in its last call; empty where that call's inputs are gone."""
+        held = self._info._buffer_for_ort_runs or {}
+        return self._sizes({name: one for name, one in held.items() if isinstance(one, torch.Tensor)})
+
     def _sizes_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, int]:
         return self._sizes(self._graph_inputs(args, kwargs))
 

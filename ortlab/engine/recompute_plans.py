@@ -22,11 +22,12 @@ import onnx
 from ortlab.engine.inspection.places import Places
 from ortlab.engine.kept_values import name_of
 from ortlab.errors import BuildError
-from ortlab.graphs.nodes import YIELD, layer_of
+from ortlab.graphs.nodes import YIELD
 from ortlab.memory import insight
 from ortlab.memory.dialects import operators
 from ortlab.memory.plan_reading import read_plan
 from ortlab.memory.recompute import COPY, RecomputePlace, RecomputePlaces
+from ortlab.memory.saved_activations import layer_of
 
 if TYPE_CHECKING:
     import torch

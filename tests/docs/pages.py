@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import nbformat
+from forked import python
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbval.plugin import get_sanitize_patterns
@@ -187,7 +188,7 @@ async def _run(blocks: list[Block], folder: Path) -> None:
             block.printed, block.fault = "", ""
             if block.is_script:
                 before = [one.source for one in blocks[: blocks.index(block)] if _is_plain(one)]
-                _run_in_shell(block, folder, [sys.executable, "-c", "\n".join([*before, block.source])])
+                _run_in_shell(block, folder, python("-c", "\n".join([*before, block.source])))
             elif LANGUAGES[block.language] == "shell":
                 _run_in_shell(block, folder, ["/bin/bash", "-euo", "pipefail", "-c", block.source])
             else:
