@@ -169,7 +169,11 @@ def memory_time() -> Drawing:
             drawing.dot(*one, "ort" if one in front else "ort hollow", shape=shape)
         for name, (_, kind, shape) in _SHORT.items():
             drawing.dot(*at(name), kind, shape=shape)
-    drawing.text(48, top + high + 34, "step memory: how far a step rises above its start", "small quiet")
+    words = (
+        "step memory: how far a step rises above its start. Hollow: another of ortlab's settings needs no more memory "
+        "and less time."
+    )
+    drawing.text(48, top + high + 34, words, "small quiet")
     x = 30.0
     for words, kind, shape in (  # the line joins the best of ortlab
         ("ortlab: ONNX Runtime's plans", "ort", "circle"),

@@ -56,7 +56,7 @@ def trace_page(trace: Trace) -> Page:
     sentences = (
         f"Kernels took {units.duration(trace.forward_ms)} in the forward and {units.duration(trace.backward_ms)} in "
         f"the backward{again}. Measured with ONNX Runtime's profiler, which slows the step; each kernel's time is the "
-        f"shortest of {units.count(trace.steps)} steps."
+        f"shortest of {units.many(trace.steps, 'step')}."
     )
     memory = (
         f"Buffers of {units.size(found.peak)} are alive at the peak, in the {'backward' if at.backward else 'forward'} "
