@@ -1,7 +1,7 @@
 """What an export depends on: the structure of a call's inputs, and the module's own state.
 
 ORTModule 1.19.2 exports once and, with its default skip-check policy, never looks again: an input of another dtype
-ends in a raw ORT error (row T17), a flag of another value or a module switched to eval is ignored without a word.
+ends in a raw ORT error, a flag of another value or a module switched to eval is ignored without a word.
 ortlab takes a fingerprint of each call instead and rebuilds when it changes.
 """
 

@@ -90,6 +90,18 @@ def test_every_link_inside_the_repository_leads_somewhere(path):
     assert broken == []
 
 
+def test_no_page_and_no_help_names_a_row_of_a_list_that_readers_do_not_have():
+    code = [path for folder in (PACKAGE, REPOSITORY / "bench") for path in folder.rglob("*.py")]
+    assert len(code) > 200
+    named = {
+        str(path.relative_to(REPOSITORY)): found
+        for path in (*WRITTEN, *code)
+        if path.name != "contributing.md"  # says how a test is put to a row
+        and (found := re.findall(r"\b[Rr]ows? [A-Z]\d+\b", path.read_text(encoding="utf-8")))
+    }
+    assert named == {}
+
+
 def script(name: str):
     """Import a script of the manual, which lies in no package."""
     spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
@@ -112,6 +124,13 @@ def test_each_switch_has_a_section_with_advice_an_example_and_what_was_measured(
         models = re.findall(r"(?m)^\| `.*?` \| ([\w-]+) \|", section)
         assert set(models) == {"BERT", "GPT-2", "LSTM"} or "*Not measured: " in section
     assert made.index().count("\n| [`") == len(sections)
+
+
+def test_every_module_of_the_reference_stands_on_one_page():
+    made = script("module_pages")
+    modules = made.modules()
+    assert len(modules) == len({*modules}) > 50
+    assert [name for name in modules if importlib.util.find_spec(name) is None] == []
 
 
 def test_every_public_name_and_magic_has_an_example_with_an_output():
