@@ -92,9 +92,8 @@ def of_timm() -> dict[str, Outside]:
             "dla46_c",
             "poolformer_s12",
         ),
-        *("mobilevit_xxs", "inception_next_atto", "coat_tiny"),
+        *("mobilevit_xxs", "inception_next_atto", "resnet10t"),
     )
-    sizes = {"coat_tiny": {"img_size": 64}}
 
     def made(name: str, settings: dict[str, Any]) -> Outside:
         def build() -> nn.Module:
@@ -104,7 +103,7 @@ def of_timm() -> dict[str, Outside]:
 
         return Outside("timm", build, image(settings.get("img_size", 64)))
 
-    every = {**sized, **{name: sizes.get(name, {}) for name in plain}}
+    every = {**sized, **{name: {} for name in plain}}
     return {name: made(name, settings) for name, settings in every.items()}
 
 

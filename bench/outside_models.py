@@ -147,8 +147,9 @@ def train(outside: Outside) -> dict[str, Any]:
         for part in model.modules():
             if isinstance(part, torch.nn.modules.dropout._DropoutNd):  # noqa: SLF001
                 part.p = 0.0
-            if hasattr(part, "dropout_prob"):  # of labels, in diffusers
-                part.dropout_prob = 0.0
+            for name in ("drop_rate", "dropout_prob"):  # before a head, in timm; of labels, in diffusers
+                if hasattr(part, name):
+                    setattr(part, name, 0.0)
         torch.manual_seed(1)
         batches = [outside.batch(size) for size in SIZES]
         eager = steps(copy.deepcopy(model), copy.deepcopy(batches))
