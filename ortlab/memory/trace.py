@@ -140,6 +140,7 @@ WRITTEN_OVER: Final = {
     "ortlab::add_output_gradient": (0,),
     "ortlab::add_bias": (0,),
     "ortlab::cross_entropy_backward": (1,),
+    "ortlab::softmax_backward_over": (0,),
     "ortlab::chunked_cross_entropy_backward": (1, 2, 3),
 }
 """Of calls of torch that write their results over inputs, the numbers of these inputs, in the order of the results."""
