@@ -31,7 +31,8 @@ from ortlab.engine.passes.training_graph import GraphInfo
 from ortlab.errors import OptionError, did_you_mean
 from ortlab.graphs.nodes import executed_operator, joined, path_in, scopes_in
 from ortlab.memory.plan import RECOMPUTE_IS, PlanRow
-from ortlab.memory.recompute import COPY, PRODUCTS
+from ortlab.memory.products import is_product
+from ortlab.memory.recompute import COPY
 from ortlab.options.switches import (
     ALL_BUT_MATMULS,
     LAYERS,
@@ -190,7 +191,7 @@ def _handed_on(forward: ForwardPass, inside: Mapping[int, Region | None]) -> fro
 def _is_product(forward: ForwardPass, place: int, which: str) -> bool:
     """Tell whether a node is a product of matrices or a convolution; with "linear", one with a weight."""
     node = forward.nodes[place]
-    if executed_operator(node).rpartition(":")[2].rpartition(".")[2] not in PRODUCTS:
+    if not is_product(executed_operator(node)):
         return False
     return which != LINEAR or any(name in forward.determined for name in node.input if name)
 

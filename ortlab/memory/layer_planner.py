@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
-from ortlab.memory.recompute import PRODUCTS, with_values
+from ortlab.memory.products import is_product
+from ortlab.memory.recompute import with_values
 from ortlab.memory.trace import lifetimes
 from ortlab.options.switches import HALVES, LINEAR, MATMULS, NESTED_HALVES, LayerRange, read_layers
 
@@ -64,12 +65,7 @@ class LayerPlanner:
 
     def __init__(self, trace: Trace, again: Mapping[str, Sequence[frozenset[str]]]) -> None:
         self._trace = trace
-        self._products = {
-            name
-            for node in trace.nodes
-            if node.operator.rpartition(":")[2].rpartition(".")[2] in PRODUCTS
-            for name in node.outputs
-        }
+        self._products = {name for node in trace.nodes if is_product(node.operator) for name in node.outputs}
         self._again = {
             way: tuple(self._without_kept(names, way) for names in layers) for way, layers in again.items()
         }

@@ -13,6 +13,7 @@ from dataclasses import astuple, dataclass, field, replace
 from operator import add
 from typing import TYPE_CHECKING, Final
 
+from ortlab.memory.products import in_late_order, late_products
 from ortlab.memory.trace import lifetimes
 
 if TYPE_CHECKING:
@@ -234,12 +235,6 @@ def with_places(trace: Trace, places: Iterable[RecomputePlace], plans: tuple[str
     return replace(trace, nodes=tuple(_ordered(rest, again)), sizes={**trace.sizes, **sizes}, plans=plans)
 
 
-PRODUCTS: Final = frozenset(
-    """Conv ConvTranspose Einsum FusedConv FusedGemm FusedMatMul Gemm MatMul
-    addmm bmm convolution gemm linear matmul matmul_transposed""".split()  # noqa: SIM905
-)
-"""The operators that do most of a model's arithmetic, of ONNX and of torch."""
-
 PACKED: Final = "_packed"
 """What ortlab puts behind the name of a mask that is kept with eight entries in a byte."""
 
@@ -257,6 +252,8 @@ def with_values(trace: Trace, again: Collection[str]) -> Trace:
     recomputation is nested, `again` has the copies, too, that are made first, and that other copies read.
     """
     forward, backward = trace.nodes[: trace.first_backward], trace.nodes[trace.first_backward :]
+    late = late_products(backward, again)
+    backward = tuple(backward[number] for number in in_late_order(backward, late))
     masks = {node.outputs[1]: node for node in forward if node.operator == "Dropout" and node.outputs[1:]}
     packed = {name: masks[name] for name in masks.keys() & set(again)}
     sizes = dict(trace.sizes)

@@ -18,10 +18,10 @@ memory. No optimizer has to be switched off for it, and it takes no time.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from typing import Final, NamedTuple
 
 import onnx
 from onnx import AttributeProto, TensorProto, helper
@@ -35,7 +35,8 @@ from ortlab.engine.passes.graph_edits import (
     kernel_call,
 )
 from ortlab.engine.passes.training_graph import HIDING
-from ortlab.graphs.nodes import YIELD
+from ortlab.graphs.nodes import YIELD, executed_operator
+from ortlab.memory.products import in_late_order, late_products
 from ortlab.memory.recompute import COPY, HELD, PACKED
 from ortlab.memory.trace import ONNX_VIEWS
 
@@ -66,6 +67,9 @@ attention with its dropout among them, are left alone."""
 
 _APART: Final = "_apart"
 """Ends the names of what goes through a node that hands it on, on the way to who reads it."""
+
+_LATE: Final = "_late"
+"""Ends the names of what goes through a node that hands it on when another node has run."""
 
 _REPEATED_TYPES: Final = FLOAT_TYPES | {TensorProto.BOOL}
 
@@ -413,15 +417,53 @@ class _Rewrite:
         there, packing = set[str](), {*self.packed.values()}
         instead = self.first.again | self.last.again | {name: self.last.held[name] for name in self.packed}
         backward = set(forward.backward)
-        for place, node in enumerate(forward.nodes):
+        readings = [_Reading(executed_operator(node), node.input, node.output) for node in forward.nodes]
+        late = self._late(readings)
+        waits = {other: (name, forward.nodes[other].output[0]) for other, name in late.values()}
+        instead |= {made: made + _LATE for _, made in waits.values()}
+        for place in in_late_order(readings, late):
+            node = forward.nodes[place]
             if place in backward:
-                node = copied(node)  # noqa: PLW2901 - the same node
+                node = copied(node)
                 _read_instead(node, instead)
+                if place in late:
+                    _read_instead(node, {late[place][1]: late[place][1] + _LATE})
                 yield from _needed(node, made, there)
             if place in packing:
                 yield from self._packing(node)
             else:
                 yield node
+            if place in waits:
+                names = waits[place]
+                self._types |= {
+                    name + _LATE: forward.types.get(name, TensorProto.UNDEFINED) for name in names
+                }
+                yield helper.make_node(
+                    HIDING,
+                    names,
+                    [name + _LATE for name in names],
+                    name=f"{names[1]}{_LATE}",
+                    domain=_MICROSOFT,
+                )
+
+    def _late(self, readings: Sequence[_Reading]) -> dict[int, tuple[int, str]]:
+        """Return which products of the backward wait for others, by place: the other's, and what both read."""
+        backward, returned = (
+            set(self._forward.backward),
+            {one.name for one in self._forward.model.graph.output},
+        )
+        nodes = [node if place in backward else _Reading("", (), ()) for place, node in enumerate(readings)]
+        return {
+            place: (other, name)
+            for place, (other, name) in late_products(nodes, self.last.again.keys()).items()
+            if returned.isdisjoint(readings[other].outputs)
+        }
+
+
+class _Reading(NamedTuple):
+    operator: str
+    inputs: Sequence[str]
+    outputs: Sequence[str]
 
 
 def _read_instead(node: onnx.NodeProto, instead: Mapping[str, str]) -> None:

@@ -62,7 +62,7 @@ def forward_operators(lab):
     return Counter(
         node.op_type
         for node in nodes
-        if not any(name.endswith(("_recompute", "_held")) for name in node.output)
+        if not any(name.endswith(("_recompute", "_held", "_late")) for name in node.output)
     )
 
 
