@@ -406,6 +406,59 @@ def test_random_and_stateful_nodes_and_functions_run_once(wrapped):
     assert all(torch.equal(after[name], value) for name, value in model.state_dict().items())
 
 
+class Images(nn.Module):
+    """Blocks of convolutions with group norms, whose kernels are calls of torch."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(4, 8), nn.SiLU(), nn.Conv2d(8, 8, 3, padding=1)
+            )
+            for _ in range(3)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def test_group_norms_run_again(wrapped):
+    torch.manual_seed(3)
+    model, x = Images(), torch.randn(2, 8, 16, 16)
+    lab = wrapped(model)
+
+    def run():
+        model.zero_grad()
+        loss = model(x)
+        loss.backward()
+        return {"loss": loss.detach(), **{name: one.grad.clone() for name, one in model.named_parameters()}}
+
+    expected, kept = run(), lab.activations().total_bytes
+    for words in ("layers", "layers:1/2 nested", "layers:3 nested"):
+        lab.set(recompute=words)
+        assert_same(run(), expected)
+        assert any("GroupNorm" in node.name or "blocks.0.1" in node.name for node in copies(lab))
+        assert lab.activations().total_bytes < 0.6 * kept
+
+
+@pytest.mark.parametrize("aten", [True, False], ids=["torch's loss", "ORT's loss"])
+def test_labels_that_are_all_ignored_give_what_they_give_without(aten, wrapped):
+    torch.manual_seed(3)
+    model = MODELS["gpt2"](0.1)
+    lab, inputs = wrapped(model, aten_cross_entropy=aten), batch()
+    inputs["labels"] = torch.full_like(inputs["labels"], -100)
+    expected = gradients(lab, model, inputs)
+    assert expected["loss"].isnan()
+    for words in ("layers", "layers:1/2 nested", "all but matmuls"):
+        lab.set(recompute=words)
+        found = gradients(lab, model, inputs)
+        assert all(torch.equal(found[name].isnan(), one.isnan()) for name, one in expected.items())
+        assert all(torch.equal(found[name].nan_to_num(), one.nan_to_num()) for name, one in expected.items())
+        assert copies(lab)
+
+
 def test_parts_of_a_model_recompute_by_names_of_the_whole(wrapped):
     torch.manual_seed(3)
     model = MODELS["bert"](0.0)
