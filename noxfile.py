@@ -59,6 +59,15 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session(python="3.11")
+def front_ends(session: nox.Session) -> None:
+    """Try the panel in Notebook 7 and Voila, which nothing else needs; Chromium has to be there."""
+    session.install("--upgrade", "pip>=25.1")
+    groups = ("--group", "test", "--group", "browser")
+    session.install("-c", str(CONSTRAINTS), *groups, "-e", ".[cpu]", "notebook>=7.2", "voila>=0.5")
+    session.run("python", "-m", "pytest", *(session.posargs or ("tests/browser/front_ends.py",)))
+
+
+@nox.session(python="3.11")
 def lint(session: nox.Session) -> None:
     """Style of every Python file, and spelling of all that is read."""
     session.install("-c", str(CONSTRAINTS), "ruff", "codespell")

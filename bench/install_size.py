@@ -41,8 +41,8 @@ def main() -> None:
 
 
 def first_command(readme: str) -> str:
-    """Return the first command of the README: the content of its first code block."""
-    return readme.split("```")[1].partition("\n")[2].strip()
+    """Return the first command of the README: the content of its first block that installs."""
+    return readme.split("```sh installs\n")[1].partition("```")[0].strip()
 
 
 def run(command: str, folder: Path) -> float:

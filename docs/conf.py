@@ -17,6 +17,7 @@ ROOT = HERE.parent
 GENERATED = HERE / "_generated"
 sys.path[:0] = [str(ROOT), str(HERE)]
 
+import module_pages  # noqa: E402
 import reference_pages  # noqa: E402
 import switch_pages  # noqa: E402
 
@@ -94,6 +95,7 @@ def generate(_: Sphinx) -> None:
     (GENERATED / "log_levels.md").write_text(log_levels.markdown(), encoding="utf-8")
     (GENERATED / "known_messages.md").write_text(known_markdown(), encoding="utf-8")
     reference_pages.write(GENERATED)
+    module_pages.write(GENERATED)
     for notebook in (ROOT / "notebooks").glob("*.ipynb"):
         shutil.copy(notebook, GENERATED)
 
@@ -108,6 +110,14 @@ def exchange(old: str, new: str) -> Callable[..., None]:
     return act
 
 
+def forget_what_has_no_source(app: Sphinx) -> list[Any]:
+    """Keep what is written in C off the list of sources, which would link to a page that there is not."""
+    modules: dict[str, Any] = getattr(app.env, "_viewcode_modules", {})
+    for name in [name for name, source in modules.items() if not source]:
+        del modules[name]
+    return []
+
+
 def say_level(_app: Sphinx, _page: str, _template: str, context: dict[str, Any], _doctree: object) -> None:
     """Give the captions of contents the level that Sphinx leaves out of a heading, for who hears the page."""
     for part in ("furo_navigation_tree", "body"):
@@ -117,6 +127,7 @@ def say_level(_app: Sphinx, _page: str, _template: str, context: dict[str, Any],
 def setup(app: Sphinx) -> None:
     """Let each build start with `generate`, and no words be taken for types."""
     app.connect("builder-inited", generate)
+    app.connect("html-collect-pages", forget_what_has_no_source, priority=400)  # viewcode's is 500
     app.connect("html-page-context", say_level, priority=600)  # furo's is 500
     app.connect("autodoc-process-docstring", exchange(":", "\0"), priority=400)  # napoleon's is 500
     app.connect("autodoc-process-docstring", exchange("\0", ":"), priority=600)

@@ -3,14 +3,17 @@
     python docs/drawings.py        # writes docs/images/*.svg
 
 Everything in them comes from somewhere: the switches from their declarations, the points from `bench/results`, the
-curves from the rule that the text beside them states. `tests/docs/test_manual.py` says when a file is not what this
-script draws. They have a ground of their own, and follow the reader's light or dark setting.
+curves from the rule that the text beside them states, the rooms from the package and the manual's table of them.
+`tests/docs/test_manual.py` says when a file is not what this script draws. They have a ground of their own, and follow
+the reader's light or dark setting.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import math
+import re
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -166,7 +169,11 @@ def memory_time() -> Drawing:
             drawing.dot(*one, "ort" if one in front else "ort hollow", shape=shape)
         for name, (_, kind, shape) in _SHORT.items():
             drawing.dot(*at(name), kind, shape=shape)
-    drawing.text(48, top + high + 34, "step memory: how far a step rises above its start", "small quiet")
+    words = (
+        "step memory: how far a step rises above its start. Hollow: another of ortlab's settings needs no more memory "
+        "and less time."
+    )
+    drawing.text(48, top + high + 34, words, "small quiet")
     x = 30.0
     for words, kind, shape in (  # the line joins the best of ortlab
         ("ortlab: ONNX Runtime's plans", "ort", "circle"),
@@ -396,7 +403,78 @@ def what_parity_means() -> Drawing:
     return drawing
 
 
+_FLOORS = {
+    "errors": ("for all", ""),
+    "options": ("pure data", "runs no model"),
+    "engine": ("ONNX Runtime", "and torch's exporter"),
+    "runs": ("steps", "and what is found"),
+    "lab": ("what users hold", ""),
+    "render": ("what users see", ""),
+}
+"""The first room of each floor of the house, and what the floor is."""
+
+
+def rooms() -> list[str]:
+    """Return the rooms of the package in their order, which the table of `docs/contributing.md` gives."""
+    page = (HERE / "contributing.md").read_text(encoding="utf-8")
+    rows = re.findall(r"(?m)^\| (`[^|]*`) \|", page.partition("| room |")[2])
+    return [name for row in rows for name in re.findall(r"`(\w+)(?:/|\.py)`", row)]
+
+
+def said(room: str) -> str:
+    """Return the first sentence of a room's docstring, or of its file's."""
+    package = HERE.parent / "ortlab"
+    file = package / room / "__init__.py" if (package / room).is_dir() else package / f"{room}.py"
+    docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    first = re.split(r"(?<=\.)\s", docstring.partition("\n\n")[0])[0]
+    return " ".join(first.replace("`", "").split())
+
+
+def map_of_rooms() -> Drawing:
+    """Draw the rooms of the package, a floor for each kind, from the one that knows nobody down to what users see."""
+    floors: list[list[str]] = []
+    for room in rooms():
+        if room in _FLOORS:
+            floors.append([])
+        floors[-1].append(room)
+    left, wide, gap = 150, 700, 10
+    drawn = []
+    for floor in floors:
+        width = (wide - gap * (len(floor) - 1)) / len(floor)
+        drawn.append(
+            (
+                width,
+                [
+                    (room, textwrap.wrap(said(room), int((width - 12) / 6.3), break_on_hyphens=False))
+                    for room in floor
+                ],
+            )
+        )
+    heights = [34 + 14 * max(len(words) for _, words in boxes) for _, boxes in drawn]
+    drawing = Drawing(
+        900,
+        62 + sum(heights) + 14 * len(heights),
+        "The rooms of the package: each imports from those above it only",
+    )
+    drawing.text(20, 26, "A room imports from the rooms before it: left of it, or above.", "head")
+    y = 44
+    for floor, (width, boxes), height in zip(floors, drawn, heights, strict=True):
+        kind, more = _FLOORS[floor[0]]
+        drawing.text(20, y + 20, kind, "small head")
+        drawing.text(20, y + 36, more, "small quiet")
+        for number, (room, words) in enumerate(boxes):
+            x = left + number * (width + gap)
+            drawing.box(x, y, width, height, "kept" if room == "engine" else "box")
+            drawing.text(x + 9, y + 19, room, "head")
+            drawing.lines(x + 9, y + 36, words, "small", 14)
+        y += height + 14
+    drawing.path([(874, y - 14), (874, 48)], tip=True)
+    drawing.text(874, y + 4, "imports", "small quiet", "middle")
+    return drawing
+
+
 DRAWINGS = {
+    "rooms.svg": map_of_rooms,
     "memory-time.svg": memory_time,
     "way-of-a-step.svg": way_of_a_step,
     "kept-and-recomputed.svg": kept_and_recomputed,

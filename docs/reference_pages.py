@@ -54,7 +54,9 @@ def notebook(name: str, cell: dict[str, Any]) -> dict[str, Any]:
         described += "\n   :no-members:" if inspect.isclass(_object(name)) else ""
     shown = {**copy.deepcopy(cell), "metadata": {}}
     shown.pop("id", None)
-    above = _markdown(f"# `{name}`\n\n````{{eval-rst}}\n{described}\n````\n\n## Example\n\n{_before(name)}")
+    above = _markdown(
+        f"# `{name}`\n\n{_place(name)}````{{eval-rst}}\n{described}\n````\n\n## Example\n\n{_before(name)}"
+    )
     return {"cells": [above, shown], "metadata": _METADATA, "nbformat": 4, "nbformat_minor": 4}
 
 
@@ -66,6 +68,14 @@ _METADATA = {
 
 def _markdown(text: str) -> dict[str, Any]:
     return {"cell_type": "markdown", "metadata": {}, "source": text}
+
+
+def _place(name: str) -> str:
+    """Return the place that the page of a name's source links back to: the name where it is defined."""
+    if not name.startswith("ortlab."):
+        return ""
+    found = _object(name)
+    return f'<span id="{found.__module__}.{found.__qualname__}"></span>\n\n'
 
 
 def _before(name: str) -> str:

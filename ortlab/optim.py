@@ -1,6 +1,6 @@
 """ORT's FusedAdam and FP16_Optimizer, and what stands in for their CUDA extension where it is not compiled.
 
-Rows G1 to G4 of ORTModule's guidelines. `Run.optimizers` names what really made the steps.
+As ORTModule's guidelines use them. `Run.optimizers` names what really made the steps.
 """
 
 from __future__ import annotations

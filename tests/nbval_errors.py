@@ -10,7 +10,7 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from forked_kernels import ADDRESS, forked
+from forked import ADDRESS, forked
 from nbval.kernel import RunningKernel
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from ortlab.analyses.builds import engine_of, on_ort
-from ortlab.errors import ExecutionError, OrtlabError
+from ortlab.errors import ExecutionError, OptionError, OrtlabError
 from ortlab.records.runs import EXECUTED_BY_ORT, EXECUTED_BY_PARTS
 from ortlab.runs.experiment import check_count, leaving_no_trace
 from ortlab.runs.interrupts import interrupts_kept
@@ -30,12 +31,14 @@ def profile(
     n: int = _STEPS,
     *,
     part: str | None = None,
+    baseline: Literal["eager"] | None = None,
     memory_efficient_order: bool = False,
     progress: bool = True,
 ) -> Trace:
     """Run the last step again while ORT's profiler watches, and go back to where the lab was.
 
-    The step runs on ONNX Runtime with the present switches, whichever engine the lab is set to.
+    The step runs on ONNX Runtime with the present switches, whichever engine the lab is set to. With a baseline it runs
+    in PyTorch, too, and the times of both engines stand beside each other, module by module.
 
     Parameters
     ----------
@@ -43,6 +46,9 @@ def profile(
         How often; each kernel's time is the shortest of them.
     part
         Path of the part to profile, where several parts of the model are wrapped.
+    baseline
+        "eager": time each module in PyTorch as well. A module's time is its own, without its children's, and the
+        shortest of `n` steps.
     memory_efficient_order
         Whether nodes run in the order that ORT gives to sessions with recompute plans, though there may be none.
     progress
@@ -51,12 +57,12 @@ def profile(
     Returns
     -------
     Trace
-        Every node that ran, in its order, with time and size of its results.
+        Every node that ran, in its order, with time and size of its results; `by_module` has them module by module.
 
     Raises
     ------
     OptionError
-        If it is not clear which part is meant.
+        If it is not clear which part is meant, or the baseline is another than "eager".
     ExecutionError
         If PyTorch executed a step, as a fallback, or the step does not train.
     StepError
@@ -64,9 +70,24 @@ def profile(
     Exception
         Whatever the step raises. Weights and optimizer are then as they were before this call.
     """
+    if baseline not in (None, "eager"):
+        raise OptionError(
+            f"A profile cannot be held against {baseline!r}.",
+            why="Only PyTorch's own modules are timed beside it.",
+            fix='Use baseline="eager".',
+        )
     with profiled_step(bench, n, part, memory_efficient_order, progress=progress) as (seen, engine):
         in_order = memory_efficient_order or engine.execution.orders_for_memory
-        return seen.trace(engine.execution.plans, "memory efficient" if in_order else "default")
+        path = next(iter(bench.engines(part)))
+        order = "memory efficient" if in_order else "default"
+        trace = seen.trace(engine.execution.plans, order, bench.module, path)
+    if baseline is None:
+        return trace
+    from ortlab.analyses.eager_profile import eager_times
+
+    times = eager_times(bench, n, progress=progress)
+    inside = {one: ms for one, ms in times.items() if not path or one == path or one.startswith(f"{path}.")}
+    return replace(trace, eager=inside)
 
 
 def spent_on(bench: Bench, configuration: Configuration, *, progress: bool) -> str:

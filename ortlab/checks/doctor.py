@@ -96,7 +96,7 @@ def examine_wrappers(module: torch.nn.Module) -> Check:
     """Look at the order of the wrappers around a model; `module` is the outermost, what the training loop calls.
 
     The check is "ok" where ORT is inside what belongs around it, "fail" where the order cannot work, and "warn" where
-    nothing runs on ORT; with the nest in one line, and what mends it.
+    nothing runs on ORT; with the nest in one line, and what repairs it.
     """
     from ortlab.runs.wrapping import wrapper_order
 

@@ -25,7 +25,7 @@ FREE_SHARE: Final = 0.9
 GELU: Final = ", GELU recomputed"
 """What stands behind the engine's name at a point with plans."""
 
-F6: Final = 562.041593991271 / 479.2543353561354
+STATED: Final = 562.041593991271 / 479.2543353561354
 """Samples per second with GELU recomputed over those without, as ONNX Runtime states them of 16 A100."""
 
 

@@ -7,7 +7,7 @@ AttributeError, and the gradient of a gradient (`create_graph=True`) is lost.
 
 With `mem_efficient_grad_mgmt`, 1.19.2 makes the parameters outputs of an autograd Function whose backward accumulates
 the gradient at once (``_mem_efficient_grad_mgmt.py``), so that gradients reach PyTorch one by one while the backward
-graph still runs (row T7). It cannot be built, since ``_graph_transition_manager._post_export_process`` passes the
+graph still runs. It cannot be built, since ``_graph_transition_manager._post_export_process`` passes the
 parameters where the device is expected; and the Function keeps the parameters that the module had when it was exported,
 so that one that has been replaced since is trained no more.
 """

@@ -4,7 +4,7 @@ A session gets the values that modules take and return, and the gradients of the
 graph; they come with the parameters' gradients when the backward has run. The gradient graph itself is the one that
 runs without capture. What a session then optimises can be another: it does not fuse what somebody wants to see between.
 
-Upstream's `StatisticsSubscriber` puts an autograd.Function behind each module into the graph (row I3), which ends the
+Upstream's `StatisticsSubscriber` puts an autograd.Function behind each module into the graph, which ends the
 fusions of the gradient graph as well.
 """
 

@@ -265,7 +265,8 @@ class Execution(ExecutionView):
         info = self._info
         if info is not None:
             info._buffer_for_ort_runs = None
-            vars(info).pop("_ortlab_averages", None)
+            for name in ("_ortlab_averages", "_ortlab_written"):
+                vars(info).pop(name, None)
 
     # ---- parts ------------------------------------------------------------------------------------------------
 
@@ -280,7 +281,7 @@ class Execution(ExecutionView):
     @contextmanager
     def _environment(self) -> Iterator[None]:
         # The plan file is written when the session is created; fallback (see OrtEngine), densities and memory
-        # statistics (see Recording) and the cache of exports (row T11; see export_cache) are ortlab's own.
+        # statistics (see Recording) and the cache of exports (see export_cache) are ortlab's own.
         options = self.options.replace(
             memory_plan=(),
             fallback=False,
@@ -340,6 +341,11 @@ class Execution(ExecutionView):
         values = self._info.construct_inputs(tuple(args), dict(kwargs), True, self._manager._device)  # noqa: FBT003
         self._info._buffer_for_ort_runs = None
         return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+    def last_sizes(self) -> dict[str, int]:
+        """Return the symbolic dimensions as they were in its last call; empty where that call's inputs are gone."""
+        held = self._info._buffer_for_ort_runs or {}
+        return self._sizes({name: one for name, one in held.items() if isinstance(one, torch.Tensor)})
 
     def _sizes_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, int]:
         return self._sizes(self._graph_inputs(args, kwargs))

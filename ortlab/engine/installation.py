@@ -1,4 +1,4 @@
-"""Which packages are installed, whether they can train together, and which command mends it if they cannot.
+"""Which packages are installed, whether they can train together, and which command repairs it if they cannot.
 
 Nothing here imports torch or onnxruntime, except :func:`have`: a broken installation must be explained before
 it is touched, because the imports fail with messages that name neither the cause nor the cure.
@@ -136,7 +136,7 @@ def check_onnxruntime() -> Distribution:
             "ONNX Runtime Training is not installed.", fix=f"Run `{pip('install', _wanted(found))}`."
         )
     names = " and ".join(f"{one.name} {one.version}" for one in found)
-    mend = (
+    repair = (
         f"Run `{pip('uninstall', '-y', *(one.name for one in found))} && "
         f"{pip('install', _wanted(found))}`, then restart the kernel."
     )
@@ -144,18 +144,18 @@ def check_onnxruntime() -> Distribution:
         raise InstallError(
             f"{names} are installed together.",
             why="Each installs the package `onnxruntime` over the other's files.",
-            fix=mend,
+            fix=repair,
         )
     [one] = found
     if not one.is_training:
         raise InstallError(
             f"{names} is installed, which cannot train with ORTModule as ortlab needs it.",
             why=f"Training ended with release {ORT_VERSION} of {CPU} and {CUDA}.",
-            fix=mend,
+            fix=repair,
         )
     damage = _damage(one)
     if damage:
-        raise InstallError(f"The files of {names} are damaged.", why=damage, fix=mend)
+        raise InstallError(f"The files of {names} are damaged.", why=damage, fix=repair)
     missing = [name for name in _requirements(one.name) if not _is_installed(name)]
     if missing:
         raise InstallError(

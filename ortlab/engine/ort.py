@@ -382,7 +382,7 @@ class OrtEngine:
             execution.release_session()
             raise
         stage = "export" if exported else "graph" if built else "session"
-        if changed:  # no change of options asked for it, so it is said (row T17)
+        if changed:  # no change of options asked for it, so it is said
             with self._log.during(stage):
                 where = f"{self._part}: " if self._part else ""
                 self._log.add("WARNING", ORTLAB, f"{where}Built anew from the {stage} on: {changed}.")

@@ -5,9 +5,10 @@ Their users compile that extension with nvcc, for the CUDA of their torch
 arguments and compute what the kernels do, on any device; the formulas are those of the .cu files. A tensor in half
 precision is computed in float32, as in the kernels.
 
-Two faults of 1.19.2 are mended here. ``clip_grad_norm_fp32`` (``_modifier.py``), which takes the place of Megatron-LM's
-clipping, returns the norm before it has clipped anything unless the gradients of several GPUs are put together, and
-fails on a parameter without a gradient. ``check_overflow_for_grads`` looks at gradients on the current GPU only.
+Two faults of 1.19.2 are repaired here. ``clip_grad_norm_fp32`` (``_modifier.py``), which takes the place of
+Megatron-LM's clipping, returns the norm before it has clipped anything unless the gradients of several GPUs are put
+together, and fails on a parameter without a gradient. ``check_overflow_for_grads`` looks at gradients on the current
+GPU only.
 """
 
 from __future__ import annotations

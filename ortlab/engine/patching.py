@@ -1,6 +1,6 @@
 """Replace functions of other packages for good; attributes, context variables and what is garbage while a block runs.
 
-onnxruntime 1.19.2 is the last release of its training module, so its faults are mended from outside: a
+onnxruntime 1.19.2 is the last release of its training module, so its faults are repaired from outside: a
 function is replaced by one that calls it. Everything that ortlab replaces goes through :func:`replace`,
 which makes each replacement idempotent.
 """
@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import update_wrapper
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -69,15 +70,29 @@ def only_new_garbage() -> Iterator[None]:
 
     Among all objects of a process with transformers one takes a fifth of a second: most of the export of a small model.
     """
-    freezes = gc.get_freeze_count() < _FROZEN_BY_PYTHON  # whoever has frozen objects keeps them
+    if not _frozen.by_us and not _frozen.by_others:
+        _frozen.by_others = gc.get_freeze_count() >= _FROZEN_BY_PYTHON
+    freezes = not _frozen.by_us and not _frozen.by_others
     if freezes:
         gc.freeze()
+        _frozen.by_us = True
     try:
         yield
     finally:
         if freezes:
+            _frozen.by_us = False
             gc.unfreeze()
 
+
+@dataclass
+class _Frozen:
+    """Whether a block here, or somebody else, keeps objects frozen: to count them takes as long as a collection."""
+
+    by_us: bool = False
+    by_others: bool = False  # whoever has frozen objects keeps them
+
+
+_frozen: Final = _Frozen()
 
 _FROZEN_BY_PYTHON: Final = 1000
 """Python 3.12 freezes some hundred objects when it starts."""

@@ -28,7 +28,8 @@ from ortlab.engine.inspection.places import Places
 from ortlab.errors import ExecutionError
 from ortlab.graphs.flop_formulas import Shape, flops
 from ortlab.graphs.flops import NodeFlops
-from ortlab.graphs.nodes import YIELD, executed_operator, is_copy, layer_of, node_names, repeats
+from ortlab.graphs.nodes import YIELD, executed_operator, is_copy, node_names, repeats
+from ortlab.memory.saved_activations import layer_of
 from ortlab.memory.trace import Trace, TracedNode
 
 if TYPE_CHECKING:
@@ -153,16 +154,17 @@ class Profile:
         """
         rounds = self._rounds()
         if not rounds:
-            raise ExecutionError(
-                "Nothing was profiled: no forward was followed by its backward.",
-                fix="Profile a step that trains: forward, backward, optimizer.",
-            )
+            raise _nothing_to_profile()
         last, behind, _ = rounds[-1]
         for position, (event, node) in enumerate(zip(last, _in_order(last, self._graph), strict=True)):
             yield node, event, position >= behind, min(one[position]["dur"] for one, *_ in rounds) / 1000
 
-    def trace(self, plans: Sequence[str], order: str) -> Trace:
-        """Return what the profiler saw as the trace of one step; raises ExecutionError as `kernels`."""
+    def trace(self, plans: Sequence[str], order: str, model: torch.nn.Module, part: str) -> Trace:
+        """Return what the profiler saw as the trace of one step; raises ExecutionError as `kernels`.
+
+        `model` is the whole model, and `part` the path of what the session executes, empty for all of it.
+        """
+        origins = _Origins(Places(model, part))
         sizes: dict[str, int] = {}
         traced = []
         for node, event, backward, ms in self.kernels():
@@ -179,6 +181,7 @@ class Profile:
                     ms=ms,
                     recomputes=repeats(node),
                     by_torch=node.op_type in _BY_TORCH,
+                    module=origins.of(node),
                 )
             )
         boundary = next(node for node in self._graph.node if node.op_type == YIELD)
@@ -193,6 +196,7 @@ class Profile:
             engine_order=order,
             steps=len(self._rounds()),
             beside=self._beside(),
+            classes={path: type(module).__name__ for path, module in model.named_modules()},
         )
 
     def _beside(self) -> dict[str, float]:
@@ -217,13 +221,22 @@ class Profile:
         return _steps(self._events, len(self._graph.node) - 1)
 
 
+def _nothing_to_profile() -> ExecutionError:
+    return ExecutionError(
+        "Nothing was profiled: no forward was followed by its backward.",
+        fix="Profile a step that trains: forward, backward, optimizer.",
+    )
+
+
 @contextmanager
 def profiled(execution: Execution, *, memory_efficient_order: bool = False) -> Iterator[Profile]:
     """Let a training execution run in a session that is profiled; afterwards it has its own session again.
 
     With `memory_efficient_order` nodes run in the order that ORT gives to sessions with plans, though there may be
-    none.
+    none. Raises ExecutionError for an execution that has no backward.
     """
+    if not execution.training:
+        raise _nothing_to_profile()
     with tempfile.TemporaryDirectory(prefix="ortlab-") as folder:
         profile = Profile(Path(folder) / "profile", Path(folder) / "execution.onnx")
         with execution.profiling(profile, memory_efficient_order=memory_efficient_order):

@@ -6,10 +6,28 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
+
+GENERATORS: Final = (random.Random, np.random.Generator, np.random.RandomState)
+"""What draws random numbers beside torch; the modules `random` and `numpy.random` are read as these."""
+
+
+def state_of(generator: Any) -> Any:
+    """Return the state of a generator of Python, NumPy or torch."""
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return (getattr(generator, "getstate", None) or generator.get_state)()
+
+
+def put_state(generator: Any, state: Any) -> None:
+    """Give a generator a state that `state_of` has returned."""
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        (getattr(generator, "setstate", None) or generator.set_state)(state)
 
 
 @dataclass(frozen=True)

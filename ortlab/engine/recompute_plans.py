@@ -22,11 +22,12 @@ import onnx
 from ortlab.engine.inspection.places import Places
 from ortlab.engine.kept_values import name_of
 from ortlab.errors import BuildError
-from ortlab.graphs.nodes import YIELD, layer_of
+from ortlab.graphs.nodes import YIELD
 from ortlab.memory import insight
 from ortlab.memory.dialects import operators
 from ortlab.memory.plan_reading import read_plan
 from ortlab.memory.recompute import COPY, RecomputePlace, RecomputePlaces
+from ortlab.memory.saved_activations import layer_of
 
 if TYPE_CHECKING:
     import torch
@@ -43,14 +44,14 @@ PROBE_ANYWHERE = "1:0"
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """The answer of `get_serialized_ortmodule_memory_stat` (row F9), for a session without any plan applied."""
+    """The answer of `get_serialized_ortmodule_memory_stat`, for a session without any plan applied."""
 
     insight: str  # ORT's MemoryInsight table
     # By plan ("Gelu+:1:-1"): the predicted saving in bytes, summed over its places, in terms of symbolic dimensions;
     # and the number of places.
     savings: Mapping[str, tuple[str, int]]
     symbols: Mapping[str, int]  # sizes of the symbolic dimensions in the batch that the graph was built with
-    # For each symbol that counts labels which are not ignored: the number of all labels, a formula (row T16).
+    # For each symbol that counts labels which are not ignored: the number of all labels, a formula.
     label_totals: Mapping[str, str] = field(default_factory=dict)
 
 

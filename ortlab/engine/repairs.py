@@ -1,7 +1,7 @@
-"""Faults of onnxruntime 1.19.2's training module that are mended by replacing one function each.
+"""Faults of onnxruntime 1.19.2's training module that are repaired by replacing one function each.
 
-1.19.2 is the last release of that module. Each ``install_*`` names the file and the function whose fault it mends;
-all are idempotent. Faults of operators are mended in `ortlab.engine.operators.symbolics` and
+1.19.2 is the last release of that module. Each ``install_*`` names the file and the function whose fault it repairs;
+all are idempotent. Faults of operators are repaired in `ortlab.engine.operators.symbolics` and
 `ortlab.engine.passes.graph_passes`.
 """
 
@@ -27,6 +27,7 @@ from ortlab.engine.tracing import (
     guards,
     outputs,
     source_lines,
+    written_inputs,
 )
 from ortlab.errors import BuildError
 from ortlab.records.activation_statistics import SAMPLES, TensorStatistics
@@ -42,6 +43,7 @@ def install_all() -> None:
     buffers.install()
     carried.install()  # around `buffers`, which puts these back
     gradient_stops.install()
+    written_inputs.install()
     outputs.install()
     guards.install()
     source_lines.install()
@@ -373,7 +375,7 @@ def _drop_provider_of_other_kind(*, arena: bool) -> None:
 
 
 def install_statistics() -> None:
-    """Let ORTModule's StatisticsSubscriber write the right numbers, in the right steps (row T12); once.
+    """Let ORTModule's StatisticsSubscriber write the right numbers, in the right steps; once.
 
     ``utils.hooks._statistics_subscriber._summarize_tensor`` of 1.19.2 takes the sum of each bucket for its mean, so
     that its "std" is of the order of the sum: 3.74 for values between -0.87 and 0.59. The files keep their form, which

@@ -1,4 +1,4 @@
-"""The two samplers of onnxruntime.training.utils.data, mended: they balance the load of processes that train together.
+"""The two samplers of onnxruntime.training.utils.data, repaired: they balance the load of processes.
 
 As released, 1.19.2's ``sampler.py`` cannot be used for a second epoch, and gives processes different numbers of
 batches.
@@ -17,8 +17,8 @@ from ortlab.engine.patching import replace
 def samplers() -> tuple[Any, Any]:
     """Return `LoadBalancingDistributedSampler` and `LoadBalancingDistributedBatchSampler`, ready to use.
 
-    They are the classes of onnxruntime.training.utils.data: who imports them from there has them mended, too, once this
-    has been called.
+    They are the classes of onnxruntime.training.utils.data: who imports them from there has them repaired, too,
+    once this has been called.
     """
     load()
     from onnxruntime.training.utils.data import (

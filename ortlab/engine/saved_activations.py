@@ -17,13 +17,13 @@ from ortlab.engine.kept_values import ForwardOfGraph, Kept, name_of
 from ortlab.engine.passes.graph_edits import aten_operator
 from ortlab.engine.value_shapes import Inferred, ValueShapes
 from ortlab.errors import BuildError
-from ortlab.graphs.nodes import layer_of
 from ortlab.memory.saved_activations import (
     KeptInput,
     PlanEffect,
     SavedActivation,
     SavedActivations,
     largest_first,
+    layer_of,
 )
 from ortlab.memory.symbolic_sizes import Shape, shape_at
 from ortlab.options.options import setting_words
@@ -57,7 +57,11 @@ def read_activations(
             why="The model was in eval mode, or gradients were off.",
             fix="Run a training step: model.train(), then %%ort_step or lab.step(fn).",
         )
-    return _with_sizes(_activations(execution, model, part, None), sizes or {})
+    kept = _with_sizes(_activations(execution, model, part, None), sizes or {})
+    last = execution.last_sizes()
+    return replace(
+        kept, last_batch={name: size for name, size in last.items() if kept.symbols.get(name) != size}
+    )
 
 
 def with_plans(

@@ -1,13 +1,14 @@
 """What an export depends on: the structure of a call's inputs, and the module's own state.
 
 ORTModule 1.19.2 exports once and, with its default skip-check policy, never looks again: an input of another dtype
-ends in a raw ORT error (row T17), a flag of another value or a module switched to eval is ignored without a word.
+ends in a raw ORT error, a flag of another value or a module switched to eval is ignored without a word.
 ortlab takes a fingerprint of each call instead and rebuilds when it changes.
 """
 
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, is_, methodcaller
@@ -170,6 +171,7 @@ class ModuleReader:
             self._kinds |= kinds
             self._read_code()
             self._reached = Reached(self._module, self._functions)
+        self._awaited = sorted(self._reached.awaited)
         compared, others = self._reached.values()
         values += (*compared, *map(baked_in.content, chain(self._cells, self._code_cells)))
         tables = [attributes[name] for attributes in dicts for name in _TABLES]
@@ -205,6 +207,7 @@ class ModuleReader:
             [*map(len, self._sized)],
             [*map(tuple, self._named)],
             [*map(_FACTS, self._tensors)],
+            [*map(sys.modules.__contains__, self._awaited)],
         )
 
     def _read_code(self) -> None:

@@ -101,8 +101,7 @@ class _SessionOptions:
 
     def _get_session_config(self) -> Any:
         session_options, providers, provider_options = super()._get_session_config()  # type: ignore[misc]
-        # 1.19.2 passes its own enumeration for ORT's severity, so that WARNING hides warnings and FATAL is refused
-        # (rows T9, T10).
+        # 1.19.2 passes its own enumeration for ORT's severity, so that WARNING hides warnings and FATAL is refused.
         session_options.log_severity_level = (
             _VERBOSE if self.explains_places else log_level(self.options.log_level).backend_severity
         )
@@ -177,7 +176,7 @@ class _SessionOptions:
         runtime = self._runtime_options  # type: ignore[attr-defined]
         self.recomputes = bool(plans)
         with tempfile.TemporaryDirectory(prefix="ortlab-") as folder:
-            # 1.19.2 reads plans from a JSON file only (row T8), and only while it creates the session.
+            # 1.19.2 reads plans from a JSON file only, and only while it creates the session.
             runtime.memory_optimizer_config_file_path = ""
             if plans:
                 file = Path(folder) / "plans.json"
@@ -395,7 +394,7 @@ def register_operators(opset: int) -> None:
 def seed(value: int) -> None:
     """Seed ONNX Runtime's own generator, from which its Dropout draws; its state cannot be read, only set.
 
-    The value is at least 2: seeds 0 and 1 start the same stream on the CPU (row T13).
+    The value is at least 2: seeds 0 and 1 start the same stream on the CPU.
     """
     onnxruntime.set_seed(value)
 

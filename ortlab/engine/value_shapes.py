@@ -16,9 +16,8 @@ from onnx import TensorProto, numpy_helper
 from onnxruntime.training.ortmodule import _graph_transition_manager as _transitions
 
 from ortlab.engine import load
-from ortlab.engine.passes.call_shapes import called, without_memory
 from ortlab.engine.passes.graph_edits import NAMESPACE, aten_operator
-from ortlab.engine.passes.shapes import with_sizes
+from ortlab.engine.passes.shapes import called, with_sizes, without_memory
 from ortlab.memory.symbolic_sizes import Shape, shape_at, simplified
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Final, Literal
 
 from ortlab.memory.recompute import COPY, HELD
+from ortlab.memory.saved_activations import layer_of
 
 if TYPE_CHECKING:
     from onnx import GraphProto, NodeProto, ValueInfoProto
@@ -142,18 +143,6 @@ def _onnx_operators() -> frozenset[str]:
 def joined(path: str, name: str) -> str:
     """Return the path of what is called `name` in the module at `path`."""
     return f"{path}.{name}" if path else name
-
-
-def layer_of(path: str) -> str:
-    """Return the path of the layer that a module is in: the first of its parents that is one of a numbered list.
-
-    Empty for a module that is in none.
-    """
-    names = path.split(".")
-    for count, name in enumerate(names, start=1):
-        if name.isdigit():
-            return ".".join(names[:count])
-    return ""
 
 
 Phase = Literal["forward", "backward", "recomputed"]

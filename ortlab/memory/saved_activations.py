@@ -105,12 +105,25 @@ class PlanEffect:
         return None if removed is None or added is None else removed - added
 
 
-def place_of(row: SavedActivation) -> str:
-    """Return the module of an activation with a star for the layer's number: "transformer.h.*.mlp.act"."""
-    if not row.layer:
-        return row.module
-    container, dot, _ = row.layer.rpartition(".")
-    return f"{container}{dot}*" + row.module.removeprefix(row.layer)
+def layer_of(path: str) -> str:
+    """Return the path of the layer that a module is in: the first of its parents that is one of a numbered list.
+
+    Empty for a module that is in none.
+    """
+    names = path.split(".")
+    for count, name in enumerate(names, start=1):
+        if name.isdigit():
+            return ".".join(names[:count])
+    return ""
+
+
+def in_any_layer(path: str) -> str:
+    """Return the path of a module with a star for its layer's number: "transformer.h.*.mlp.act"."""
+    layer = layer_of(path)
+    if not layer:
+        return path
+    container, dot, _ = layer.rpartition(".")
+    return f"{container}{dot}*" + path.removeprefix(layer)
 
 
 def largest_first(rows: Iterable[SavedActivation]) -> tuple[SavedActivation, ...]:
@@ -160,6 +173,8 @@ class SavedActivations(Shown):
     rows: tuple[SavedActivation, ...]  #: The activations
     #: Sizes of the input's dimensions that the bytes are for.
     symbols: Mapping[str, int] = field(default_factory=dict)
+    #: Those that ONNX Runtime's last call had otherwise, since a graph serves batches of many sizes; empty where none.
+    last_batch: Mapping[str, int] = field(default_factory=dict, kw_only=True)
     inputs: tuple[KeptInput, ...] = ()  #: Inputs that the backward reads
     applied: tuple[str, ...] = ()  #: Recompute plans that are applied in the graph that it was read from
     #: Wrapped parts of the model that have no graph yet, because they were not called.
@@ -247,7 +262,7 @@ class SavedActivations(Shown):
         found: dict[object, list[SavedActivation]] = {}
         for row in sorted(self.rows, key=lambda row: row.position):
             key = (
-                place_of(row),
+                in_any_layer(row.module),
                 row.operator,
                 row.output,
                 row.shape,
@@ -316,6 +331,7 @@ class SavedActivations(Shown):
             self,
             rows=largest_first(evaluated(self.rows)),
             symbols=symbols,
+            last_batch={},
             inputs=tuple(replace(one, bytes=bytes_of(one)) for one in self.inputs),
             effects=tuple(
                 replace(one, removed=evaluated(one.removed), added=evaluated(one.added))
@@ -372,6 +388,11 @@ def merged(by_part: Mapping[str, SavedActivations], missing: tuple[str, ...] = (
         for name, size in activations.symbols.items():
             alike = all(other.symbols.get(name, size) == size for other in by_part.values())
             symbols[name if alike else f"{path}{_OF_PART}{name}"] = size
+    last = {
+        name if name in symbols else f"{path}{_OF_PART}{name}": size
+        for path, activations in by_part.items()
+        for name, size in activations.last_batch.items()
+    }
     return SavedActivations(
         largest_first(row for one in by_part.values() for row in one.rows),
         symbols,
@@ -379,6 +400,7 @@ def merged(by_part: Mapping[str, SavedActivations], missing: tuple[str, ...] = (
         tuple(dict.fromkeys(config for one in by_part.values() for config in one.applied)),
         missing,
         _together(effect for one in by_part.values() for effect in one.effects),
+        last_batch=last,
     )
 
 

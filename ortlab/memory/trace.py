@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from ortlab.memory.saved_activations import in_any_layer
 from ortlab.shown import Shown
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ class TracedNode:
     ms: float  # time of its kernel, measured with ORT's profiler; the shortest of the profiled steps
     recomputes: str = ""  # name of the node that it repeats for backward; empty for all others
     by_torch: bool = False  # whether its kernel is a call into PyTorch
+    module: str = (
+        ""  # path of the module that it computes or is a gradient of; empty for the model's own forward
+    )
 
 
 @dataclass(frozen=True, repr=False)
@@ -55,6 +59,9 @@ class Trace(Shown):
     steps: int = 1  # how many were profiled
     # What the quickest of them took beside its kernels, in ms: parts of `account`.
     beside: Mapping[str, float] = field(default_factory=dict)
+    # Of each module, by path, its class; and the ms of its own part of a step in PyTorch, where that was profiled too.
+    classes: Mapping[str, str] = field(default_factory=dict)
+    eager: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def forward_ms(self) -> float:
@@ -116,6 +123,24 @@ class Trace(Shown):
         frame = pd.DataFrame(rows, columns=["operator", "pass", "nodes", "time [ms]", "results [bytes]"])
         together = frame.groupby(["operator", "pass"], as_index=False).sum()
         return together.sort_values(["time [ms]", "operator"], ascending=[False, True], ignore_index=True)
+
+    def by_module(self) -> pd.DataFrame:
+        """Return one row per module, layers together: its own time in a step, in ms, without its children's.
+
+        Columns: module, class, nodes, time [ms], and eager [ms] where `lab.profile(baseline="eager")` has profiled
+        PyTorch as well. The rows stand by what ONNX Runtime takes longer, or by its time.
+        """
+        import pandas as pd
+
+        rows = [(node.module, 1, node.ms, 0.0) for node in self.nodes]
+        rows += [(path, 0, 0.0, ms) for path, ms in self.eager.items()]
+        frame = pd.DataFrame(rows, columns=["path", "nodes", "time [ms]", "eager [ms]"])
+        frame["module"] = [in_any_layer(path) for path in frame.pop("path")]
+        frame["class"] = [self.classes.get(row[0], "") for row in rows]
+        frame = frame.groupby(["module", "class"], as_index=False).sum()
+        order = frame["time [ms]"] - frame["eager [ms]"]
+        frame = frame.iloc[order.sort_values(ascending=False, kind="stable").index].reset_index(drop=True)
+        return frame if self.eager else frame.drop(columns="eager [ms]")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""

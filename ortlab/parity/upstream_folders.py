@@ -2,7 +2,7 @@
 
 A folder has one folder for each step, with a file for each activation and gradient, and `order.txt` with their names in
 the order in which they were written. Their form is that of 1.19.2, in
-`onnxruntime/training/utils/hooks/_statistics_subscriber.py`; ortlab's own writer, which mends the standard deviation,
+`onnxruntime/training/utils/hooks/_statistics_subscriber.py`; ortlab's own writer, which repairs the standard deviation,
 keeps it.
 """
 

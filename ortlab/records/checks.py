@@ -24,7 +24,7 @@ class Check:
     name: str  #: What, in a word or two
     status: Status  #: "ok", "warn" (works, but not as well as it could) or "fail"
     found: str  #: What was found, one line
-    fix: str = ""  #: Command or step that mends it; "" if nothing has to be mended
+    fix: str = ""  #: Command or step that repairs it; "" if nothing has to be repaired
 
 
 @dataclass(frozen=True, repr=False)
@@ -59,7 +59,7 @@ class Recipe(Shown):
     name: str  #: "fused_adam", "deepspeed", "apex" or "all"
     title: str  #: What it puts together
     code: str  #: Python, for a cell of its own
-    missing: tuple[str, ...] = ()  #: What it needs and this machine lacks, a sentence each with what mends it
+    missing: tuple[str, ...] = ()  #: What it needs and this machine lacks, a sentence each with a repair
 
 
 Outcome: TypeAlias = Literal["held", "did not hold", "stated", "failed", "not run"]

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from ortlab import units
-from ortlab.memory.saved_activations import OUTSIDE, place_of
+from ortlab.memory.saved_activations import OUTSIDE, in_any_layer
 from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, row
 from ortlab.render.plan_pages import missing_notes
 from ortlab.render.plots import COLOURS, MIB, drawing, dress, key, new_figure, plain, say
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from matplotlib.figure import Figure
 
     from ortlab.memory.saved_activations import ActivationGroup, Kind, SavedActivation, SavedActivations
@@ -51,12 +53,17 @@ def activations_page(activations: SavedActivations) -> Page:
 
 def _notes(activations: SavedActivations) -> tuple[tuple[Note, ...], tuple[Note, ...]]:
     how = Note(
-        f"Worked out from the shapes in the graph that runs, for {_sizes(activations)}; not measured. Results that are "
+        "Worked out from the shapes in the graph that runs, not measured. Results that are "
         "views of each other (Reshape and the like) share a buffer and are one row, so the rows add up. "
         "Parameters, inputs and constants are not kept for backward: they are there anyway.",
         Mark.QUIET,
     )
-    before = (*_unknown(activations), *_returned(activations), *_applied(activations))
+    before = (
+        *_other_batch(activations),
+        *_unknown(activations),
+        *_returned(activations),
+        *_applied(activations),
+    )
     return before, (*_inputs(activations), *missing_notes(activations), how, *_built(activations))
 
 
@@ -69,31 +76,61 @@ def _by_page(activations: SavedActivations, kind: Kind) -> Page:
         f"Saved activations by {kind}",
         (
             Note(total_sentence(activations)),
+            *_other_batch(activations),
             *_unknown(activations),
             groups_table(activations, kind, ""),
             *missing_notes(activations),
-            Note(f"For {_sizes(activations)}; worked out from shapes, not measured.", Mark.QUIET),
+            Note(_HOW, Mark.QUIET),
             *_built(activations),
         ),
     )
 
 
 def total_sentence(activations: SavedActivations) -> str:
-    """Say how much is kept, and in how many buffers."""
+    """Say how much is kept, in how many buffers, and for which batch."""
     least = "At least " if activations.unknown else ""
-    return f"{least}{units.size(activations.total_bytes)} in {units.many(activations.rows, 'buffer')}."
+    buffers = units.many(activations.rows, "buffer")
+    return f"{least}{units.size(activations.total_bytes)} in {buffers}, for {_sizes(activations.symbols)}."
+
+
+_HOW: Final = "Worked out from shapes, not measured."
+
+
+def batch_words(activations: SavedActivations) -> str:
+    """Say in a line of which batch the bytes are, and whether the last one was another."""
+    last = (
+        f"; ONNX Runtime's last batch had {_sizes(activations.last_batch)}" if activations.last_batch else ""
+    )
+    return f"For {_sizes(activations.symbols)}{last}. {_HOW}"
+
+
+def _other_batch(activations: SavedActivations) -> tuple[Note, ...]:
+    """Say that the last call was of another batch than the graph was built with, and how to ask for that."""
+    if not (last := activations.last_batch):
+        return ()
+    plain = all(name.isidentifier() for name in last)
+    given = ", ".join(f"{name}={size}" for name, size in last.items()) if plain else f"**{dict(last)}"
+    return (
+        Note(
+            "That is the batch that the graph was built with. ONNX Runtime's last batch had "
+            f"{_sizes(last)}: lab.activations().at({given}) works out what that one keeps.",
+            Mark.WARN,
+        ),
+    )
 
 
 def activations_notes(activations: SavedActivations) -> tuple[Note, ...]:
-    """Say what the rows alone do not: what is unknown, returned, applied, read from inputs, and which batch it is."""
-    notes = (
+    """Say what the rows alone do not: of which batch it is, what is unknown, returned, applied, read from inputs."""
+    return (
+        *_other_batch(activations),
         *_unknown(activations),
         *_returned(activations),
         *_applied(activations),
         *_inputs(activations),
         *missing_notes(activations),
+        Note(_HOW, Mark.QUIET),
+        *_built(activations),
     )
-    return (*notes, Note(f"For {_sizes(activations)}; worked out from shapes, not measured.", Mark.QUIET))
 
 
 def groups_table(activations: SavedActivations, kind: Kind, caption: str) -> Table:
@@ -163,7 +200,7 @@ def _activation(activations: SavedActivations, alike: tuple[SavedActivation, ...
     together = None if one.bytes is None else one.bytes * len(alike)
     cells = row(
         f"{one.operator} -> {one.output}" if one.output else one.operator,
-        Cell(place_of(one) or "the model itself", more=_details(alike)),
+        Cell(in_any_layer(one.module) or "the model itself", more=_details(alike)),
         "not known" if one.shape is None else " x ".join(map(str, one.shape)) or "scalar",
         one.dtype or "not known",
         units.count(len(alike)),
@@ -289,8 +326,8 @@ def _inputs(activations: SavedActivations) -> tuple[Note, ...]:
     return (Note(f"Backward also reads these inputs, which the caller holds anyway: {listed}.", Mark.QUIET),)
 
 
-def _sizes(activations: SavedActivations) -> str:
-    return ", ".join(f"{name} = {size:,}" for name, size in activations.symbols.items()) or "fixed sizes"
+def _sizes(symbols: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} = {size:,}" for name, size in symbols.items()) or "fixed sizes"
 
 
 # ---- the figure -----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ortlab import units
 from ortlab.memory.saved_activations import kept_with
+from ortlab.render.activations_page import batch_words
 from ortlab.render.budget_page import answer_notes, plans_words
 from ortlab.render.page import Block, Column, Mark, Note, Page, Table, row
 
@@ -56,7 +57,11 @@ def kept_states(activations: SavedActivations) -> dict[str, Any]:
         return {}
     bars = _bars(activations, names)
     kept = [bar["all"] for bar in bars["bars"]]
-    return {**bars, "low": 100, "states": [{"share": 1.0, "said": "", "cost": "", "kept": kept}]}
+    return {
+        **bars,
+        "low": 100,
+        "states": [{"share": 1.0, "said": batch_words(activations), "cost": "", "kept": kept}],
+    }
 
 
 def _bars(every: SavedActivations, names: Mapping[Kind, list[str]]) -> dict[str, Any]:

@@ -331,7 +331,7 @@ def switch_words(rebuild: Rebuild, pending: Rebuild) -> str:
         took = "" if rebuild.last_ms is None else f", {_measured(rebuild)}"
         return f"rebuilds the {STAGE_NAMES[rebuild.stage]}{took}"
     if pending.stage in STAGE_NAMES:
-        return f"saves the rebuild of the {STAGE_NAMES[pending.stage]}"
+        return "no rebuild if changed back"
     return "no rebuild, from the next step on" if rebuild.stage else "no rebuild"
 
 

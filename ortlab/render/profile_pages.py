@@ -56,7 +56,7 @@ def trace_page(trace: Trace) -> Page:
     sentences = (
         f"Kernels took {units.duration(trace.forward_ms)} in the forward and {units.duration(trace.backward_ms)} in "
         f"the backward{again}. Measured with ONNX Runtime's profiler, which slows the step; each kernel's time is the "
-        f"shortest of {units.count(trace.steps)} steps."
+        f"shortest of {units.many(trace.steps, 'step')}."
     )
     memory = (
         f"Buffers of {units.size(found.peak)} are alive at the peak, in the {'backward' if at.backward else 'forward'} "
@@ -68,6 +68,7 @@ def trace_page(trace: Trace) -> Page:
         (
             Note(sentences),
             *_account(trace),
+            *_modules(trace),
             Table("Operators by time", columns, rows, left_out=left_out),
             Note(memory),
         ),
@@ -84,6 +85,48 @@ def _account(trace: Trace) -> list[Table]:
         for part, ms in trace.account().items()
     ]
     return [Table("Where a step's time goes", columns, tuple(rows))]
+
+
+def _modules(trace: Trace) -> list[Block]:
+    """Hold each module's time against PyTorch's, where that was measured, by what ONNX Runtime takes longer."""
+    if not trace.eager:
+        return []
+    table = trace.by_module()
+    columns = (
+        Column("module", whole=True),
+        Column("class"),
+        Column("ONNX Runtime", numeric=True),
+        Column("share", numeric=True, meaning="of the whole step on ONNX Runtime"),
+        Column("PyTorch", numeric=True),
+        Column("ratio", numeric=True, meaning="ONNX Runtime's time over PyTorch's"),
+    )
+    rows = tuple(
+        row(
+            one["module"] or "the model itself",
+            one["class"],
+            units.duration(one["time [ms]"]),
+            units.percent(one["time [ms]"] / trace.step_ms if trace.step_ms else 0.0),
+            units.duration(one["eager [ms]"]),
+            units.ratio(one["time [ms]"] / one["eager [ms]"]) if one["eager [ms]"] else "",
+        )
+        for one in table.head(OPERATORS_SHOWN).to_dict("records")
+    )
+    more = len(table) - len(rows)
+    words = (
+        f"Its modules take {units.duration(table['time [ms]'].sum())} on ONNX Runtime and "
+        f"{units.duration(table['eager [ms]'].sum())} in PyTorch. Layers are added up. A module's time is its own, "
+        "forward and backward, without its children's. ONNX Runtime may compute two modules in one kernel, whose time "
+        "stands at one of them. PyTorch's times hold its Python as well."
+    )
+    return [
+        Table(
+            "Beside PyTorch, module by module: what ONNX Runtime loses most on comes first",
+            columns,
+            rows,
+            left_out=f"{units.count(more)} more rows: trace.by_module() has them." if more else "",
+        ),
+        Note(words, Mark.QUIET),
+    ]
 
 
 # ---- FLOPs ----------------------------------------------------------------------------------------------------------

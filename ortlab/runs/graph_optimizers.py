@@ -8,7 +8,7 @@ patterns such as attention.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 from ortlab.errors import OptionError
 
@@ -19,15 +19,22 @@ GraphOptimizer: TypeAlias = "Callable[[GraphProto], Any]"
 """Changes an ONNX graph in place; what it returns is ignored."""
 
 
+@overload
+def register_graph_optimizer(target_modules: GraphOptimizer) -> GraphOptimizer: ...
+@overload
 def register_graph_optimizer(
     target_modules: str = "all", devices: str = "all", priority: int = 0
-) -> Callable[[GraphOptimizer], GraphOptimizer]:
+) -> Callable[[GraphOptimizer], GraphOptimizer]: ...
+def register_graph_optimizer(
+    target_modules: str | GraphOptimizer = "all", devices: str = "all", priority: int = 0
+) -> GraphOptimizer | Callable[[GraphOptimizer], GraphOptimizer]:
     """Have a function change each gradient graph that is built from now on, and those of present labs anew.
 
     Parameters
     ----------
     target_modules
-        Names of the model classes it is meant for, with "|" between them, or "all".
+        Names of the model classes it is meant for, with "|" between them, or "all". A function is registered at
+        once, for all classes and devices, so that `@register_graph_optimizer` needs no brackets.
     devices
         "cpu", "cuda", "rocm", with "|" between them, or "all".
     priority
@@ -36,7 +43,7 @@ def register_graph_optimizer(
     Returns
     -------
     callable
-        The decorator; the function itself stays as it is. One of the same name is replaced.
+        The decorator, or the function if that was given; it stays as it is. One of the same name is replaced.
 
     Raises
     ------
@@ -49,7 +56,9 @@ def register_graph_optimizer(
     ... def fuse_attention(graph):
     ...     for nodes in GraphMatcher(graph).match_pattern(PATTERN): ...
     """
-    known = {"all", "cpu", "cuda", "rocm"}
+    if callable(target_modules):
+        return register_graph_optimizer()(target_modules)
+    modules, known = target_modules, {"all", "cpu", "cuda", "rocm"}
     if not set(devices.split("|")) <= known:
         raise OptionError(
             f"There is no device {devices!r} for a graph optimizer.",
@@ -60,7 +69,7 @@ def register_graph_optimizer(
         from ortlab.engine import graph_optimizers, load
 
         load()
-        graph_optimizers.register(function, modules=target_modules, devices=devices, priority=priority)
+        graph_optimizers.register(function, modules=modules, devices=devices, priority=priority)
         return function
 
     return register

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import random
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +20,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import torch
 
+from ortlab.engine.random_state import GENERATORS, put_state, state_of
 from ortlab.engine.tracing import baked_in
 from ortlab.engine.tracing.reached import global_names, is_object, used_names, written_by_users
 
@@ -38,7 +38,6 @@ _SPARE_BYTES: Final = 2**26
 """Tensors and arrays are copied up to twice the bytes of the model and this: averages are, large data is not."""
 
 _CONTAINERS: Final = (list, dict, set, deque)
-_GENERATORS: Final = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _ENDLESS: Final = (itertools.count, itertools.cycle)
 _OF_EVERY_MODULE: Final = frozenset(vars(torch.nn.Module()))
 
@@ -117,7 +116,7 @@ class PythonState:
                 for one in walk.arrays
             ],
             "large": [(_Held(one), label, _version(one)) for one, label in walk.large],
-            "generators": [(_Held(one), _read(one)) for one in walk.generators],
+            "generators": [(_Held(one), state_of(one)) for one in walk.generators],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: C901 - one case each
@@ -140,7 +139,7 @@ class PythonState:
                 self._lost[f"{label}, which is too large to keep a copy of"] = None
         for held, value in state["generators"]:
             if (id(held.thing), "") in self._of_steps:
-                _write(held.thing, value)
+                put_state(held.thing, value)
 
 
 class _Cell:
@@ -170,7 +169,7 @@ def _marks(walk: _Walk) -> dict[_Key, tuple[object, object]]:
         marks[id(one), ""] = (_version(one), one)
     for one in walk.generators:
         marks[id(one), ""] = (
-            repr(_read(one)) if not isinstance(one, torch.Generator) else _read(one).tolist(),
+            repr(state_of(one)) if not isinstance(one, torch.Generator) else state_of(one).tolist(),
             one,
         )
     return marks
@@ -232,7 +231,7 @@ class _Walk:
         elif isinstance(value, (types.MethodType, functools.partial)):
             for name in ("__self__", "__func__", "func", "args", "keywords"):
                 self._look(getattr(value, name, None), label, depth + 1)
-        elif isinstance(value, _GENERATORS):
+        elif isinstance(value, (torch.Generator, *GENERATORS)):
             self.generators.append(value)
         elif isinstance(value, _ENDLESS):
             self.endless.append(f"{label}, a {kind.__name__} of itertools")
@@ -352,20 +351,3 @@ def _refill(container: Any, items: list[Any]) -> None:
 
 def _is_same(one: Any, other: Any) -> bool:
     return one is other or (type(one) is type(other) is tuple and all(map(_is_same, one, other)))
-
-
-def _read(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.get_state() if isinstance(generator, np.random.RandomState) else generator.getstate()
-
-
-def _write(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)

@@ -157,7 +157,8 @@ class Measuring:
         self._experiment.start.seed(self._engine.name)
         self._engine.start_over()
         self._stopwatch.on_phase = self._reach
-        with self._gauge.ready() as self._gaps, self._stopwatch.watching():
+        gc.collect()
+        with only_new_garbage(), self._gauge.ready() as self._gaps, self._stopwatch.watching():
             yield
 
     def _warm_up(self) -> int:

@@ -29,7 +29,7 @@ FELL_BACK: Final = "fell back"
 FAILED: Final = "failed"
 
 TOO_LARGE: Final = frozenset({OVER, RAN_OUT, PREDICTED})
-"""Outcomes that less memory would mend."""
+"""Outcomes that less memory would repair."""
 
 
 @dataclass(frozen=True)

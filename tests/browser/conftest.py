@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from forked_kernels import forked
+from forked import forked
 
 from .server import CHROMIUM_FLAGS, JupyterServer, chromium_executable, started
 

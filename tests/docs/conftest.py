@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from forked_kernels import forked
+from forked import forked
 
 sys.path.append(str(Path(__file__).parent))  # pytest's importlib mode leaves sys.path alone
 import pages

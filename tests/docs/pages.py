@@ -7,6 +7,7 @@ What stands behind the language of a fence says how a block is meant:
     ```text output          what the block before it prints; a line `...` stands for any lines
     ```python script        a program: run by Python alone, after the blocks before it that hold no magics
     ```python needs-gpu     not run here; the words of `MARKS` stand in the paragraph above, for the reader
+    ```diff                 lines that a reader adds to a file of their own: shown, never run; `added` names them
     ```{include} FILE       a page within the page
     ```{literalinclude} F   a file that the reader saves beside the notebook
 """
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import nbformat
+from forked import python
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbval.plugin import get_sanitize_patterns
@@ -44,6 +46,7 @@ TIMEOUT_S = 600
 """What a block may take."""
 
 SCRIPT = "python script"
+DIFF = "diff"
 LANGUAGES = {"python": "kernel", "bash": "shell", "sh": "shell"}
 
 _FENCE = re.compile(
@@ -104,11 +107,12 @@ class Block:
 
 @dataclass
 class Page:
-    """The code blocks of a page in order, and the files that its reader saves."""
+    """The code blocks of a page in order, the files that its reader saves, and the lines that its diffs add."""
 
     path: Path
     blocks: list[Block] = field(default_factory=list)
     files: list[Path] = field(default_factory=list)
+    added: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -139,6 +143,8 @@ def read(path: Path) -> Page:
             page.files.append(path.parent / argument)
         elif info.startswith("{"):
             continue
+        elif info == DIFF:
+            page.added += [one[2:] for one in match["text"].splitlines() if one.startswith("+ ")]
         elif info == "text output":
             if page.blocks:
                 page.blocks[-1].expected = match["text"]
@@ -182,7 +188,7 @@ async def _run(blocks: list[Block], folder: Path) -> None:
             block.printed, block.fault = "", ""
             if block.is_script:
                 before = [one.source for one in blocks[: blocks.index(block)] if _is_plain(one)]
-                _run_in_shell(block, folder, [sys.executable, "-c", "\n".join([*before, block.source])])
+                _run_in_shell(block, folder, python("-c", "\n".join([*before, block.source])))
             elif LANGUAGES[block.language] == "shell":
                 _run_in_shell(block, folder, ["/bin/bash", "-euo", "pipefail", "-c", block.source])
             else:

@@ -23,6 +23,13 @@ def test_a_page_that_does_not_tell_what_a_block_is(tmp_path, text, said):
     assert said in note
 
 
+def test_a_diff_is_shown_and_never_run(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```diff\n+ lab = wrap(model)\n  loss()\n- old()\n```\n", encoding="utf-8")
+    read = pages.read(page)
+    assert (read.blocks, read.notes, read.added) == ([], [], ["lab = wrap(model)"])
+
+
 def test_a_page_is_run_as_it_is_written(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(

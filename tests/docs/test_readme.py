@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pages
 import pytest
@@ -42,6 +43,29 @@ def test_what_the_readme_installs_is_what_the_checks_install(blocks):
     assert "-c requirements/constraints.txt --group dev -e '.[cpu]'" in checks
     assert "-e '.[cpu]' && .venv/bin/ortlab demo" in installed  # the demo is run by tests/unit/test_demo.py
     assert tested == "./run-tests\n"
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["binder/requirements.txt", "environment.yml", ".devcontainer/devcontainer.json", "docs/installation.md"],
+)
+def test_every_other_way_installs_the_environment_of_the_readme(file):
+    text = (pages.REPOSITORY / file).read_text(encoding="utf-8")
+    assert re.search(r"-c (\.\./)?requirements/constraints\.txt", text)
+    assert re.search(r"-e '?\.\[cpu\]'?", text)
+
+
+@pytest.mark.parametrize("path", [README, pages.DOCS / "index.md"], ids=lambda path: path.name)
+def test_the_lines_that_the_first_screen_adds_are_those_of_the_first_minute(blocks, path):
+    run = [
+        re.sub(r"\s+# .*", "", line)
+        for block in blocks
+        if block.info == "python"
+        for line in block.source.splitlines()
+    ]
+    added = pages.read(path).added
+    assert len(added) == 4
+    assert [line for line in added if line not in run] == []
 
 
 def test_any_cell_may_follow_the_set_up_and_any_other(blocks, tmp_path):

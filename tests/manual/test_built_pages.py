@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
@@ -41,6 +43,67 @@ def built() -> Path:
     done = subprocess.run(sphinx, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
+
+
+class Read(HTMLParser):
+    """What links lead to a page and from it, and the words between its head and its foot."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.targets: list[str] = []
+        self.names: set[str] = set()
+        self.words = 0
+        self._inside: list[str] = []
+        self.feed(page.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        self.names |= {given[key] for key in ("id", "name") if given.get(key)}
+        self.targets += [given[key] for key in ("href", "src") if given.get(key)]
+        if tag in {"article", "script", "style"}:
+            self._inside.append(tag)
+
+    def handle_endtag(self, tag):
+        if self._inside and self._inside[-1] == tag:
+            self._inside.pop()
+
+    def handle_data(self, data):
+        if self._inside == ["article"]:
+            self.words += len(data.split())
+
+
+@pytest.fixture(scope="module")
+def read(built) -> dict[Path, Read]:
+    return {page: Read(page) for page in built.rglob("*.html")}
+
+
+def test_every_link_of_the_built_manual_leads_to_a_page_and_a_place_on_it(built, read):
+    checked, broken = 0, set()
+    for page, found in read.items():
+        for target in found.targets:
+            address = urlsplit(target)
+            if address.scheme or address.netloc:  # elsewhere, or a picture in the page itself
+                continue
+            checked += 1
+            aim = (page.parent / unquote(address.path)).resolve() if address.path else page
+            anchor = unquote(address.fragment)
+            if not aim.is_file() or (anchor and aim in read and anchor not in read[aim].names):
+                broken.add(f"{page.relative_to(built)}: {target}")
+    print(f"{checked:,} links checked on {len(read):,} pages")
+    assert sorted(broken) == []
+    assert checked > 10_000
+
+
+def test_no_page_is_a_book(built, read):
+    words = {
+        str(page.relative_to(built)): found.words
+        for page, found in read.items()
+        if "_modules" not in page.parts
+    }
+    longest = max(words, key=words.__getitem__)
+    print(f"{len(words):,} pages, the longest {longest} with {words[longest]:,} words")
+    assert words[longest] < 8_000
+    assert words["index.html"] > 300  # words are counted
 
 
 @pytest.fixture(scope="module")

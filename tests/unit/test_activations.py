@@ -164,6 +164,31 @@ def test_another_batch_is_evaluated_as_it_would_be_built(stepped_models, name):
     assert small.lab.activations().total_bytes == large.lab.activations().at(batch=2).total_bytes
 
 
+def test_the_record_says_which_batch_it_is_of_and_that_the_last_one_was_another(stepped_models):
+    small, large = stepped_models("bert"), stepped_models("bert", batch=6)
+    assert ", for input_ids_dim0 = 2, input_ids_dim1 = 16" in text.render(small.lab.activations())
+    usual, small.batch = small.batch, large.batch
+    try:
+        small.lab.step(small.step, progress=False)
+        activations = small.lab.activations()
+    finally:
+        small.batch = usual
+        small.lab.step(small.step, progress=False)
+    assert activations.last_batch == {
+        name: 6 for name in activations.symbols if name.endswith("dim0")
+    }  # nothing was built for it
+    asked = ", ".join(f"{name}=6" for name in activations.last_batch)
+    for page in (text.render(activations), text.render(activations.shown("layer")), html.render(activations)):
+        words = " ".join(page.split())
+        assert "That is the batch that the graph was built with." in words
+        assert f"lab.activations().at({asked})" in words
+    evaluated = activations.at(**activations.last_batch)
+    assert evaluated.total_bytes == large.lab.activations().total_bytes
+    assert not evaluated.last_batch
+    assert "built with" not in text.render(evaluated)
+    assert not small.lab.activations().last_batch
+
+
 def test_rows_say_where_in_the_model_they_are(stepped):
     modules = dict(stepped.model.named_modules())
     for row in stepped.lab.activations().rows:

@@ -12,6 +12,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from forked import python
 
 import ortlab
 from ortlab import cli
@@ -23,7 +24,7 @@ REPOSITORY = Path(__file__).parents[2]
 def ortlab_command(*arguments: str, **keywords) -> subprocess.CompletedProcess:
     keywords.setdefault("timeout", 300)
     return subprocess.run(
-        [sys.executable, "-m", "ortlab.cli", *arguments],
+        python("-m", "ortlab.cli", *arguments),
         capture_output=True,
         text=True,
         check=False,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked import python
 
 from ortlab.checks import demo
 from ortlab.records.runs import Ledger
@@ -31,7 +31,7 @@ def tokenizer():
 def test_from_the_command_line_to_the_saved_runs(tmp_path):
     target = tmp_path / "runs.json"
     result = subprocess.run(
-        [sys.executable, "-m", "ortlab.cli", "demo", *TINY, "--save", str(target)],
+        python("-m", "ortlab.cli", "demo", *TINY, "--save", target),
         capture_output=True,
         text=True,
         check=False,
@@ -65,7 +65,7 @@ def test_from_the_command_line_to_the_saved_runs(tmp_path):
 
 def test_a_save_that_cannot_be_written_is_told_before_training(tmp_path):
     result = subprocess.run(
-        [sys.executable, "-m", "ortlab.cli", "demo", *TINY, "--save", str(tmp_path / "no" / "folder.json")],
+        python("-m", "ortlab.cli", "demo", *TINY, "--save", tmp_path / "no" / "folder.json"),
         capture_output=True,
         text=True,
         check=False,

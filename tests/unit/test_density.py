@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import python
 from small_transformers import bert, gpt2
 from torch import nn
 
@@ -228,7 +229,7 @@ ortmodule.ORTModule(Loss())(torch.randn(4, 4), y).backward()
 def test_as_released_there_is_no_table_of_densities_and_no_memory_on_the_cpu():
     folder = Path(__file__).with_name("engine")
     finished = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", RAW],
+        python("-W", "ignore", "-c", RAW),
         check=True,
         capture_output=True,
         text=True,

@@ -7,13 +7,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from functools import partial
 
 import pytest
 import torch
+from forked import python
 from small_transformers import batch_of, gpt2, step_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -701,9 +701,7 @@ def test_what_a_build_says_is_kept(lab, experiment, capfd):
 
 def test_loading_onnx_runtime_leaves_the_root_logger_alone():
     program = "import logging, ortlab.engine; ortlab.engine.load(); print(logging.getLogger().handlers)"
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True
-    )
+    result = subprocess.run(python("-W", "ignore", "-c", program), capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from forked import python
 
 import ortlab
 from ortlab.errors import ExecutionError, OptionError
@@ -114,7 +115,7 @@ print("batches:", len(batches), len(list(batches)))
 @pytest.mark.row("G5")
 def test_as_released_the_samplers_fail():
     finished = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", AS_RELEASED], check=False, capture_output=True, text=True
+        python("-W", "ignore", "-c", AS_RELEASED), check=False, capture_output=True, text=True
     )
     assert "second epoch: The truth value of an array" in finished.stdout, finished.stderr
     assert "batches: 1 4" in finished.stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -411,23 +412,7 @@ def test_what_lies_between_phases_has_the_peak_only_above_them():
 
 # ---- phases of a run, and ORTModule's log --------------------------------------------------------------------------
 
-LOG = """\
-[0/8] step 0 memory (MiB) | phase: pre_forward | allocated: 1866 | max allocated: 1866 | cached: 1874 \
-| max cached: 1874 | inactive: 8 | max inactive: 8
-[0/8] step 0 memory (MiB) | phase: post_forward | allocated: 23277 | max allocated: 26215 | cached: 26406 \
-| max cached: 26406 | inactive: 193 | max inactive: 405
-[0/8] step 0 memory (MiB) | phase: pre_backward | allocated: 23277 | max allocated: 26215 | cached: 26406 \
-| max cached: 26406 | inactive: 193 | max inactive: 405
-[0/8] step 0 memory (MiB) | phase: post_backward | allocated: 2932 | max allocated: 26215 | cached: 26406 \
-| max cached: 26406 | inactive: 6158 | max inactive: 6158
-[0/8] step 1 memory (MiB) | phase: pre_forward | allocated: 2356 | max allocated: 26215 | cached: 26406 \
-| max cached: 26406 | inactive: 2454 | max inactive: 6165
-[0/8] step 1 memory (MiB) | phase: post_forward | allocated: 23767 | max allocated: 26705 | cached: 29342 \
-| max cached: 29342 | inactive: 2639 | max inactive: 6165
-[0/8] step 1 memory (MiB) | phase: pre_backward | allocated: 23767 | max allocated: 26705 | cached: 29342 \
-| max cached: 29342 | inactive: 2639 | max inactive: 6165
-[0/8] step 1 memory (MiB) | phase: post_backward | allocated: 3422 | max allocated: 26705 | cached: 29342 \
-| max cached: 29342 | inactive: 5284 | max inactive: 6165"""
+LOG = (Path(__file__).parents[2] / "docs" / "memory_phases_2023.txt").read_text(encoding="utf-8").rstrip()
 """What upstream's guidelines show of a run on eight GPUs (the observer that was added there with #16213)."""
 
 

@@ -66,7 +66,7 @@ def test_what_is_pending_is_said_with_its_reason_and_time(lab, experiment):
     assert page.count("the session") == 1  # what is rebuilt is said once
     pending = lab.rebuild()
     assert switch_words(lab.rebuild("intra_op_spinning"), pending) == ""  # it is rebuilt anyway
-    assert switch_words(lab.rebuild(memory_level=0), pending) == "saves the rebuild of the session"
+    assert switch_words(lab.rebuild(memory_level=0), pending) == "no rebuild if changed back"
     assert switch_words(lab.rebuild("opset"), pending).startswith("rebuilds the export, ")
 
 

@@ -17,8 +17,7 @@ import torch
 
 from ortlab.checks import selftest
 from ortlab.checks.headline import GELU, Headline, Row, largest
-from ortlab.checks.selftest_models import parted
-from ortlab.checks.selftest_parts import _LEFT_ALONE, PARTS, other_value
+from ortlab.checks.selftest_parts import _LEFT_ALONE, PARTS, other_value, parted
 from ortlab.errors import LedgerError, OptionError
 from ortlab.options.options import switches
 from ortlab.records.checks import Finding, SelfTest

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import python
 from torch import nn
 
 import ortlab
@@ -126,7 +127,7 @@ module(torch.randn(16, 4))
 @pytest.mark.row("T12")
 def test_as_released_the_deviation_of_a_tanh_is_beyond_one(tmp_path):
     subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", RAW, str(tmp_path / "out")],
+        python("-W", "ignore", "-c", RAW, tmp_path / "out"),
         check=True,
         cwd=Path(__file__).with_name("engine"),
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},

@@ -19,7 +19,7 @@ from transformers import BertConfig, BertForMaskedLM
 
 import ortlab.notebook.widgets.panel
 from ortlab import units
-from ortlab.errors import OptionError
+from ortlab.errors import ExecutionError, OptionError
 from ortlab.memory.saved_activations import kept_with
 from ortlab.notebook.widgets.frame import Attendant
 from ortlab.notebook.widgets.panel import Panel
@@ -144,7 +144,7 @@ def test_each_row_says_what_a_change_takes_now(panel, lab, run):
     run()
     assert re.search(r"rebuilds the session, [\d.]+ m?s in run 1", words_of(row))
     row.control.value = True
-    assert "saves the rebuild of the session" in words_of(row)
+    assert "no rebuild if changed back" in words_of(row)
     assert "Changed since the last build: intra_op_spinning." in words(panel)
     assert "ortlab-chip" not in panel.switches.row("memory_level").children[-1].value  # it is rebuilt anyway
     panel.rerun.click()
@@ -261,7 +261,11 @@ def test_a_tab_counts_changed_switches_and_stays_open_meanwhile(panel, lab):
     lab.set(memory_level=1)
     assert names()[3] == "Switches (1 changed)"
     assert panel.tabs.chosen == "Switches"
+    told = []
+    panel.tabs.bar.observe(lambda change: told.append(change.name), "index")
+    panel.switches.groups.observe(lambda change: told.append(change.name), "index")
     lab.set(memory_level=0)
+    assert told == []  # a browser in which another tab was pressed meanwhile stays there
     assert names()[3] == "Switches"
 
 
@@ -294,7 +298,7 @@ def test_changes_of_engine_and_switches_are_undone_one_by_one(panel, lab):
 
 def test_before_the_first_step_the_buttons_are_off_and_say_why(panel, run):
     assert "not built yet" in words(panel)
-    assert "No run yet." in words(panel)
+    assert "Next: run a training step" in words(panel)
     buttons = (panel.rerun, panel.plan, panel.activations, panel.measure)
     assert all("Run a step first" in button.tooltip for button in buttons)
     assert all(button.disabled for button in (*buttons, panel.compare))
@@ -849,6 +853,14 @@ def bert():
     lab.unwrap()
 
 
+def test_a_tab_that_is_not_read_yet_asks_for_no_step_that_has_run(panel, run):
+    assert "Run a step first" in panel.graph.children[0].value
+    run()  # what stands in the other tabs is what a user reads until the kernel has read them
+    assert "Reading the graph" in panel.graph.children[0].value
+    assert "Predict runs the last step" in panel.budget.result.value
+    assert panel.budget.shares.states == {}
+
+
 def test_before_a_prediction_the_memory_tab_says_the_next_step_and_shows_what_is_kept(panel, lab, run):
     panel.tabs.open("Memory")
     assert "Next: run a training step" in panel.budget.result.value
@@ -862,6 +874,27 @@ def test_before_a_prediction_the_memory_tab_says_the_next_step_and_shows_what_is
     assert panel.apply.disabled
     lab.set(memory_level=1)  # nothing is built for the bars
     assert panel.budget.shares.states == {}
+
+
+def test_after_a_step_without_a_backward_each_button_says_what_it_lacks(panel, lab):
+    lab.module.eval()
+    lab.step(torch.no_grad()(lambda: lab.module(torch.randn(4, 8))), n=3)
+    for one in ("Memory", "Graph"):
+        panel.tabs.open(one)
+        assert not panel.errors.text
+    assert "built no gradient" in panel.budget.result.value
+    assert panel.graph.graph.mode == "inference"
+    assert panel.predict.disabled
+    assert "trained nothing" in panel.predict.tooltip
+    for button in (panel.plan, panel.activations):
+        button.click()
+        assert "built no gradient" in panel.errors.text
+        assert "model.train()" in panel.errors.text
+    with pytest.raises(ExecutionError, match="no forward was followed by its backward"):
+        lab.profile(1, progress=False)
+    lab.module.train()
+    lab.step(lambda: lab.module(torch.randn(4, 8)).sum().backward(), n=3)
+    assert not panel.predict.disabled
 
 
 def test_a_prediction_that_is_older_than_the_switches_or_the_data_says_so(panel, lab, run):

@@ -12,7 +12,7 @@ hold each of these.
 
 onnxruntime 1.19.2 looks exports up by ``md5(str(module))`` and rank, so that other code, another opset or mode gets a
 graph that was made for something else: dropout goes on in `eval()`. Here a key covers the call, the module tree with
-its attributes, the code that its forward can reach, the switches, torch's own settings and the versions (row T11).
+its attributes, the code that its forward can reach, the switches, torch's own settings and the versions.
 Where it cannot, there is no key, and the reason is given.
 """
 

@@ -7,7 +7,7 @@ and the *old* code runs without a word; so do classes made in a function. :func:
 class its own name.
 
 The exporter also accepts a Function only if it derives from ``torch.autograd.Function`` directly, and
-passes boolean tensors as ``uint8``; both are mended in :func:`export_any_function`.
+passes boolean tensors as ``uint8``; both are repaired in :func:`export_any_function`.
 
 Functions of users are exported with their own backward, not with the derivative of a ``symbolic``: torch's exporter
 puts the ``symbolic`` of an ``autograd.Function`` into the graph where there is one, and ONNX Runtime then derives the

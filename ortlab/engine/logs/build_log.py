@@ -57,7 +57,7 @@ class _Listener(logging.Handler):
 
 
 def _corrected(text: str) -> str:
-    """Exchange the two warnings about deep copies, whose conditions 1.19.2 has swapped (row T20).
+    """Exchange the two warnings about deep copies, whose conditions 1.19.2 has swapped.
 
     They stand in ``_graph_transition_manager._get_exported_model``.
     """
@@ -139,7 +139,7 @@ def install() -> None:
     """Take the exporter's graphs where they are made, and redirect nothing while the user's model is traced.
 
     ``_logger.SuppressLogs`` redirects the descriptors of standard output and standard error around the whole export
-    at every level but VERBOSE, so that a debugger in the model's forward waits for input without a prompt (row T19).
+    at every level but VERBOSE, so that a debugger in the model's forward waits for input without a prompt.
     What it was after, torch prints with ``torch._C._jit_onnx_log``, from C++ and to a buffer of its own.
     """
     import torch

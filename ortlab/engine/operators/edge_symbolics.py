@@ -3,7 +3,7 @@
 Torch's exporter writes ``log1p(x)`` as ``log(1 + x)``, which is 0 for 1e-20, and ``logsigmoid(x)`` as the logarithm of
 a sigmoid, which is -inf for -100. Gradients of 1.19.2 at the bounds of a Clip, of Max and Min, and of a LeakyRelu with
 a negative slope are not PyTorch's either. Such an operator becomes a call of PyTorch's own, most with a formula for the
-backward (`ortlab.engine.operators.direct_gradients`). Bounds of a clamp and some powers have a form that is right.
+backward (`ortlab.engine.operators.torch_calls`). Bounds of a clamp and some powers have a form that is right.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The labels that count, of those that label sparsity leaves in: their number in the first batch.
 
 Where the compute optimizer leaves out rows whose label is ignored, ORT gives their number a symbol of its own,
-`valid_indices_count_<number>`, that no input has: the savings of recompute plans stay unresolved and sort last
-(row T16).
+`valid_indices_count_<number>`, that no input has: the savings of recompute plans stay unresolved and sort last.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _KEEPS_VALUES: Final = frozenset({"Reshape", "Flatten", "Identity", "Cast", "Squ
 
 
 def install() -> None:
-    """Let the mark that label sparsity looks for print nothing (row T14).
+    """Let the mark that label sparsity looks for print nothing.
 
     ``_runtime_inspector.FlagAndPrintDensity`` prints a line in each forward that an export takes;
     `ortlab.records.density` counts densities, and says which input they are of.

@@ -4,7 +4,7 @@ A forward hook of a sub-module runs in the export alone. What it returns is in t
 happens once. A backward hook there, and a hook on a tensor that a forward makes, never run: ONNX Runtime computes the
 gradients inside. Hooks on the wrapped module itself, on its outputs and on its parameters run as in PyTorch.
 
-Gradient checkpointing (row C3): ``ortmodule/__init__.py`` replaces ``torch.utils.checkpoint.checkpoint`` when it is
+Gradient checkpointing: ``ortmodule/__init__.py`` replaces ``torch.utils.checkpoint.checkpoint`` when it is
 imported, to trace through it at memory level 1; whoever imported the function earlier, as transformers and most
 notebooks do, has the old one, and the export ends in a message with ORTModule's variables and an unformatted
 ``{func_full_qual_name}``.

@@ -1,7 +1,7 @@
 """A module's buffers: as they were after an export, advanced by each step as torch advances them.
 
 A graph of onnxruntime 1.19.2 has no effects, so whatever a forward writes into a buffer is lost in training, while
-the export, which runs the real module, does write. Three things are mended here: the export leaves no traces; batch
+the export, which runs the real module, does write. Three things are repaired here: the export leaves no traces; batch
 normalisation keeps its statistics (the operator itself is torch's, see
 `ortlab.engine.operators.layer_symbolics.batch_norm`); any other module that writes into a buffer is refused.
 """

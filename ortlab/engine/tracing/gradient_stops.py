@@ -29,10 +29,11 @@ from ortlab.engine.patching import replace
 from ortlab.engine.tracing.source_lines import in_words, is_model_code
 from ortlab.engine.tracing.taps import is_tracing
 from ortlab.engine.tracing.traced_writes import ExpandedWrites, TracedWrites, memory, tensors_in
+from ortlab.engine.tracing.written_inputs import give_out
 from ortlab.errors import BuildError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 _GET_DATA: Final = torch.Tensor.data.__get__  # type: ignore[attr-defined] # a property, typed as a Tensor
 _SET_DATA: Final = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -71,8 +72,14 @@ def _trace_with_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, *args: Any) -> Any:
         if not ortmodule.ORTMODULE_ONNX_EXPORT_CONTEXT[0]:
             return original(self, *args)
-        with torch.set_grad_enabled(self.training), TracedStops(training=self.training).on():
-            return original(self, *args)
+        stops = TracedStops(training=self.training)
+        if (
+            self.training
+        ):  # what is a leaf in the export, and cannot be written to, may be none in the user's call
+            args = tuple(one.clone() if getattr(one, "requires_grad", False) else one for one in args)
+        with torch.set_grad_enabled(self.training), stops.on():
+            outputs = original(self, *args)
+            return give_out(self, args, stops.written(args), outputs)
 
     return forward
 
@@ -161,6 +168,8 @@ class TracedStops(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.in_function:
             return function(*args, **kwargs)
+        if isinstance(kwargs.get("out"), torch.Tensor):
+            return self._into(function, types, args, **kwargs)
         if not self._training:
             return self._with_writes(function, args, kwargs, _written_by(function, args, kwargs))
         if function in (_GET_DATA, _SET_DATA):
@@ -186,6 +195,15 @@ class TracedStops(TorchFunctionMode):
             return self._cut(result, sources)
         return self.stopped(result, sources)
 
+    def _into(self, function: Any, types: Any, args: Any, *, out: torch.Tensor, **kwargs: Any) -> Any:
+        """Compute what is written to `out`, and copy it there: the exporter knows no operator that takes one."""
+        if torch.is_grad_enabled() and any(one.requires_grad for one in tensors_in((args, kwargs, out))):
+            return function(*args, out=out, **kwargs)  # which PyTorch refuses
+        result = self.__torch_function__(function, types, args, kwargs)
+        if not isinstance(result, torch.Tensor) or result.shape != out.shape:
+            _refuse("An `out` that takes another shape", "use what the function returns")
+        return self.__torch_function__(torch.Tensor.copy_, types, (out, result))
+
     def _with_writes(self, function: Any, args: Any, kwargs: Any, written: torch.Tensor | None) -> Any:
         """Call a function with tensors that show what was written to their memory, and note what it writes."""
         given = list(tensors_in((args, kwargs)))
@@ -202,6 +220,12 @@ class TracedStops(TorchFunctionMode):
             results = list(tensors_in(result))
         self._writes.note_result(function, args, kwargs, given, results)
         return result
+
+    def written(self, inputs: Sequence[Any]) -> list[int]:
+        """Return the places of the inputs that were written to, which have their last values then."""
+        places = [place for place, one in enumerate(inputs) if self._writes.wrote_to(one)]
+        self._refresh([inputs[place] for place in places])
+        return places
 
     def _refresh(self, given: list[torch.Tensor]) -> None:
         """Give tensors the values that were written to their memory through others."""
@@ -367,9 +391,9 @@ def _mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
 
 def _refuse(what: str, instead: str) -> NoReturn:
     frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
-    line = in_words(next(frame for frame in frames if is_model_code(frame.f_code.co_filename)))
+    frame = next((one for one in frames if is_model_code(one.f_code.co_filename)), None)
     raise BuildError(
-        f"{what} cannot be exported: {line}",
+        f"{what} cannot be exported{f': {in_words(frame)}' if frame else '.'}",
         why="An ONNX graph has values and no memory; gradients or later steps would silently differ from PyTorch's.",
         fix=f"Instead, {instead}.",
     )

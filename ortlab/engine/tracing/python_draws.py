@@ -13,18 +13,17 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Final, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
 from ortlab.engine.patching import with_attributes
+from ortlab.engine.random_state import GENERATORS, put_state, state_of
 from ortlab.engine.tracing.baked_in import functions_of
 from ortlab.engine.tracing.source_lines import ORTLAB, TORCH, is_model_code, words_of
 from ortlab.engine.tracing.traced_values import is_certain_of_uniform
 from ortlab.errors import BuildError
-
-_KINDS: Final = (random.Random, np.random.Generator, np.random.RandomState)
 
 
 class PythonDraws:
@@ -51,7 +50,7 @@ class PythonDraws:
                 yield from self._traced(generators)
             finally:
                 for generator, state in zip(generators, before, strict=True):
-                    _set_state(generator, state)
+                    put_state(generator, state)
 
     def _traced(self, generators: tuple[Any, ...]) -> Iterator[None]:
         for generator in generators:  # so that only a forward that seeds it leaves it as its first run did
@@ -94,29 +93,12 @@ def _generators(module: torch.nn.Module) -> list[Any]:
         values = list(vars(part).values())
         for function in functions_of(type(part)).values():
             values += [function.__globals__.get(name) for name in function.__code__.co_names]
-        found |= {id(value): value for value in values if isinstance(value, _KINDS)}
+        found |= {id(value): value for value in values if isinstance(value, GENERATORS)}
     return list(found.values())
 
 
 def _states(generators: tuple[Any, ...]) -> list[Any]:
-    return [_state(one) for one in generators]
-
-
-def _state(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    if generator is random or isinstance(generator, random.Random):
-        return generator.getstate()
-    return generator.get_state()
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif generator is random or isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)
+    return [*map(state_of, generators)]
 
 
 def _same(one: Any, other: Any) -> bool:

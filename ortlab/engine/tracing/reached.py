@@ -2,8 +2,8 @@
 
 A trace holds their values, so a forward that branches on ``settings.DEBUG`` or multiplies with ``self.cfg.scale`` has
 to be traced anew once these are others. What counts is what stands in the code that `forward` can reach by names: other
-variables of a notebook, and the rest of a large object, may change as they like. Out of sight is what code reaches by
-names that are computed, and what a function imports while it runs.
+variables of a notebook, and the rest of a large object, may change as they like. Where code computes a name, as
+``getattr(settings, f"scale_{index}")`` does, all attributes of that object count.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import dataclasses
 import dis
 import enum
 import functools
+import importlib.util
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -114,7 +115,9 @@ class Reached:
 
     def __init__(self, module: torch.nn.Module, functions: Iterable[object] = ()) -> None:
         self.variables: list[Variable] = []
+        self.awaited: set[str] = set()  # modules that the forward imports, and that are not loaded yet
         self._names: set[str] = {"forward"}
+        self._any_of: set[str] = set()
         self._functions: dict[int, types.FunctionType] = {}
         self._pending: list[types.FunctionType] = []
         self._classes: dict[type, None] = {}
@@ -166,10 +169,14 @@ class Reached:
         found = bool(self._pending)
         while self._pending:
             function = self._pending.pop()
-            names, paths = _names_in(function.__code__)
-            self._names |= names
-            for path in paths:
+            found_names = _names_in(function.__code__)
+            self._names |= found_names.all
+            for path in found_names.paths:
                 self._follow(function, path)
+            if not _is_installed(function):
+                self._any_of |= found_names.any_of
+                for imported in found_names.imports:
+                    self._import(function, *imported)
             for name, cell in zip(function.__code__.co_freevars, baked_in.cells(function), strict=True):
                 self._look_at(baked_in.content(cell), name)
         for kind in list(self._classes):
@@ -191,11 +198,13 @@ class Reached:
     def _read_owners(self) -> bool:
         found = False
         for owner, table, label in list(self._owners.values()):
-            every = bool(_ANY_NAME & self._names)
+            every = bool(_ANY_NAME & self._names) and not isinstance(owner, types.ModuleType)
+            every |= label.rpartition(".")[2].removeprefix("global ") in self._any_of
             every |= not isinstance(owner, type) and any(
-                name in baked_in.functions_of(kind)
+                name in _READS_ANY
+                or (name in self._names and not _is_installed(kind) and _reads_itself(function))
                 for kind in _own_classes(type(owner))
-                for name in _READS_ANY
+                for name, function in baked_in.functions_of(kind).items()
             )
             for name in list(table):
                 wanted = every or name in self._names
@@ -226,6 +235,23 @@ class Reached:
             else:
                 self._add(Variable(owner, table, name, f"global {'.'.join(path[: position + 1])}"))
             return
+
+    def _import(self, function: types.FunctionType, level: int, name: str, parts: tuple[str, ...]) -> None:
+        """Look into the user's modules that a function imports while it runs."""
+        try:
+            full = importlib.util.resolve_name("." * level + name, function.__globals__.get("__package__"))
+        except ImportError:  # which running it raises, too
+            return
+        outer = full.split(".")
+        for one in (
+            *(".".join(outer[: end + 1]) for end in range(len(outer))),
+            *(f"{full}.{part}" for part in parts),
+        ):
+            module = sys.modules.get(one)
+            if module is None:
+                self.awaited.add(one)
+            elif _is_users(file := getattr(module, "__file__", None)) and "-packages" not in str(file):
+                self._owners.setdefault(id(module), (module, vars(module), one))
 
     def _add(self, variable: Variable) -> None:
         value = variable.value
@@ -320,13 +346,25 @@ def _by_identity(value: object) -> bool:
     return value is MISSING or not baked_in.matters(value) or type(value) in baked_in.FUNCTIONS
 
 
+class _Names(NamedTuple):
+    """The names in code, also in functions inside it."""
+
+    all: frozenset[str]  # of attributes and variables, and texts that may be such names
+    paths: tuple[tuple[str, ...], ...]  # global names with the attributes that follow
+    imports: tuple[tuple[int, str, tuple[str, ...]], ...]  # leading dots, module, and what is taken from it
+    any_of: frozenset[str]  # what `getattr` is called on with a name that is computed
+
+
 @lru_cache(maxsize=4096)
-def _names_in(code: types.CodeType) -> tuple[frozenset[str], tuple[tuple[str, ...], ...]]:
-    """Return the names of attributes in code, texts that may be such names, and the global names with what follows."""
-    names = set(code.co_names)
+def _names_in(code: types.CodeType) -> _Names:
+    names, any_of = set(code.co_names), set[str]()
     paths: dict[tuple[str, ...], None] = {}
+    imports: dict[tuple[int, str, tuple[str, ...]], None] = {}
     instructions = [one for one in dis.get_instructions(code) if one.opname not in _BETWEEN]
     for position, one in enumerate(instructions):
+        if one.opname == "IMPORT_NAME":
+            level, parts = (instructions[position - back].argval for back in (2, 1))
+            imports[level, str(one.argval), parts or ()] = None
         # Names that nobody can write are those by which pytest reaches itself from an assertion.
         if one.opname in ("LOAD_GLOBAL", "LOAD_NAME") and str(one.argval).isidentifier():
             path = [str(one.argval)]
@@ -335,14 +373,47 @@ def _names_in(code: types.CodeType) -> tuple[frozenset[str], tuple[tuple[str, ..
                     break
                 path.append(str(after.argval))
             paths[tuple(path)] = None
+            if path == ["getattr"]:
+                any_of |= _object_of_getattr(instructions[position + 1 :])
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            inner_names, inner_paths = _names_in(constant)
-            names |= inner_names
-            paths |= dict.fromkeys(inner_paths)
+            inner = _names_in(constant)
+            names |= inner.all
+            any_of |= inner.any_of
+            paths |= dict.fromkeys(inner.paths)
+            imports |= dict.fromkeys(inner.imports)
         elif isinstance(constant, str) and constant.isidentifier():
             names.add(constant)
-    return frozenset(names), tuple(paths)
+    return _Names(frozenset(names), tuple(paths), tuple(imports), frozenset(any_of))
+
+
+def _reads_itself(function: types.FunctionType) -> bool:
+    """Tell whether a method asks for attributes of its own object by names that it computes."""
+    code = function.__code__
+    return code.co_argcount > 0 and code.co_varnames[0] in _names_in(code).any_of
+
+
+def _object_of_getattr(instructions: list[dis.Instruction]) -> set[str]:
+    """Return the name of what `getattr` is asked of, by the instructions behind it; nothing if it asks for a text."""
+    found = [*_plain_loads(instructions)]
+    if not found:
+        return set()
+    asked, *rest = instructions[len(found) :]
+    default = [*_plain_loads(rest)] or [one for one in rest[:1] if one.opname == "LOAD_CONST" or one.arg == 0]
+    is_text = asked.opname == "LOAD_CONST" and any(
+        after.opname.startswith("CALL") for after in (rest[0], rest[len(default)])
+    )
+    return set() if is_text else {str(found[-1].argval)}
+
+
+def _plain_loads(instructions: list[dis.Instruction]) -> Iterator[dis.Instruction]:
+    """Yield the loads of a name and its attributes with which some instructions begin."""
+    for position, one in enumerate(instructions):
+        if not one.opname.startswith(
+            "LOAD_ATTR" if position else ("LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME")
+        ):
+            return
+        yield one
 
 
 _FILLING: Final = frozenset(("append", "add", "update", "extend", "clear"))
@@ -357,7 +428,7 @@ def written_by_users(function: types.FunctionType) -> bool:
 
 def global_names(code: types.CodeType) -> set[str]:
     """Return the names of globals that code reads, also in functions inside it."""
-    return {path[0] for path in _names_in(code)[1]}
+    return {path[0] for path in _names_in(code).paths}
 
 
 @lru_cache(maxsize=1024)

@@ -179,6 +179,10 @@ class TracedWrites:
         else:
             self._pending.pop(place, None)
 
+    def wrote_to(self, tensor: object) -> bool:
+        """Tell whether the memory of a tensor was written to."""
+        return isinstance(tensor, torch.Tensor) and bool(tensor.numel()) and memory(tensor) in self._written
+
     def stale(self, tensors: Iterable[torch.Tensor], results: Sequence[torch.Tensor]) -> bool:
         """Tell whether one of the tensors that an operator takes would show an old value in the graph.
 
@@ -262,7 +266,8 @@ class TracedWrites:
 
     def _reaches_its_base(self, tensor: torch.Tensor) -> bool:
         line = _line()
-        return not tensor._is_view() or any(
+        by_itself = not tensor._is_view() and self._view(tensor) is None  # torch calls no `detach` a view
+        return by_itself or any(
             reference() is tensor and made_on == line for reference, made_on in self._slices
         )
 

@@ -206,18 +206,19 @@ class GraphMagics(Magics):
 
         return show_graph(kernels.kernel(args.number))
 
-    @line(STEPS, PART, LAB)
+    @line(STEPS, takes("--baseline", choices=("eager",)), PART, LAB)
     def ort_profile(self, args: Line) -> Trace:
         """Run the last step again while ONNX Runtime's profiler watches: time and results of every kernel.
 
         ::
 
-            %ort_profile [-n STEPS] [--part PART] [--lab NAME]
+            %ort_profile [-n STEPS] [--baseline eager] [--part PART] [--lab NAME]
 
         Arguments:
 
         - ``-n STEPS``: how many steps, 3 if not given; each kernel's time is the shortest of them; a number or
           ``$name``.
+        - ``--baseline eager``: time each module in PyTorch as well, and show where ONNX Runtime takes longer.
         - ``--part PART``: path of the part to profile; needed where several parts of the model are wrapped.
         - ``--lab NAME``: variable of the lab; the one wrapped last if not given.
 
@@ -231,7 +232,7 @@ class GraphMagics(Magics):
 
             trace = lab.profile()
         """
-        return args.lab.profile(**args.given("n"), part=args.part)
+        return args.lab.profile(**args.given("n", "baseline"), part=args.part)
 
     @line(
         takes("--baseline", "option=value", nargs="+", action="extend", default=[], read=arguments.changes),

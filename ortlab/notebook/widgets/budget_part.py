@@ -38,6 +38,8 @@ _NO_STEP: Final = (
     "backward, and Predict says what less of it costs."
 )
 
+_NO_TRAINING: Final = "The last step trained nothing. Run a training step: model.train(), then %%ort_step."
+
 _AGAIN: Final = "Press Predict again."
 
 
@@ -83,6 +85,15 @@ class BudgetPart(controls.Column):
         else:
             self._old.value = ""
 
+    def follow(self) -> None:
+        """Say the next step, before the tab is opened: while the kernel is busy, what stands there is what is read."""
+        if self._before is None:
+            self.result.value = self._next_step()
+
+    def _next_step(self) -> str:
+        words = self.why_not_predict() or _FIRST if self._lab.status.can_repeat else _NO_STEP
+        return _note(words)
+
     def _unpredicted(self) -> tuple[str, dict[str, Any]]:
         """Return what stands here before anything is predicted: the next step, and what a step keeps."""
         states: dict[str, Any] = {}
@@ -91,7 +102,7 @@ class BudgetPart(controls.Column):
                 states = kept_states(self._lab.activations(progress=False))
             except BuildError as error:  # as after a call without gradients
                 return _note(f"{error.what} {error.fix}"), states
-        return _note(_FIRST if self._lab.status.can_repeat else _NO_STEP), states
+        return self._next_step(), states
 
     def _last(self) -> Run | None:
         return next((run for run in reversed(self._lab.runs) if not run.sweep), None)
@@ -99,7 +110,10 @@ class BudgetPart(controls.Column):
     def why_not_predict(self) -> str:
         """Say why nothing can be predicted; empty if it can."""
         several = len(self._lab.status.coverage.parts) > 1
-        return "A budget is for a model that is wrapped as a whole, or for one part of it." if several else ""
+        if several:
+            return "A budget is for a model that is wrapped as a whole, or for one part of it."
+        last = self._last()
+        return _NO_TRAINING if last is not None and last.mode == "evaluation" else ""
 
     def why_not(self) -> str:
         """Say why nothing can be applied yet; empty if it can."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -60,6 +60,18 @@ class ToggleButton(Lean, widgets.ToggleButton):
 
 class ToggleButtons(Lean, widgets.ToggleButtons):
     """Buttons of which one is pressed."""
+
+    def rename(self, options: Sequence[tuple[str, object]]) -> None:
+        """Give the same values other names, and tell the browser nothing of which is pressed.
+
+        ipywidgets presses the first one then. In the browser another may be pressed already, which a busy kernel does
+        not know yet.
+        """
+        self._initializing_traits_ = True
+        try:
+            self.options = options
+        finally:
+            self._initializing_traits_ = False
 
 
 class Checkbox(Lean, widgets.Checkbox):

@@ -129,7 +129,6 @@ class Tabs:
 
     def __init__(self, tabs: list[Tab], looks: Looks) -> None:
         self._tabs = tabs
-        self._naming = False
         self.bar = controls.ToggleButtons(options=self._names(), layout=looks.layout)
         self.bar.add_class("ortlab-tabbar")
         self.pages = controls.Box([tab.page for tab in tabs], layout=looks.layout)
@@ -162,14 +161,7 @@ class Tabs:
             self._name()
 
     def _name(self) -> None:
-        chosen = self.bar.value
-        self._naming = True  # new names choose the first tab, for a moment
-        try:
-            with self.bar.hold_sync():
-                self.bar.options = self._names()
-                self.bar.value = chosen
-        finally:
-            self._naming = False
+        self.bar.rename(self._names())
 
     def _names(self) -> list[tuple[str, str]]:
         return [(f"{tab.name} ({tab.count})" if tab.count else tab.name, tab.name) for tab in self._tabs]
@@ -178,5 +170,5 @@ class Tabs:
         return next(tab for tab in self._tabs if tab.name == name)
 
     def _chosen(self, change: Any) -> None:
-        if not self._naming and change["new"] is not None:
+        if change["new"] is not None:
             self._tab(change["new"]).on_open()

@@ -249,6 +249,8 @@ _PART_HEIGHT: Final = 380
 
 _NO_GRAPH: Final = "There is no graph yet. Run a step first: %%ort_step -n 20, or lab.step(fn, n=20)."
 
+_READING: Final = "Reading the graph."
+
 _RUNS: Final = 30
 """Runs that can be compared: the first, and the latest."""
 
@@ -315,22 +317,27 @@ class GraphPart(controls.Column):
 
     def opened(self) -> None:
         """Read the graph, unless it is shown already or nothing has run."""
-        status = self._lab.status
-        if not (status.can_repeat or status.executed_by):
+        if not self._has_run():
             return
         if self.map is None:
-            self._nothing.value = _said("Reading the graph.")
+            self._nothing.value = _said(_READING)
         with self._errors.watching():
             self._read()
         if self.map is None:
             self._nothing.value = _said("The graph could not be read; what went wrong stands above.")
 
     def follow(self) -> None:
-        """Say whether the map is still the lab's."""
+        """Say whether the map is still the lab's; before there is one, ask for no step that has run meanwhile."""
         if self.map is not None:
             parts = {"parts": [[one, one] for one in self._parts()], "part": self.part} if self.part else {}
             stale = DUE if is_due(self._lab) else ""
             self.map.say(stale=stale, runs=self._runs(), pair=self._pair(), **parts)
+        elif self._nothing.value == _said(_NO_GRAPH) and self._has_run():
+            self._nothing.value = _said(_READING)
+
+    def _has_run(self) -> bool:
+        status = self._lab.status
+        return status.can_repeat or bool(status.executed_by)
 
     def _read(self) -> None:
         if self.graph is not None and is_due(self._lab):

@@ -65,8 +65,8 @@ class Header(controls.Column):
         self.pending.value = html.fragment(Page("", (note,))) if note else ""
 
     def show_result(self) -> None:
-        """Show the last run in a line."""
-        runs = self._lab.runs
+        """Show the last run in a line; the points of a sweep are shown by the sweep."""
+        runs = [run for run in self._lab.runs if not run.sweep] or self._lab.runs
         self.result.value = html.fragment(Page("", (last_run_note(runs[-1]),))) if len(runs) else ""
 
 

@@ -296,6 +296,8 @@ class Panel(controls.Column):
     def _follow_memory(self) -> None:
         if self.tabs.chosen == MEMORY:
             self.budget.opened()
+        else:
+            self.budget.follow()
 
     def _show_progress(self, words: str, fraction: str) -> None:
         if self.actions.show_progress(words, float(fraction)) and words:

@@ -82,7 +82,8 @@ class RunsPart(controls.Column):
         for part in (self.table, self.chart):
             controls.show(part, on=bool(len(runs)))
         self.table.show(run_rows(runs, self.ticked, self._opened))
-        notes = [block for block in ledger_page(runs, NOTES_SHOWN).blocks if isinstance(block, Note)]
+        blocks = ledger_page(runs, NOTES_SHOWN).blocks if len(runs) else ()
+        notes = [block for block in blocks if isinstance(block, Note)]
         self._notes.value = html.fragment(Page("", tuple(notes)))
         self._show_card()
         self.scatter.show(self._single, self._opened)
@@ -193,7 +194,7 @@ class RunsPart(controls.Column):
 
     def _draw_chart(self) -> None:
         runs = [self._lab.runs.run(number) for number in self.ticked]
-        shown = runs or list(self._lab.runs)[-plots.RUNS_SHOWN :]
+        shown = runs or (self._single or list(self._lab.runs))[-plots.RUNS_SHOWN :]
         words = "Loss, step time and step memory of the ticked runs, or of the latest"
         self.picture.show(plots.overview(shown), words)
 

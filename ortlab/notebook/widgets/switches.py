@@ -127,7 +127,6 @@ class SwitchList(controls.Column):
         self._variables = variables
         self._looks = looks
         self._options = _DEFAULTS
-        self._relabelling = False
         self._rows: tuple[SwitchRow, ...] = ()
         self._shown: Group | None = None
         self.groups = controls.ToggleButtons(
@@ -167,19 +166,13 @@ class SwitchList(controls.Column):
         }
         labels = tuple((_group_label(group, counts[group]), group) for group in Group)
         if tuple(self.groups.options) != labels:
-            chosen = self.groups.value
-            self._relabelling = True  # new labels choose the first group, for a moment
-            try:
-                self.groups.options = labels
-                self.groups.value = chosen
-            finally:
-                self._relabelling = False
+            self.groups.rename(labels)
         for row in self._rows:
             row.show(options)
         self._show_group()
 
     def _show_group(self, _change: Any = None) -> None:
-        if self._relabelling or self._shown is self.groups.value:
+        if self._shown is self.groups.value:
             return
         before, self._shown = self._rows, self.groups.value
         self._rows = tuple(self._row_of(one) for one in switches() if one.group is self._shown)

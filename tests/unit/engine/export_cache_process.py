@@ -44,16 +44,6 @@ def bert():
     return BertForSequenceClassification(BertConfig(vocab_size=64, **sizes)), batch
 
 
-def gpt2():
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    ids = torch.arange(24).view(2, 12)
-    config = GPT2Config(
-        vocab_size=64, n_embd=16, n_layer=1, n_head=2, use_cache=False, bos_token_id=0, eos_token_id=0
-    )
-    return GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}
-
-
 def llama():
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -109,7 +99,7 @@ def run(make, folder):
 def main():
     warnings.simplefilter("ignore")
     folder = sys.argv[1]
-    print(json.dumps({make.__name__: run(make, folder) for make in (notebook_model, bert, gpt2, llama)}))
+    print(json.dumps({make.__name__: run(make, folder) for make in (notebook_model, bert, llama)}))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import sys
 from collections import OrderedDict
 from types import SimpleNamespace
 
@@ -32,10 +33,14 @@ class Settings:
     def __init__(self):
         self.factor, self.deep = 1.0, SimpleNamespace(on=False)
         self.steps_done = 0  # no forward reads it
+        self.factor_1 = 1.0
 
     @property
     def twice(self):
         return 2 * self.factor
+
+    def of(self, number):
+        return getattr(self, f"factor_{number}")
 
 
 class Slotted:
@@ -47,6 +52,18 @@ class Slotted:
 
 def louder(h):
     return h * (3 if LOUD else 1)
+
+
+def imports(_, h):
+    import rarely_used
+
+    return h * rarely_used.factor
+
+
+def imports_a_function(_, h):
+    from rarely_used import louder
+
+    return louder(h)
 
 
 class Reading(nn.Module):
@@ -69,6 +86,10 @@ class Reading(nn.Module):
 def set_global(_):
     global LOUD  # noqa: PLW0603 - what is tested
     LOUD = True
+
+
+def put_imported(_):
+    sys.modules["rarely_used"].factor = 3.0
 
 
 def put(path, value):
@@ -101,6 +122,14 @@ READ = {
     "an enumeration": (lambda m, h: h * m.mode.value, put("mode", Mode.TWO)),
     "an ordered dict": (lambda m, h: h * m.names["a"], lambda m: m.names.update(a=3.0)),
     "a long list": (lambda m, h: h * m.many[70], lambda m: m.many.__setitem__(70, 3.0)),
+    "a name that is computed": (lambda m, h: h * getattr(m.cfg, f"factor_{1}"), put("cfg.factor_1", 3.0)),
+    "a variable as a name": (
+        lambda m, h: h * sum(getattr(m.cfg, one) for one in ("factor_1",)),
+        put("cfg.factor_1", 3.0),
+    ),
+    "a name that a method computes": (lambda m, h: h * m.cfg.of(1), put("cfg.factor_1", 3.0)),
+    "a module imported in the forward": (imports, put_imported),
+    "a function imported in the forward": (imports_a_function, put_imported),
     "a tensor written to through .data": (lambda m, h: h * m.weights, lambda m: m.weights.data.mul_(3)),
 }
 
@@ -112,10 +141,21 @@ def as_before():
     LOUD, CALLS, Reading.scale, Settings.scale = False, 0, 1.0, 1.0
 
 
+@pytest.fixture
+def rarely_used(tmp_path, monkeypatch):
+    """A module of the user's that nothing has imported yet."""
+    (tmp_path / "rarely_used.py").write_text("factor = 1.0\n\ndef louder(h):\n    return h * factor\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("rarely_used", None)
+
+
+@pytest.mark.usefixtures("rarely_used")
 @pytest.mark.parametrize("name", READ)
 def test_what_a_forward_reads_is_noticed(name):
     read, change = READ[name]
     model = Reading(read)
+    read(model, torch.ones(4))
     reader = ModuleReader(model)
     before, state = module_schema(model), reader.state()
     assert reader.state() == state
@@ -124,9 +164,17 @@ def test_what_a_forward_reads_is_noticed(name):
     assert module_schema(model) != before
 
 
+@pytest.mark.usefixtures("rarely_used")
 @pytest.mark.parametrize(
     "name",
-    ["an object in an object", "a global in a function", "a number of an array", "an attribute of its class"],
+    [
+        "an object in an object",
+        "a global in a function",
+        "a number of an array",
+        "an attribute of its class",
+        "a name that is computed",
+        "a module imported in the forward",
+    ],
 )
 def test_the_next_step_computes_with_it(name):
     read, change = READ[name]

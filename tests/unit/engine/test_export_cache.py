@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import python
 from torch import nn
 
 import ortlab
@@ -317,10 +318,7 @@ def test_writers_and_readers_at_once_see_whole_entries_only(tmp_path):
         "    assert len(found) == 200_000 and len(set(found)) == 1, len(found)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    workers = [
-        subprocess.Popen([sys.executable, "-c", work, str(tmp_path), letter], env=environment)
-        for letter in "abc"
-    ]
+    workers = [subprocess.Popen(python("-c", work, tmp_path, letter), env=environment) for letter in "abc"]
     assert [worker.wait() for worker in workers] == [0, 0, 0]
     assert len(entries(tmp_path)) == 1
 

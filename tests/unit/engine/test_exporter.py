@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import subprocess
-import sys
 
 import pytest
 import torch
+from forked import python
 
 from ortlab.engine import exporter
 from ortlab.errors import InstallError
@@ -46,7 +46,7 @@ for name in names:
     assert now.keys() == once[name].keys()
 assert torch.onnx.export is export
 """
-    subprocess.run([sys.executable, "-c", script], check=True)
+    subprocess.run(python("-c", script), check=True)
 
 
 def test_what_a_failed_import_left_in_torch_is_taken_back():
@@ -62,7 +62,7 @@ assert functions() == before
 module = engine.load()
 assert module.torch_manual_seed is before[0]
 """
-    subprocess.run([sys.executable, "-c", script], check=True)
+    subprocess.run(python("-c", script), check=True)
 
 
 def test_a_torch_that_is_too_old_is_named_with_what_to_install(monkeypatch):

@@ -12,6 +12,7 @@ import time
 from dataclasses import FrozenInstanceError
 
 import pytest
+from forked import python
 
 from ortlab.engine import extensions
 from ortlab.engine.functions import abi as function_abi
@@ -161,7 +162,7 @@ print(library, any("Compiling" in stage for stage in stages))
 def test_two_processes_build_at_once(cache, tmp_path):
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", BUILD_ON_SIGNAL, str(tmp_path), str(number)],
+            python("-c", BUILD_ON_SIGNAL, tmp_path, str(number)),
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},

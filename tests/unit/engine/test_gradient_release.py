@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import subprocess
-import sys
 import weakref
 
 import onnx
 import pytest
 import torch
+from forked import python
 from torch import nn
 from torch.nn import functional as F
 
@@ -184,9 +184,7 @@ release.post_processing_enable_mem_efficient_training(exported, model.named_para
 @pytest.mark.row("T7")
 def test_as_released_it_gives_torch_a_dict_in_place_of_a_device():
     script = "from ortlab.engine import exporter\nexporter.prepare_torch()\n" + AS_RELEASED
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False, env=os.environ
-    )
+    done = subprocess.run(python("-c", script), capture_output=True, text=True, check=False, env=os.environ)
     assert done.returncode
     assert "TypeError: zeros()" in done.stderr
     assert "dict" in done.stderr

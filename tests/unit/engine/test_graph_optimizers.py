@@ -148,6 +148,18 @@ def test_an_optimizer_of_ones_own_changes_the_next_graph_and_a_cell_run_again_re
     lab.unwrap()
 
 
+def test_the_decorator_needs_no_brackets():
+    model = WrittenOut()
+    expected = step(model)
+    lab = ortlab.wrap(model)
+    scale = scale_by(3.0)
+    assert ortlab.register_graph_optimizer(scale) is scale
+    torch.testing.assert_close(step(model), 3 * expected)
+    ortlab.unregister_graph_optimizer(scale)
+    torch.testing.assert_close(step(model), expected)
+    lab.unwrap()
+
+
 def test_optimizers_for_other_models_and_devices_leave_a_graph_alone():
     model = WrittenOut()
     expected = step(model)

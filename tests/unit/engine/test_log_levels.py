@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import python
 from small_transformers import bert
 from torch import nn
 
@@ -328,8 +329,8 @@ def test_the_two_warnings_about_deep_copies_are_given_for_their_own_reasons(said
 # ---- standard streams ---------------------------------------------------------------------------------------------
 
 
-def start(script, *arguments, state, **options):
-    """Start Python in a process of its own, whose logs are in the folder `state`."""
+def start(script, *arguments, state, its=python, **options):
+    """Start Python in a process of its own, whose logs are in the folder `state`; `its` is the command for that."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]),
         "XDG_STATE_HOME": str(state),
@@ -337,12 +338,17 @@ def start(script, *arguments, state, **options):
     }
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", script, *arguments],
+        its("-W", "ignore", "-c", script, *arguments),
         env=environment,
         text=True,
         **pipes,
         **options,
     )
+
+
+def itself(*arguments):
+    """Return the command for a process whose number or limits a test has to know."""
+    return [sys.executable, *arguments]
 
 
 def without_late_threads(shown):
@@ -477,7 +483,7 @@ def test_a_process_that_dies_in_a_build_leaves_every_line(kilobytes, tmp_path):
 
     # Python sets the signal to be ignored when it starts; the script takes that back.
     script = "import signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_DFL)\n" + BUILDING
-    process = start(script, state=tmp_path, preexec_fn=limit)
+    process = start(script, state=tmp_path, its=itself, preexec_fn=limit)
     shown, _ = process.communicate(timeout=120)
     assert process.returncode == -signal.SIGXFSZ
     assert shown == "began\n"
@@ -522,7 +528,7 @@ lab.step(step)
 @pytest.mark.row("B7")
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_segfault_in_a_step_leaves_the_last_line_and_the_run(where, tmp_path):
-    process = start(CRASHING, where, state=tmp_path)
+    process = start(CRASHING, where, state=tmp_path, its=itself)
     shown, complaints = process.communicate(timeout=120)
     assert process.returncode == -signal.SIGSEGV, complaints
     sentence, lines = last_words(tmp_path)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import onnx
 import pytest
+from forked import python
 from onnx import TensorProto, helper
 
 from ortlab.engine.passes.graph_passes import declare_opset_16
@@ -68,7 +69,7 @@ print("ahead" if used.index("Gather") < used.index("LayerNormalization") else "b
 @pytest.mark.parametrize(("opset", "place"), [("16", "ahead"), ("17", "behind")])
 def test_as_released_a_slice_stops_at_a_layer_normalisation_of_opset_17(opset, place):
     finished = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", RAW],
+        python("-W", "ignore", "-c", RAW),
         check=True,
         capture_output=True,
         text=True,

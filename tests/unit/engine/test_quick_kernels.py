@@ -207,7 +207,7 @@ def test_maxima_and_their_places_are_pytorchs_bit_for_bit(how):
 @pytest.mark.skipif(not hasattr(torch.ops.aten, "_grouped_mm"), reason="torch 2.4 has no such product")
 def test_the_gradient_of_a_product_of_groups_is_two_products_of_groups():
     """As in a mixture of experts; the rows of an expert stand together, and one expert has none."""
-    from ortlab.engine.operators import direct_gradients
+    from ortlab.engine.operators import torch_calls
 
     torch.manual_seed(1)
     rows, experts = torch.randn(12, 16, requires_grad=True), torch.randn(4, 16, 24, requires_grad=True)
@@ -215,9 +215,7 @@ def test_the_gradient_of_a_product_of_groups_is_two_products_of_groups():
     output = torch.ops.aten._grouped_mm(rows, experts, offsets)
     grad = torch.randn_like(output)
     expected = torch.autograd.grad(output, [rows, experts], grad)
-    found = direct_gradients.FORMULAS["_grouped_mm", "default"](
-        grad, rows.detach(), experts.detach(), offsets
-    )
+    found = torch_calls.FORMULAS["_grouped_mm", "default"](grad, rows.detach(), experts.detach(), offsets)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
 
@@ -265,7 +263,7 @@ class OfTwo(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("case", FORMULAS)
 def test_a_call_whose_gradient_has_a_formula_runs_no_second_forward(case, dtype, monkeypatch):
-    from ortlab.engine.operators import direct_gradients, torch_calls
+    from ortlab.engine.operators import torch_calls
 
     torch.manual_seed(1)
     model = OfTwo(FORMULAS[case]).to(dtype)
@@ -276,7 +274,7 @@ def test_a_call_whose_gradient_has_a_formula_runs_no_second_forward(case, dtype,
     name = case.split()[0]
     formulas = {
         key: lambda *args, key=key, of=of, **named: (used.append(key[0]), of(*args, **named))[1]
-        for key, of in direct_gradients.FORMULAS.items()
+        for key, of in torch_calls.FORMULAS.items()
     }
     monkeypatch.setattr(torch_calls, "FORMULAS", formulas)
     train(model, x)

@@ -185,12 +185,12 @@ def test_every_process_says_the_same() -> None:
             stdout=subprocess.PIPE,
             text=True,
         )
-        for seed in ("1", "2", "3")
+        for seed in ("1", "2")
     ]
     tables = [process.communicate()[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert [process.returncode for process in processes] == [0, 0]
     assert "recompute" in tables[0].lower()
-    assert tables[0] == tables[1] == tables[2]
+    assert tables[0] == tables[1]
 
 
 def test_a_plan_tells_what_a_level_stands_for_before_it_is_set(trained: Trained) -> None:

@@ -190,17 +190,31 @@ def counted(*arguments):
     return collect(*arguments)
 gc.collect = counted
 model = Circle()
-ortlab.wrap(model)
+lab = ortlab.wrap(model)
 before = gc.get_freeze_count(), len(gc.get_objects())
 model(torch.ones(1, 1)).sum().backward()
 assert max(frozen) > 0.5 * before[1], (frozen, before)
 assert gc.get_freeze_count() in (0, before[0])
 assert sum(isinstance(one, Circle) for one in gc.get_objects()) == 1
+frozen.clear()
+lab.step(lambda: model(torch.ones(1, 1)).sum().backward(), memory=False, progress=False)
+lab.memory(n=2)
+assert sum(one > 0.5 * before[1] for one in frozen) >= 4, frozen  # steps that warm up, and those that are measured
+assert gc.get_freeze_count() in (0, before[0])
+from ortlab.engine.patching import only_new_garbage
+with only_new_garbage(), only_new_garbage():
+    assert gc.get_freeze_count() > before[0] + 1000
+assert gc.get_freeze_count() in (0, before[0])
+gc.freeze()
+kept = gc.get_freeze_count()
+with only_new_garbage():
+    pass
+assert gc.get_freeze_count() == kept  # whoever has frozen objects keeps them
 """
 
 
-def test_the_export_looks_for_garbage_among_its_own_objects_only():
-    """The copy of the model that it has made is freed; what was there before is not looked at."""
+def test_an_export_and_a_measured_step_look_for_garbage_among_their_own_objects_only():
+    """The copy of the model that the export has made is freed; what was there before is not looked at."""
     subprocess.run([sys.executable, "-W", "error::RuntimeWarning", "-c", COLLECTED], check=True)
 
 

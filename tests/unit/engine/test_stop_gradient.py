@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import copy
 import subprocess
-import sys
 
 import pytest
 import torch
+from forked import python
 from small_transformers import batch_of, bert, llama
 from torch import nn
 from torch.autograd import Function
@@ -284,7 +284,7 @@ print("wrong" if (net.weight.grad - right).abs().max() > 0.1 else "right")
 
 
 def test_1_19_2_needs_the_repair():
-    command = [sys.executable, "-W", "ignore", "-c", WITHOUT_REPAIR]
+    command = python("-W", "ignore", "-c", WITHOUT_REPAIR)
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
     assert ran.stdout.split()[-1] == "wrong"
 

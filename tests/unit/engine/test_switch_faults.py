@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import python
 from switch_faults import AnyDtype, Dropped, TokenLoss, encoder, token_batch
 from torch import nn
 
@@ -41,7 +42,7 @@ def outcomes():
     script = Path(__file__).with_name("switch_faults.py")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ORTMODULE_")}
     finished = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script)],
+        python("-W", "ignore", script),
         check=True,
         capture_output=True,
         text=True,

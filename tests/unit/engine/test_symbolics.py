@@ -7,12 +7,12 @@ import json
 import math
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from fault_cases import LOUD, SILENT, largest_difference
+from forked import python
 from torch import nn
 
 import ortlab
@@ -47,7 +47,7 @@ def as_released():
     outcomes: dict[str, object] = {}
     for _ in range(4):
         finished = subprocess.run(
-            [sys.executable, script, *(name for name, outcome in outcomes.items() if not is_wrong(outcome))],
+            python(script, *(name for name, outcome in outcomes.items() if not is_wrong(outcome))),
             check=True,
             capture_output=True,
             text=True,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import subprocess
-import sys
 
 import pytest
 import torch
+from forked import python
 from torch import nn
 
 import ortlab
@@ -276,7 +276,5 @@ outputs = ReferenceEvaluator(onnx.load_model_from_string(file.getvalue())).run(N
     onnx.load_model_from_string(file.getvalue()).graph.input[0].name: numpy.ones((2, 2), "float32")})
 print(outputs[0][0, 0])
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run(python("-W", "ignore", "-c", program), capture_output=True, text=True, check=True)
     assert done.stdout.split()[-1] == "1.0"  # and not 3

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import subprocess
-import sys
 import warnings
 
 import pytest
 import torch
 from fault_cases import Wrapped, largest_difference
+from forked import python
 from torch import nn
 from torch.nn import functional as F
 
@@ -128,7 +128,7 @@ def test_a_kept_export_trains_in_another_process(tmp_path):
         "model(torch.ones(2, 4)).sum().backward()\n"
         "print(lab.status.executed_by, model[0].weight.grad.sum().item())\n"
     )
-    command = [sys.executable, str(script), str(tmp_path / "kept")]
+    command = python(script, tmp_path / "kept")
     runs = [subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(2)]
     assert runs[0] == runs[1]
     assert runs[0].startswith("ort ")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import runpy
 import subprocess
-import sys
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from forked import python
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -179,7 +179,7 @@ def test_ort_inside_ddp_trains_as_pytorch_does(gloo):
 def test_ort_inside_ddp_trains_in_two_processes(tmp_path):
     group = [
         subprocess.Popen(
-            [sys.executable, SCRIPT, tmp_path / "store", str(rank), "2"],
+            python(SCRIPT, tmp_path / "store", str(rank), "2"),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

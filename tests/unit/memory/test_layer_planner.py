@@ -28,8 +28,8 @@ MODELS = {
 }
 
 
-@pytest.fixture(params=MODELS)
-def planned(request):
+@pytest.fixture(scope="module", params=MODELS)
+def profiled(request):
     """Wrap a model, and profile a step in which nothing is recomputed."""
     torch.manual_seed(0)
     model = MODELS[request.param]()
@@ -41,6 +41,13 @@ def planned(request):
     again = made_again(execution.built, execution.module, execution.user_inputs)
     yield lab, trace, again
     lab.unwrap()
+
+
+@pytest.fixture
+def planned(profiled):
+    """Give the profiled lab to a test, and put its switch back."""
+    yield profiled
+    profiled[0].set(recompute=[])
 
 
 def test_what_is_simulated_is_what_a_session_does(planned):

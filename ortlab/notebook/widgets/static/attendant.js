@@ -122,6 +122,7 @@ export function render({ model, el }) {
   const ask = (event) => {
     const control = event.target.closest(event.type === "click" ? "button" : "input, select");
     if (control === null || control.disabled || control.closest(HERE) !== null || lost.textContent) return;
+    if (control.closest(".ortlab-tabbar")) panel.lastElementChild.scrollTop = 0; // all tabs scroll in one box
     asked += 1;
     waits(true);
     setTimeout(() => model.send({ asked: `${name} ${asked}` }));

@@ -81,7 +81,7 @@ export function render({ model, el }, { unpack }) {
         const share = (kept?.[one] ?? 0) / total;
         piece.style.width = `${100 * share}%`;
         piece.title = `${bar.names[one]}: ${size(kept?.[one] ?? 0)} of ${size(bar.all[one])}`;
-        piece.textContent = share > 0.09 ? bar.names[one].split(".").slice(-2).join(".") : "";
+        piece.textContent = share > 0.06 ? bar.names[one].split(".").slice(-2).join(".") : "";
       });
     });
   }
