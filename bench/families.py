@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from report import RESULTS, THREADS, machine
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from multiprocessing.connection import Connection
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -64,8 +65,8 @@ def main() -> None:
     facts = machine()
     try:
         for number, (name, attention) in enumerate(todo, start=1):
-            row = in_a_process(name, attention, read.limit)
-            rows[key(name, attention)] = row
+            row = in_a_process(child, (name, attention), LOADED, read.limit)
+            rows[key(name, attention)] = {"attention": attention, **row}
             write(file, rows, facts)
             print(f"{number:4d}/{len(todo)}  {key(name, attention):42.42s} {line_of(row)}", flush=True)
     except KeyboardInterrupt:
@@ -96,24 +97,28 @@ def key(name: str, attention: str) -> str:
     return f"{name} {attention}"
 
 
-def in_a_process(name: str, attention: str, limit: float) -> dict[str, Any]:
-    """Train a family where a crash or a hang ends nothing but itself."""
+def in_a_process(
+    train: Callable[..., None], named: tuple[str, ...], loaded: tuple[str, ...], limit: float
+) -> dict[str, Any]:
+    """Train one model where a crash or a hang ends nothing but itself.
+
+    `train` sends what came of it to its first argument; `loaded` are the modules that all of these processes share.
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(LOADED)
+    context.set_forkserver_preload(list(loaded))
     receiver, sender = context.Pipe(duplex=False)
     with tempfile.NamedTemporaryFile(prefix="ortlab-family-", suffix=".log") as log:
-        process = context.Process(target=child, args=(sender, name, attention, log.name))
+        process = context.Process(target=written_to, args=(log.name, train, sender, *named))
         process.start()
         sender.close()
         try:
             if not receiver.poll(limit):
-                return {"attention": attention, "verdict": "error", "reason": f"took over {limit:g} s"}
+                return {"verdict": "error", "reason": f"took over {limit:g} s"}
             return dict(receiver.recv())
         except EOFError:
             process.join()
             last = Path(log.name).read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
             return {
-                "attention": attention,
                 "verdict": "error",
                 "reason": f"the process ended with {process.exitcode}: {' '.join(last)}"[:400],
             }
@@ -123,13 +128,18 @@ def in_a_process(name: str, attention: str, limit: float) -> dict[str, Any]:
             process.join()
 
 
-def child(sender: Connection, name: str, attention: str, log: str) -> None:
-    """Train a family and send what came of it."""
+def written_to(log: str, train: Callable[..., None], *named: Any) -> None:
+    """Train where what is printed goes to a file."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     warnings.filterwarnings("ignore")
+    train(*named)
+
+
+def child(sender: Connection, name: str, attention: str) -> None:
+    """Train a family and send what came of it."""
     import torch
     import transformers
     from family_list import families

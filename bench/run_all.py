@@ -22,6 +22,7 @@ BENCHMARKS = (
     "models_speed",
     "layers_speed",
     "parity",
+    "outside_models",
     "first_step",
     "export_cache",
     "preflight",

@@ -49,6 +49,7 @@ LONG = {
     "memory_levels",
     "memory_measurement",
     "memory_engines",
+    "outside_models",
     "panel",
     "recompute_batch",
     "recompute_floor",
@@ -108,9 +109,17 @@ def test_families_are_trained_judged_and_kept(tmp_path):
 
 
 def test_every_benchmark_is_listed_and_tested():
-    shared = {"layer_list", "model_list", "models", "report", "rounds", "run_all", "turns"} | {
-        path.stem for path in BENCH.glob("family_*.py")
-    }
+    shared = {
+        "layer_list",
+        "model_list",
+        "models",
+        "outside_code",
+        "outside_list",
+        "report",
+        "rounds",
+        "run_all",
+        "turns",
+    } | {path.stem for path in BENCH.glob("family_*.py")}
     scripts = {path.stem for path in BENCH.glob("*.py")} - shared
     assert scripts == ROWS.keys() | LONG | {"families"}
     readme = (BENCH / "README.md").read_text(encoding="utf-8")

@@ -24,11 +24,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
+import torch
 from torch.autograd import Function
 
 from ortlab.engine.functions.context import tie_contexts_to_pass
 from ortlab.engine.functions.runner import boolean_arguments
 from ortlab.engine.patching import replace
+from ortlab.engine.tracing.source_lines import model_line
 from ortlab.errors import BuildError
 
 _BOOL: Final = 9  # onnx.TensorProto.BOOL
@@ -127,6 +129,31 @@ def export_any_function(export: Callable[..., Any]) -> Callable[..., Any]:
     return export_function
 
 
+def name_inner_functions(lower: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Wrap ``_jit_pass_lower_all_tuples``, which stops at Functions whose results are used in another Function only."""
+
+    def lower_all_tuples(graph: Any) -> None:
+        try:
+            lower(graph)
+        except RuntimeError as error:
+            left = [one for one in graph.nodes() if one.kind() == "prim::PythonOp" and _gives_tuple(one)]
+            if not left:
+                raise
+            raise BuildError(
+                f"The autograd Function {left[0].pyname()} is applied inside another autograd Function"
+                f"{f', at {line}' if (line := model_line(left[0].sourceRange())) else '.'}",
+                why="The exporter of torch traces both, and can put only one of them into a graph.",
+                fix="Leave the part that uses them to PyTorch, with the parts around it wrapped: ortlab.wrap(model, "
+                "only=[...]); or train with PyTorch: lab.set(engine='eager').",
+            ) from error
+
+    return lower_all_tuples
+
+
+def _gives_tuple(node: Any) -> bool:
+    return any(one.type().kind() == "TupleType" for one in node.outputs())
+
+
 def _register_supplements(name: str, cls: Any) -> None:
     """Register ``infer_shape`` and ``alias_input`` under a name that the exporter does not know."""
     from onnxruntime.capi import _pybind_state
@@ -146,6 +173,7 @@ def install() -> None:
     replace(exporter, "register_torch_autograd_function", register_any_function)
     replace(exporter, "_default_export", export_any_function)
     replace(TrainingManager, "execution_session_run_forward", tie_contexts_to_pass)
+    replace(torch._C, "_jit_pass_lower_all_tuples", name_inner_functions)
 
 
 # --- backwards of their own ---------------------------------------------------------------------------------------

@@ -180,6 +180,7 @@ def _translate(original: Callable[..., Any]) -> Callable[..., Any]:
                 return original(graph, block, node, inputs, *rest, **options)
 
         def translated() -> Any:
+            _type_what_is_written(node)
             needed = _export.get().note(node)
             if node.kind().partition("::")[0] in {"prim", "onnx"}:
                 if watcher is not None and node.kind() == "prim::PythonOp":
@@ -197,6 +198,13 @@ def _translate(original: Callable[..., Any]) -> Callable[..., Any]:
             return _stand_in(context(), node)
 
     return run_symbolic_function
+
+
+def _type_what_is_written(node: Any) -> None:
+    """Let what a write in place leaves behind have a type: the exporter forgets it, and that numbers are complex."""
+    if node.kind() == "onnx::Placeholder":
+        for value, written in zip(node.outputs(), next(node.blocks()).outputs(), strict=True):
+            value.setType(written.type())
 
 
 def _stand_in(g: Any, node: Any) -> Any:

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from ortlab.engine.operators.symbolic_words import aten, is_training_export
 from ortlab.engine.passes.graph_edits import ATEN, STOP
 from ortlab.engine.patching import replace
+from ortlab.engine.tracing.assignments import translatable
 from ortlab.engine.tracing.source_lines import in_words, is_model_code
 from ortlab.engine.tracing.taps import is_tracing
 from ortlab.engine.tracing.traced_writes import ExpandedWrites, TracedWrites, memory, tensors_in
@@ -208,6 +209,8 @@ class TracedStops(TorchFunctionMode):
         """Call a function with tensors that show what was written to their memory, and note what it writes."""
         given = list(tensors_in((args, kwargs)))
         args = _numbers_for_booleans(function, args, given)
+        if getattr(function, "__name__", "") == "__setitem__" and is_tracing():
+            args = (args[0], *translatable(*args))
         if written is not None:
             self._refresh(given)
         result = function(*args, **kwargs)

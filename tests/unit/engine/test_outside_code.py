@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import ortlab
+from ortlab.errors import BuildError
 
 pytestmark = [
     pytest.mark.usefixtures("no_fallback"),
@@ -274,3 +275,80 @@ def written(h, _):
 def test_a_function_that_writes_in_place(forward):
     torch.manual_seed(0)
     trains_as_pytorch(Forwards(forward), [(torch.randn(size, 4),) for size in (3, 2)])
+
+
+def rows_and_columns(h, _):
+    """As Informer puts the attention of some queries back among the means of the others."""
+    context = h.mean(1)[:, None, None].expand(-1, 3, 4).clone()
+    top = h.topk(2, dim=1)[1] % 3
+    context[torch.arange(h.shape[0])[:, None], top, :] = torch.stack([h, h * 2], 1)
+    return context
+
+
+def after_a_slice(h, _):
+    places, whole = h[:2].topk(3)[1], torch.zeros(5, 4) + h.sum()
+    whole[1:4:2, places] = torch.stack([h[:2, :3], h[:2, 1:]])
+    return whole
+
+
+def apart_by_a_slice(h, _):
+    rows, whole = torch.tensor([[0], [1]]), torch.zeros(2, 3, 4) + h.sum()
+    whole[rows, ..., torch.tensor([[0, 2], [1, 3]])] = h[:2, :3].expand(2, 2, 3)
+    return whole
+
+
+@pytest.mark.filterwarnings("ignore:PyTorch's kernels run:UserWarning")
+@pytest.mark.parametrize(
+    "forward", [rows_and_columns, after_a_slice, apart_by_a_slice], ids=lambda one: one.__name__
+)
+def test_an_assignment_to_places_in_several_dimensions(forward):
+    torch.manual_seed(0)
+    trains_as_pytorch(Forwards(forward), [(torch.randn(size, 4),) for size in (3, 2)])
+
+
+@pytest.mark.filterwarnings("ignore:PyTorch's kernels run:UserWarning")
+def test_complex_numbers_written_one_frequency_after_the_other():
+    """As FEDformer fills a spectrum."""
+
+    def filled(h, _):
+        spectrum = torch.fft.rfft(h, dim=-1)
+        out = torch.zeros(h.shape[0], 3, dtype=torch.cfloat)
+        for place, frequency in enumerate((2, 0)):
+            out[:, place] = spectrum[:, frequency] * 2
+        out[0, 1:] = spectrum[1, 0]
+        return torch.fft.irfft(out, n=4)
+
+    torch.manual_seed(0)
+    trains_as_pytorch(Forwards(filled), [(torch.randn(size, 4),) for size in (3, 2)])
+
+
+class Inner(torch.autograd.Function):
+    @staticmethod
+    def forward(_, x):
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(_, one, other):
+        return one * 2 + other * 3
+
+
+class Outer(torch.autograd.Function):
+    """As the reversible layers of Reformer: it applies another Function."""
+
+    @staticmethod
+    def forward(_, x):
+        one, other = Inner.apply(x)
+        return one + other
+
+    @staticmethod
+    def backward(_, gradient):
+        return gradient * 5
+
+
+def test_a_function_inside_a_function_is_refused_with_its_line():
+    lab = ortlab.wrap(Forwards(lambda h, _: Outer.apply(h)))
+    with pytest.raises(
+        BuildError, match=r"The autograd Function Inner is applied inside another .*test_outside_code"
+    ):
+        lab.module(torch.randn(3, 4))
+    lab.unwrap()
