@@ -13,7 +13,7 @@ from typing import Any
 
 from report import REPOSITORY, THREADS, Report, arguments, one_by_one
 
-WAYS = ("layers", "layers:1/2", "all but matmuls")
+WAYS = ("layers", "layers:1/2", "layers:1/2 nested", "layers:2 nested", "all but matmuls")
 NO_LAYERS = "no repeated layers"
 
 

@@ -2,9 +2,10 @@
 
 "layers" keeps what each layer hands on, and makes the rest of a layer again when its backward begins, as gradient
 checkpointing does; "layers:2" does so for every two layers, "layers:1/2" for each half of a layer, "layers[:4]" for the
-first four. Names and patterns of modules do the same for these modules. "all but matmuls" keeps what products of
-matrices and convolutions return, and makes all else again; "all but linear" does not keep products of two activations,
-such as attention has. Both can be said of layers and modules: "layers[4:8] but linear".
+first four. "layers:4 nested" keeps what every fourth layer hands on, first makes again what the others do, and from
+that layer by layer the rest. Names and patterns of modules do the same as "layers" for these modules. "all but matmuls"
+keeps what products of matrices and convolutions return, and makes all else again; "all but linear" does not keep
+products of two activations, such as attention has. Both can be said of layers and modules: "layers[4:8] but linear".
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ from ortlab.engine.passes.training_graph import GraphInfo
 from ortlab.errors import OptionError, did_you_mean
 from ortlab.graphs.nodes import executed_operator, joined, path_in, scopes_in
 from ortlab.memory.plan import RECOMPUTE_IS, PlanRow
-from ortlab.memory.recompute import PRODUCTS
+from ortlab.memory.products import is_product
+from ortlab.memory.recompute import COPY
 from ortlab.options.switches import (
     ALL_BUT_MATMULS,
-    HALVES,
     LAYERS,
     LINEAR,
     MATMULS,
+    WAYS,
     LayerRange,
     kept_words,
     read_layers,
@@ -60,6 +62,13 @@ class Region:
     kept: str = ""  # "matmuls", "linear", or nothing
     halves: bool = False  # whether it is two regions, as equal in products as a single value can part them
     second: bool = False  # whether it is the second of them
+    # Of what it is a part, that runs again as a whole first, to make again what its parts hand on; None for no part.
+    within: object = None
+
+    @property
+    def whole(self) -> Region:
+        """The region that this one is a part of, or itself."""
+        return self if self.within is None else Region(self.within, self.kept)
 
 
 WHOLE: Final = "whole"
@@ -97,7 +106,12 @@ def find_regions(module: torch.nn.Module, words: Sequence[str], part: str = "") 
                 fix=f"For example {LayerRange(one.first % len(layers), kept=one.kept)}.",
             )
         for path, inside, number in some:
-            found[path] = Region((inside, number // one.together), one.kept, one.halves)
+            stretch = (inside, number // one.together)
+            found[path] = (
+                Region((inside, number), one.kept, one.halves, within=stretch)
+                if one.nested
+                else Region(stretch, one.kept, one.halves)
+            )
     return found
 
 
@@ -139,19 +153,29 @@ def _matching(module: torch.nn.Module, pattern: str, part: str) -> list[str]:
     return [one for one in found if not any(one.startswith(f"{outer}.") for outer in found)]
 
 
-def kept_values(forward: ForwardPass, regions: Regions | Region, modules: Collection[str]) -> frozenset[str]:
+def kept_values(
+    forward: ForwardPass, regions: Regions | Region, modules: Collection[str]
+) -> tuple[frozenset[str], frozenset[str]]:
     """Return the values that are kept: of a region, what the rest of the model reads, and the products it is to keep.
 
+    Beside them those that parts of a nested region hand on, which are made again before the rest is made of them.
     `modules` are the paths of the modules that the names in the graph begin with.
     """
     if isinstance(regions, Region):
-        return frozenset(
+        products = (
             name
             for place in forward.places
             if _is_product(forward, place, regions.kept)
             for name in forward.nodes[place].output
         )
+        return frozenset(products), frozenset()
     inside = regions_of_nodes(forward, regions, modules)
+    wholes = {place: region and region.whole for place, region in inside.items()}
+    kept = _handed_on(forward, wholes)
+    return kept, _handed_on(forward, inside) - kept if wholes != inside else frozenset()
+
+
+def _handed_on(forward: ForwardPass, inside: Mapping[int, Region | None]) -> frozenset[str]:
     kept = set[str]()
     for place in forward.places:
         node, region = forward.nodes[place], inside[place]
@@ -167,7 +191,7 @@ def kept_values(forward: ForwardPass, regions: Regions | Region, modules: Collec
 def _is_product(forward: ForwardPass, place: int, which: str) -> bool:
     """Tell whether a node is a product of matrices or a convolution; with "linear", one with a weight."""
     node = forward.nodes[place]
-    if executed_operator(node).rpartition(":")[2].rpartition(".")[2] not in PRODUCTS:
+    if not is_product(executed_operator(node)):
         return False
     return which != LINEAR or any(name in forward.determined for name in node.input if name)
 
@@ -243,13 +267,16 @@ def made_again(
     forward = ForwardPass(built.models.optimized_model, inputs)
     modules = [path for path, _ in module.named_modules()]
     found = {}
-    for way in (HALVES, "", LINEAR, MATMULS):
-        halves, kept = way == HALVES, "" if way == HALVES else way
-        regions = {path: Region(number, kept, halves) for number, (path, _, _) in enumerate(layers)}
+    for way in WAYS:
+        one = LayerRange.in_way(way)
+        regions = {
+            path: Region(number, one.kept, one.halves, within=number if one.nested else None)
+            for number, (path, _, _) in enumerate(layers)
+        }
         inside = regions_of_nodes(forward, regions, modules)
         by_layer: list[set[str]] = [set() for _ in layers]
-        for name in repeated(forward, kept_values(forward, regions, modules))[0]:
-            region = inside[forward.made[name]]
+        for name in repeated(forward, *kept_values(forward, regions, modules))[0]:
+            region = inside[forward.made[name if name in forward.made else name.removesuffix(COPY)]]
             if region is not None:
                 by_layer[cast("int", region.of)].add(name)
         found[way] = tuple(map(frozenset, by_layer))
@@ -272,7 +299,7 @@ def recomputed_rows(
             regions = find_regions(execution.module, words, part)
         except OptionError:
             continue
-        values, nodes = repeated(forward, kept_values(forward, regions, modules))
+        values, nodes = repeated(forward, *kept_values(forward, regions, modules))
         kept, rest = kept_words(words)
         row = PlanRow(
             f"{RECOMPUTE_IS}{','.join(words)}",
@@ -310,7 +337,7 @@ def recomputed_graph(
         forward = ForwardPass(built.models.optimized_model, inputs)
         regions = find_regions(module, words, part)
         modules = [path for path, _ in module.named_modules()]
-        made = recomputing(forward, kept_values(forward, regions, modules))
+        made = recomputing(forward, *kept_values(forward, regions, modules))
         known[words] = _built_of(built, made), made
     return known[words]
 

@@ -21,7 +21,9 @@ INSIDE: Final = "_original_module"
 """What ORTModule's own module calls the user's."""
 
 _GRADIENT: Final = "_Grad/"
-_REPLACED: Final = re.compile(r"(?:/\w+(?:Replacement|Fusion)\w*/)+(?:_token_\d+)?$")
+_ENDING: Final = r"(?:/\w+(?:Replacement|Fusion)\w*/)+(?:_token_\d+)?$"
+_COPIED: Final = re.compile(rf"(?:{COPY})+(?={_ENDING}|$)")
+_REPLACED: Final = re.compile(_ENDING)
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def exported_name(name: str) -> str:
     ORT does so where it replaces a node by another, where it computes its gradient, and where it recomputes it:
     "/fc/Concat/ConcatReplacement/", "/fc/Gemm_Grad/MatMul_0", "/fc/Gelu_recompute".
     """
-    return _REPLACED.sub("", name.removesuffix(COPY).partition(_GRADIENT)[0]).removesuffix(COPY)
+    return _COPIED.sub("", _REPLACED.sub("", _COPIED.sub("", name).partition(_GRADIENT)[0]))
 
 
 def scopes_in(name: str) -> list[str]:
@@ -180,7 +182,7 @@ def repeats(node: NodeProto) -> str:
     An optimizer may have put a copy and its original together with their neighbours, and named both after that:
     "/fc/MatMul_recompute/MatmulTransposeFusion/".
     """
-    return node.name.replace(COPY, "", 1) if is_copy(node) else ""
+    return _COPIED.sub("", node.name) if is_copy(node) else ""
 
 
 def is_holder(node: NodeProto) -> bool:

@@ -1,11 +1,12 @@
 """Which layers to recompute, and what to keep inside, so that a step needs least at each cost.
 
-The plans are those of two families, in which the best is found by trying all: the first layers keep only what they hand
-on (or, in the second family, also what their first half does), those behind them what linear layers return as well,
-the next all products of matrices, and the last ones everything. What an early layer keeps lives around all that later
-ones keep, so that of layers that are alike the first ones are to keep least. What layers take off at an instant is
-added up; the plans that are best so are then simulated as a whole, transients of recomputed stretches, gradients and
-the loss included.
+The plans are those of three families, in which the best is found by trying all: the first layers keep only what they
+hand on (or, in the second family, also what their first half does), those behind them what linear layers return as
+well, the next all products of matrices, and the last ones everything. What an early layer keeps lives around all that
+later ones keep, so that of layers that are alike the first ones are to keep least. The backward of the last layers
+finds most kept, so in the third family they are made again in halves, which need less while they run. What layers take
+off at an instant is added up; the plans that are best so are then simulated as a whole, transients of recomputed
+stretches, gradients and the loss included.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
-from ortlab.memory.recompute import PRODUCTS, with_values
+from ortlab.memory.products import is_product
+from ortlab.memory.recompute import with_values
 from ortlab.memory.trace import lifetimes
-from ortlab.options.switches import HALVES, LINEAR, MATMULS, LayerRange, read_layers
+from ortlab.options.switches import HALVES, LINEAR, MATMULS, NESTED_HALVES, LayerRange, read_layers
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
 _Plan = TypeVar("_Plan")
 
-FAMILIES: Final = (("", LINEAR, MATMULS), (HALVES, LINEAR, MATMULS))
+FAMILIES: Final = (("", LINEAR, MATMULS), (HALVES, LINEAR, MATMULS), ("", NESTED_HALVES, HALVES))
 """Ways to recompute a layer, in the order in which a plan may have them: the first layers in the first way."""
 
 _STEPS: Final = 24
@@ -63,12 +65,7 @@ class LayerPlanner:
 
     def __init__(self, trace: Trace, again: Mapping[str, Sequence[frozenset[str]]]) -> None:
         self._trace = trace
-        self._products = {
-            name
-            for node in trace.nodes
-            if node.operator.rpartition(":")[2].rpartition(".")[2] in PRODUCTS
-            for name in node.outputs
-        }
+        self._products = {name for node in trace.nodes if is_product(node.operator) for name in node.outputs}
         self._again = {
             way: tuple(self._without_kept(names, way) for names in layers) for way, layers in again.items()
         }
@@ -78,7 +75,7 @@ class LayerPlanner:
         """Return the step with layers recomputed."""
         names = set[str]()
         for one in ranges:
-            names.update(*self._again[HALVES if one.halves else one.kept][one.first : one.end])
+            names.update(*self._again[one.way][one.first : one.end])
         return with_values(self._trace, names)
 
     def with_words(self, words: Sequence[str], again: frozenset[str]) -> Trace:
@@ -117,12 +114,7 @@ class LayerPlanner:
     def _ranges(self, family: Sequence[str], ends: Iterable[int]) -> tuple[LayerRange, ...]:
         bounds = [0, *map(int, ends)]
         return tuple(
-            LayerRange(
-                first,
-                None if end == self._count else end,
-                kept="" if way == HALVES else way,
-                halves=way == HALVES,
-            )
+            LayerRange.in_way(way, first, None if end == self._count else end)
             for way, (first, end) in zip(family, pairwise(bounds), strict=True)
             if first < end
         )

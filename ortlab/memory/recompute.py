@@ -13,6 +13,7 @@ from dataclasses import astuple, dataclass, field, replace
 from operator import add
 from typing import TYPE_CHECKING, Final
 
+from ortlab.memory.products import in_late_order, late_products
 from ortlab.memory.trace import lifetimes
 
 if TYPE_CHECKING:
@@ -234,12 +235,6 @@ def with_places(trace: Trace, places: Iterable[RecomputePlace], plans: tuple[str
     return replace(trace, nodes=tuple(_ordered(rest, again)), sizes={**trace.sizes, **sizes}, plans=plans)
 
 
-PRODUCTS: Final = frozenset(
-    """Conv ConvTranspose Einsum FusedConv FusedGemm FusedMatMul Gemm MatMul
-    addmm bmm convolution gemm linear matmul matmul_transposed""".split()  # noqa: SIM905
-)
-"""The operators that do most of a model's arithmetic, of ONNX and of torch."""
-
 PACKED: Final = "_packed"
 """What ortlab puts behind the name of a mask that is kept with eight entries in a byte."""
 
@@ -253,15 +248,47 @@ def with_values(trace: Trace, again: Collection[str]) -> Trace:
     """Return the trace that a step would have if the backward made some values of the forward again.
 
     As `with_places`, for what the switch `recompute` does: nodes of the forward run again whose results the backward
-    or another copy reads, if these are in `again`. Masks of dropouts in `again` are kept packed instead.
+    or another copy reads, if these are in `again`. Masks of dropouts in `again` are kept packed instead. Where
+    recomputation is nested, `again` has the copies, too, that are made first, and that other copies read.
     """
-    forward, wanted = trace.nodes[: trace.first_backward], set[str]()
-    for node in trace.nodes[trace.first_backward :]:
-        wanted.update(node.inputs)
+    forward, backward = trace.nodes[: trace.first_backward], trace.nodes[trace.first_backward :]
+    late = late_products(backward, again)
+    backward = tuple(backward[number] for number in in_late_order(backward, late))
     masks = {node.outputs[1]: node for node in forward if node.operator == "Dropout" and node.outputs[1:]}
-    packed = {mask: _packing(masks[mask]) for mask in masks.keys() & set(again)}
-    wanted &= set(again) - packed.keys()
+    packed = {name: masks[name] for name in masks.keys() & set(again)}
+    sizes = dict(trace.sizes)
     copies: list[TracedNode] = []
+    runs = (
+        (COPY, {name for name in again if not name.endswith(COPY)} - packed.keys()),
+        (COPY + COPY, {name.removesuffix(COPY) for name in again if name.endswith(COPY)}),
+    )
+    for ending, names in runs:
+        made = _repeated(forward, (*backward, *copies), names)
+        masks_read = {node.inputs[1] for node in made if node.operator in _DROPOUTS}
+        unpacked = packed.keys() if ending == COPY else packed.keys() & masks_read
+        copied = {*unpacked, *(name for node in made for name in node.outputs if name)}
+        backward = tuple(_reading_copies(node, copied, ending) for node in backward)
+        copies = [_reading_copies(node, copied, ending) for node in copies]
+        copies += [_copy(node, copied, ending) for node in made]
+        copies += [_unpacking(packed[name], ending) for name in unpacked]
+        sizes |= {name + ending: trace.sizes.get(name, 0) for name in copied}
+    rest = []
+    for node in (*forward, *backward):
+        rest.append(node)
+        rest += [_packing(packed[name]) for name in node.outputs if name in packed]
+    sizes |= {name + PACKED: -(-trace.sizes.get(name, 0) // _ENTRIES_OF_A_BYTE) for name in packed}
+    return replace(trace, nodes=tuple(_ordered(rest, copies)), sizes=sizes)
+
+
+def _repeated(
+    forward: Sequence[TracedNode], readers: Iterable[TracedNode], again: Collection[str]
+) -> list[TracedNode]:
+    """Return the nodes of the forward that make what of `again` is read, by `readers` or by one another, in order.
+
+    A dropout is made again from its mask, which it then reads.
+    """
+    wanted = {name for node in readers for name in node.inputs if name in again}
+    found: list[TracedNode] = []
     for node in reversed(forward):
         if not wanted.isdisjoint(node.outputs):
             read = node.inputs
@@ -271,23 +298,14 @@ def with_values(trace: Trace, again: Collection[str]) -> Trace:
                 )
                 read = node.inputs[:1]
             wanted.update(name for name in read if name in again)
-            copies.append(node)
-    copied = {*packed, *(name for node in copies for name in node.outputs if name)}
-    again_nodes = [_copy(node, copied) for node in reversed(copies)]
-    again_nodes += [unpack for _, unpack in packed.values()]
-    rest = []
-    for node in trace.nodes:
-        rest.append(_reading_copies(node, copied) if node.backward else node)
-        rest += [packed[name][0] for name in node.outputs if name in packed]
-    sizes = {name + COPY: trace.sizes.get(name, 0) for name in copied}
-    sizes |= {name + PACKED: -(-trace.sizes.get(name, 0) // _ENTRIES_OF_A_BYTE) for name in packed}
-    return replace(trace, nodes=tuple(_ordered(rest, again_nodes)), sizes={**trace.sizes, **sizes})
+            found.append(node)
+    return found[::-1]
 
 
-def _packing(dropout: TracedNode) -> tuple[TracedNode, TracedNode]:
-    """Return what packs the mask of a dropout in the forward, and what unpacks it in the backward."""
+def _packing(dropout: TracedNode) -> TracedNode:
+    """Return what packs the mask of a dropout in the forward."""
     name, mask = dropout.name, dropout.outputs[1]
-    pack = replace(
+    return replace(
         dropout,
         name=name + PACKED,
         operator="ortlab::packed_bits",
@@ -296,32 +314,34 @@ def _packing(dropout: TracedNode) -> tuple[TracedNode, TracedNode]:
         ms=0.0,
         recomputes=name,
     )
-    unpack = replace(
-        pack,
-        name=name + PACKED + COPY,
+
+
+def _unpacking(dropout: TracedNode, ending: str) -> TracedNode:
+    """Return what unpacks the mask of a dropout in the backward."""
+    packing = _packing(dropout)
+    return replace(
+        packing,
+        name=packing.name + ending,
         operator="ortlab::unpacked_bits",
-        inputs=pack.outputs,
-        outputs=(mask + COPY,),
+        inputs=packing.outputs,
+        outputs=(packing.inputs[0] + ending,),
         backward=True,
     )
-    return pack, unpack
 
 
-def _copy(node: TracedNode, copied: set[str]) -> TracedNode:
+def _copy(node: TracedNode, copied: Collection[str], ending: str = COPY) -> TracedNode:
     return replace(
-        node,
-        name=node.name + COPY,
-        inputs=tuple(name + COPY if name in copied else name for name in node.inputs),
-        outputs=tuple(name and name + COPY for name in node.outputs),
+        _reading_copies(node, copied, ending),
+        name=node.name + ending,
+        outputs=tuple(name and name + ending for name in node.outputs),
         backward=True,
         recomputes=node.name,
     )
 
 
-def _reading_copies(node: TracedNode, replaced: set[str]) -> TracedNode:
-    if replaced.isdisjoint(node.inputs):
-        return node
-    return replace(node, inputs=tuple(name + COPY if name in replaced else name for name in node.inputs))
+def _reading_copies(node: TracedNode, replaced: Collection[str], ending: str = COPY) -> TracedNode:
+    inputs = tuple(name + ending if name in replaced else name for name in node.inputs)
+    return node if inputs == node.inputs else replace(node, inputs=inputs)
 
 
 def _ordered(nodes: Iterable[TracedNode], copies: Iterable[TracedNode]) -> list[TracedNode]:

@@ -19,7 +19,7 @@ from ortlab.memory.saved_activations import in_any_layer
 from ortlab.shown import Shown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     import pandas as pd
 
@@ -165,6 +165,7 @@ WRITTEN_OVER: Final = {
     "ortlab::add_output_gradient": (0,),
     "ortlab::add_bias": (0,),
     "ortlab::cross_entropy_backward": (1,),
+    "ortlab::softmax_backward_over": (0,),
     "ortlab::chunked_cross_entropy_backward": (1, 2, 3),
 }
 """Of calls of torch that write their results over inputs, the numbers of these inputs, in the order of the results."""
@@ -243,9 +244,28 @@ def lifetimes(trace: Trace) -> Lifetimes:
     for value, first in made.items():
         last = max(first, *map(last_use, (value, *views[value])))
         buffers.append(Buffer(value, trace.sizes.get(value, 0), first, last, tuple(views[value])))
+    buffers += _scratch(trace)
     for name, size in trace.given.items():
         buffers.append(Buffer(name, size, start_of_backward, last_read.get(name, start_of_backward)))
     return Lifetimes(tuple(buffers), _live_bytes(buffers, len(trace.nodes)), start_of_backward)
+
+
+_BYTES_OF_FLOAT: Final = 4
+
+
+def _scratch(trace: Trace) -> Iterator[Buffer]:
+    """Yield what nodes have to themselves while they run, as far as it is as large as their results.
+
+    Where selects from both of its operands, each into memory of its own, before it puts these together
+    (``where_op.cc``, `CreateScalarBroadcastFuncs` and `MergeScalarAndVector`).
+    """
+    for position, node in enumerate(trace.nodes):
+        if node.operator == "Where":
+            condition, *operands = (trace.sizes.get(name, 0) for name in node.inputs)
+            whole = trace.sizes.get(node.outputs[0], 0)
+            size = sum(min(whole, max(_BYTES_OF_FLOAT * condition, one)) for one in operands)
+            if size:
+                yield Buffer(f"{node.outputs[0]}: while Where runs", size, position, position)
 
 
 def with_blocks(trace: Trace, sizes: Iterable[int]) -> Trace:

@@ -188,9 +188,9 @@ class Memory:
         syntax=RECOMPUTE,
         help=(
             "What the backward recomputes: `layers` keeps what each layer hands on, `layers[:4]` of the first four, "
-            "`layers:2` of every second, `layers:1/2` also of the first half of each; `all but matmuls` keeps what "
-            "products return, `all but linear` linear layers; or modules, as `encoder.layer.*.attention`. Less memory, "
-            "more time, the same numbers bit for bit; acts beside levels and plans."
+            "`layers:2` of every second, `layers:1/2` also of each first half, `layers:1/2 nested` makes that again; "
+            "`all but matmuls` keeps what products return, `all but linear` linear layers; or modules, as "
+            "`encoder.layer.*.attention`. Less memory, more time, the same bits; beside levels and plans."
         ),
         when="memory decides and the model is deep: of each layer, `layers` keeps one result",
         unless="`%ort_budget` meets your limit with plans: they cost less time",

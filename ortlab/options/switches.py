@@ -88,14 +88,20 @@ LAYERS: Final = "layers"
 MATMULS: Final = "matmuls"
 LINEAR: Final = "linear"
 HALVES: Final = "1/2"
+NESTED: Final = "nested"
 ALL_BUT_MATMULS: Final = f"all but {MATMULS}"
+
+NESTED_HALVES: Final = f"{HALVES} {NESTED}"
+WAYS: Final = (NESTED_HALVES, HALVES, "", LINEAR, MATMULS)
+"""What may happen in each of several layers: `LayerRange.way`."""
 
 LAST_LAYER: Final = 1000
 """Above the number of any layer."""
 
 _SLICE: Final = r"\[([0-9]{0,3}):([0-9]{0,3})\]"
 _LAYER_WORDS: Final = (
-    rf"{LAYERS}(?:{_SLICE})?(?::({HALVES}|[1-9][0-9]{{0,2}}))?(?: but ({MATMULS}|{LINEAR}))?"
+    rf"{LAYERS}(?:{_SLICE})?(?!(?::1)? {NESTED})(?::({HALVES}|[1-9][0-9]{{0,2}}))?"
+    rf"(?: but ({MATMULS}|{LINEAR})| ({NESTED}))?"
 )
 
 
@@ -108,13 +114,27 @@ class LayerRange:
     together: int = 1  # how many in one stretch
     kept: str = ""  # what is kept inside: "matmuls", "linear" or nothing
     halves: bool = False  # whether each layer is two stretches, with what the first hands on kept as well
+    # Whether what is handed on inside, from layer to layer or from half to half, is made again first, and not kept.
+    nested: bool = False
+
+    @property
+    def way(self) -> str:
+        """What happens in each layer, "1/2 nested"; empty where only what it hands on is kept."""
+        return self.kept if not self.halves else NESTED_HALVES if self.nested else HALVES
+
+    @classmethod
+    def in_way(cls, way: str, first: int = 0, end: int | None = None) -> LayerRange:
+        """Return layers that are recomputed in a `way`."""
+        halves = way.startswith(HALVES)
+        return cls(first, end, kept="" if halves else way, halves=halves, nested=way.endswith(NESTED))
 
     def __str__(self) -> str:
         """Write it as the switch `recompute` takes it."""
         some = self.first or self.end is not None
         numbers = f"[{self.first or ''}:{'' if self.end is None else self.end}]" if some else ""
         stretch = f":{HALVES}" if self.halves else f":{self.together}" if self.together > 1 else ""
-        return f"{LAYERS}{numbers}{stretch}{f' but {self.kept}' if self.kept else ''}"
+        inside = f" but {self.kept}" if self.kept else f" {NESTED}" if self.nested else ""
+        return f"{LAYERS}{numbers}{stretch}{inside}"
 
 
 def read_layers(word: str) -> LayerRange | None:
@@ -122,10 +142,10 @@ def read_layers(word: str) -> LayerRange | None:
     found = re.fullmatch(_LAYER_WORDS, word)
     if found is None:
         return None
-    first, end, together, kept = found.groups()
+    first, end, together, kept, nested = found.groups()
     halves = together == HALVES
     count = 1 if halves else int(together or 1)
-    return LayerRange(int(first or 0), int(end) if end else None, count, kept or "", halves)
+    return LayerRange(int(first or 0), int(end) if end else None, count, kept or "", halves, bool(nested))
 
 
 def kept_words(words: Iterable[str]) -> tuple[str, str]:
@@ -140,9 +160,16 @@ def kept_words(words: Iterable[str]) -> tuple[str, str]:
     if not ranges:
         return f"what {', '.join(one.partition(' but ')[0] for one in told)} read and return", "their rest"
     rest = f", what {returned} return where that is said," if returned else ""
-    halves = " (and, with :1/2, what its first half does)" if any(one.halves for one in ranges) else ""
+    plain = any(one.halves and not one.nested for one in ranges)
+    halves = " (and, with :1/2, what its first half does)" if plain else ""
     others = "; all other layers keep everything" if all(one.end is not None for one in ranges) else ""
-    return f"what each of these layers hands to the next{halves}{rest}", f"their rest{others}"
+    again = (
+        ", from values that are recomputed first where that is nested"
+        if any(one.nested for one in ranges)
+        else ""
+    )
+    stretch = "layers" if all(one.together == 1 for one in ranges) else "stretches of layers"
+    return f"what each of these {stretch} hands to the next{halves}{rest}", f"their rest{again}{others}"
 
 
 _PATHS: Final = r"[\w*?\[\]!-]+(\.[\w*?\[\]!-]+)*"
@@ -150,8 +177,9 @@ _PATHS: Final = r"[\w*?\[\]!-]+(\.[\w*?\[\]!-]+)*"
 # What the backward recomputes: words of ortlab's own, or paths of modules, with the signs of a pattern.
 RECOMPUTE = Syntax(
     pattern=rf"{_LAYER_WORDS}|(all|{_PATHS}) but ({MATMULS}|{LINEAR})|{_PATHS}",
-    words=f'"{LAYERS}", "{LAYERS}:2" (two together), "{LAYERS}:1/2" (each in two stretches), "{LAYERS}[:4]" (the first '
-    f'four), "{LAYERS}[4:] but {LINEAR}", "{ALL_BUT_MATMULS}", or paths of modules and patterns of such',
+    words=f'"{LAYERS}", "{LAYERS}:2" (two together), "{LAYERS}:1/2" (each in two stretches), "{LAYERS}:4 {NESTED}" '
+    f'(four together, layer by layer inside), "{LAYERS}:1/2 {NESTED}", "{LAYERS}[:4]" (the first four), '
+    f'"{LAYERS}[4:] but {LINEAR}", "{ALL_BUT_MATMULS}", or paths of modules and patterns of such',
     example="encoder.layer.*.attention",
 )
 

@@ -121,7 +121,7 @@ KNOWN = {
         "bert",
         {"aten_backward": False},
         "gradient",
-        f"Replaced ortlab::softmax_backward by Where and SoftmaxGrad_13, 2 times, in the backward, in {LAYERS}.",
+        f"Replaced ortlab::softmax_backward_over by Where and SoftmaxGrad_13, 2 times, in the backward, in {LAYERS}.",
     ),
     "casts put in": (
         "bert",

@@ -7,7 +7,7 @@ what can be recomputed to save memory is decided by the operators that ONNX Runt
 
 Two sums go into the memory of their first operand: that of a gradient with one from outside (``loss`` and ``logits``
 are both outputs; usually nothing comes for the logits), and that of a weight's gradient with the one that an embedding
-of the same weight has in a few rows.
+of the same weight has in a few rows. The gradient of softmax goes into the memory of the gradient that it is made of.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ SMALLEST_WEIGHT: Final = 2**16
 
 _MATRIX: Final = 2
 _PRODUCTS: Final = frozenset({"Gemm", "MatMul", "FusedMatMul"})
+_MASKED: Final = frozenset({"DropoutGrad", "Where"})
+"""What may stand between a product and the gradient of a softmax; its result has memory of its own as well."""
 
 
 class TorchBackward:
@@ -216,7 +218,12 @@ class _FasterChoice:
             mask, zero, unmasked = producer.input
             if self._is_zero(zero) and self._facts.shapes.get(unmasked) == self._facts.shapes.get(grad):
                 grad, masked = unmasked, [mask]
-        self._call("softmax_backward", [grad, probabilities, *masked], node)
+        producer = self._producers.get(grad)
+        owned = self._makes_memory(grad) or (producer is not None and producer.op_type in _MASKED)
+        over = owned and self._only_reader(grad) is not None
+        self._call(
+            "softmax_backward_over" if over else "softmax_backward", [grad, probabilities, *masked], node
+        )
 
     def _sum(self, node: onnx.NodeProto) -> None:
         for total, other in (node.input, node.input[::-1]):

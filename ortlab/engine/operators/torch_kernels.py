@@ -301,11 +301,24 @@ def gelu_backward(grad: Tensor, x: Tensor) -> Any:
 @kernel("(Tensor grad, Tensor probabilities, Tensor? mask=None) -> Tensor")
 def softmax_backward(grad: Tensor, probabilities: Tensor, mask: Tensor | None) -> Any:
     """Return the gradient of a softmax over the last dimension; where `mask` is true, `grad` counts as zero."""
-    output = empty(probabilities.shape, probabilities)
+    if mask is None:
+        return _softmax_backward(grad, probabilities, empty(probabilities.shape, probabilities))
+    return softmax_backward_over(empty(probabilities.shape, probabilities).copy_(grad), probabilities, mask)
+
+
+@kernel("(Tensor(a!) grad, Tensor probabilities, Tensor? mask=None) -> Tensor(a!)")
+def softmax_backward_over(grad: Tensor, probabilities: Tensor, mask: Tensor | None) -> Any:
+    """Return what `softmax_backward` does, in the memory of `grad`, which nothing else reads.
+
+    A buffer of scores more would be the peak of a step with long sequences. The kernel
+    (vec_host_softmax_backward_lastdim) reads a row before it writes it.
+    """
     if mask is not None:
-        # In the output's memory, since a buffer of scores more would be the peak of a step with long sequences. The
-        # kernel (vec_host_softmax_backward_lastdim) reads a row before it writes it.
-        grad = output.copy_(grad).masked_fill_(mask, 0.0)
+        grad.masked_fill_(mask, 0.0)
+    return _softmax_backward(grad, probabilities, grad)
+
+
+def _softmax_backward(grad: Tensor, probabilities: Tensor, output: Tensor) -> Any:
     backward = torch.ops.aten._softmax_backward_data.out
     return backward(grad, probabilities, -1, probabilities.dtype, grad_input=output)
 

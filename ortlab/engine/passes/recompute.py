@@ -18,10 +18,10 @@ memory. No optimizer has to be switched off for it, and it takes no time.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from typing import Final, NamedTuple
 
 import onnx
 from onnx import AttributeProto, TensorProto, helper
@@ -35,7 +35,8 @@ from ortlab.engine.passes.graph_edits import (
     kernel_call,
 )
 from ortlab.engine.passes.training_graph import HIDING
-from ortlab.graphs.nodes import YIELD
+from ortlab.graphs.nodes import YIELD, executed_operator
+from ortlab.memory.products import in_late_order, late_products
 from ortlab.memory.recompute import COPY, HELD, PACKED
 from ortlab.memory.trace import ONNX_VIEWS
 
@@ -58,14 +59,17 @@ WITHOUT_VALUES: Final = frozenset({"Shape", "Size"})
 _PURE_CALLS: Final = frozenset(
     """abs adaptive_avg_pool2d add addmm bmm cat clamp constant_pad_nd contiguous div divided exp expand gelu gemm
     layer_norm leaky_relu linear log log_sum_exp masked_fill matmul matmul_transposed mean mean_over mean_over_space mul
-    neg permute pow relu repeat reshape rsqrt select sigmoid silu slice softmax split sqrt squeeze stack sub sum
-    sum_over tanh transpose unsqueeze view where convolution copy_of cos im2col roll sin""".split()  # noqa: SIM905
+    native_group_norm neg permute pow relu repeat reshape rsqrt select sigmoid silu slice softmax split sqrt squeeze
+    stack sub sum sum_over tanh transpose unsqueeze view where convolution copy_of cos im2col roll sin""".split()  # noqa: SIM905
 )
 """Operators of torch, and of ortlab's kernels, that return the same for the same operands and write nothing; others,
 attention with its dropout among them, are left alone."""
 
 _APART: Final = "_apart"
 """Ends the names of what goes through a node that hands it on, on the way to who reads it."""
+
+_LATE: Final = "_late"
+"""Ends the names of what goes through a node that hands it on when another node has run."""
 
 _REPEATED_TYPES: Final = FLOAT_TYPES | {TensorProto.BOOL}
 
@@ -172,22 +176,38 @@ class Recomputing:
     returned: tuple[int, ...]  # numbers of the outputs of the forward that the copies read
 
 
-def recomputing(forward: ForwardPass, kept: Collection[str]) -> Recomputing:
+def recomputing(forward: ForwardPass, kept: Collection[str], between: Collection[str] = ()) -> Recomputing:
     """Return a graph that makes again what its backward reads of the forward, but for the values that are to be kept.
 
-    Values that cannot be made again are kept as well. The graph of `forward` stays as it is.
+    Values that cannot be made again are kept as well. What is made again may be made of values `between` that are made
+    again themselves, of those kept, once and before: then recomputation is nested. The graph of `forward` stays as it
+    is.
     """
-    return _Rewrite(forward, kept).made()
+    return _Rewrite(forward, kept, between).made()
 
 
-def repeated(forward: ForwardPass, kept: Collection[str]) -> tuple[frozenset[str], int]:
-    """Return what `recomputing` would make again, masks that it would pack included, and how many nodes for that."""
-    rewrite = _Rewrite(forward, kept)
-    return frozenset((*rewrite.again, *rewrite.packed)), len(rewrite.repeated)
+def repeated(
+    forward: ForwardPass, kept: Collection[str], between: Collection[str] = ()
+) -> tuple[frozenset[str], int]:
+    """Return what `recomputing` would make again, masks that it would pack included, and how many nodes for that.
+
+    What it would make in a first run, for values `between`, has a name of its own: that of the copy it is made from.
+    """
+    rewrite = _Rewrite(forward, kept, between)
+    first = (name + COPY for name in rewrite.first.again)
+    nodes = len(rewrite.last.repeated) + len(rewrite.first.repeated)
+    return frozenset((*rewrite.last.again, *rewrite.packed, *first)), nodes
 
 
-class _Rewrite:
-    def __init__(self, forward: ForwardPass, kept: Collection[str]) -> None:
+class _Run:
+    """A run of the forward in the backward: the nodes that are repeated, and what their copies read.
+
+    `wanted` are values that others read of it, and `ending` ends the names of its copies and their results.
+    """
+
+    def __init__(
+        self, forward: ForwardPass, kept: Collection[str], wanted: Collection[str], ending: str
+    ) -> None:
         self._forward = forward
         self._kept = {forward.root(name) for name in kept} | forward.returned
         for place in forward.places:
@@ -195,78 +215,45 @@ class _Rewrite:
             outputs = forward.nodes[place].output
             if forward.nodes[place].op_type not in _OF_DROPOUT and not self._kept.isdisjoint(outputs):
                 self._kept.update(outputs)
-        self.repeated = self._chosen()
+        self._ending = ending
+        self.repeated, self.read = self._chosen(wanted)
         self.again = {
-            name: name + COPY
-            for place in self.repeated
-            for name in self._results(forward.nodes[place])
-            if name
+            name: name + ending for place in self.repeated for name in _results(forward.nodes[place]) if name
         }
-        self._held: dict[str, str] = {}
-        self._holders: list[tuple[int, onnx.NodeProto]] = []  # with the place of what makes the value
-        self.packed = {forward.nodes[place].output[1]: place for place in self._packed_places()}
-        self._types: dict[str, int] = {}  # of results that ORT cannot tell the type of
+        self.held: dict[str, str] = {}
+        self.holders: list[tuple[int, onnx.NodeProto]] = []  # with the place of what makes the value
+        self.types: dict[str, int] = {}  # of results that ORT cannot tell the type of
 
-    def made(self) -> Recomputing:
-        forward = self._forward
-        model = onnx.ModelProto()
-        model.CopyFrom(forward.model)
-        for mask, place in self.packed.items():
-            self._unpack(mask, place)
-        copies = {place: self._copy(place) for place in self.repeated}
-        nodes = [copied(node) for node in self._ordered(copies)]
-        del model.graph.node[:]
-        model.graph.node.extend(nodes)
-        if any(node.op_type == "ATen" for _, node in self._holders):
-            declare_aten(model)
-        types = {value.name: value.type for value in (*model.graph.input, *model.graph.value_info)}
-        for name, new in (*self.again.items(), *self._held.items()):
-            if name in types:
-                model.graph.value_info.add(name=new, type=types[name])
-        model.graph.value_info.extend(
-            helper.make_tensor_value_info(name, element_type, None)
-            for name, element_type in self._types.items()
-            if element_type
-        )
-        held = {forward.root(name) for name in self._held}
-        return Recomputing(
-            model,
-            frozenset(node.name for node in copies.values()),
-            tuple(number for number, name in enumerate(forward.outputs) if forward.root(name) in held),
-        )
+    def asked_to_keep(self, name: str) -> bool:
+        """Tell whether a value is to be kept, or has to be since it is returned."""
+        return name in self._kept
 
-    # ---- what is repeated -------------------------------------------------------------------------------------
+    def _chosen(self, wanted: Collection[str]) -> tuple[list[int], frozenset[str]]:
+        """Return the nodes to repeat, in the order of the graph: those of what is read, back to what is kept.
 
-    def _chosen(self) -> list[int]:
-        """Return the nodes to repeat, in the order of the graph: those of what is read, back to what is kept."""
-        forward = self._forward
-        wanted = {
-            name for place in forward.backward for name in forward.nodes[place].input if not self._keeps(name)
-        }
+        Beside them what they, and others, read that is there without.
+        """
+        forward, read = self._forward, set(wanted)
+        waiting = {name for name in wanted if not self._keeps(name)}
         found = []
         for place in reversed(forward.places):
             node = forward.nodes[place]
-            if not wanted.isdisjoint(self._results(node)):
+            if not waiting.isdisjoint(_results(node)):
                 found.append(place)
-                read = node.input[:1] if node.op_type in _OF_DROPOUT else node.input
-                wanted.update(name for name in read if not self._keeps(name))
-        return found[::-1]
+                inputs = node.input[:1] if node.op_type in _OF_DROPOUT else node.input
+                read.update(inputs)
+                waiting.update(name for name in inputs if not self._keeps(name))
+        return found[::-1], frozenset(name for name in read if self._keeps(name))
 
     def _keeps(self, name: str) -> bool:
-        """Tell whether a value is there in the backward without being made again."""
+        """Tell whether a value is there without being made again in this run."""
         if name not in self._forward.values:
             return True
         root = self._forward.root(name)
         return root in self._kept or root not in self._forward.values or not self._forward.can_repeat(root)
 
-    @staticmethod
-    def _results(node: onnx.NodeProto) -> list[str]:
-        """Return the results of a node that its copy makes."""
-        return list(node.output[:1] if node.op_type in _OF_DROPOUT else node.output)
-
-    # ---- the copies -------------------------------------------------------------------------------------------
-
-    def _copy(self, place: int) -> onnx.NodeProto:
+    def copy(self, place: int, packed: Collection[str]) -> onnx.NodeProto:
+        """Return a node that makes the results of another one again; `packed` are masks."""
         node = self._forward.nodes[place]
         if node.op_type in _OF_DROPOUT:
             source, *settings = node.input
@@ -278,13 +265,13 @@ class _Rewrite:
             )
         else:
             again = copied(node)
-        again.name = (node.name or node.output[0]) + COPY
+        again.name = (node.name or node.output[0]) + self._ending
         apart = any(name in self.again for name in again.input)
         for number, name in enumerate(again.input):
             if name in self.again:
                 again.input[number] = self.again[name]
-            elif name in self.packed:
-                again.input[number] = self._held[name]
+            elif name in packed:
+                again.input[number] = self.held[name]
             elif self._forward.root(name) in self._forward.returned:
                 again.input[number] = self._hold(name)
             elif not apart and name not in self._forward.determined:
@@ -300,38 +287,100 @@ class _Rewrite:
 
         What the caller was given is copied: a copy may otherwise write its result over it, as its last reader.
         """
-        if name not in self._held:
-            held = self._held[name] = name + HELD
+        if name not in self.held:
+            held = self.held[name] = self._name_held(name)
             holder = helper.make_node(HIDING, [name], [held], name=held, domain=_MICROSOFT)
             if self._forward.root(name) in self._forward.returned:
                 if self._forward.types.get(name) == TensorProto.BOOL:  # which cannot cross to PyTorch
                     holder = helper.make_node("And", [name, name], [held], name=held)
                 else:
                     call_kernel(holder, "copy_of")
-            self._holders.append((self._forward.made.get(name, -1), holder))
-        return self._held[name]
+            self.holders.append((self._forward.made.get(name, -1), holder))
+        return self.held[name]
+
+    def _name_held(self, name: str) -> str:
+        return name + self._ending.removeprefix(COPY) + HELD
+
+    def unpack(self, mask: str, place: int) -> None:
+        """Let what this run makes, and what reads it, read a mask that is made of its packed entries."""
+        held = self._name_held(mask)
+        bytes_ = f"{mask}_bytes{held.removeprefix(mask)}"
+        node = self._forward.nodes[place]
+        unpack = kernel_call("unpacked_bits", [mask + PACKED, f"{mask}_shape"], [bytes_], node)
+        unpack.name += held.removeprefix(mask)
+        cast = helper.make_node("Cast", [bytes_], [held], name=held, to=TensorProto.BOOL)
+        self.holders += [(place, unpack), (place, cast)]
+        self.held[mask] = held
+        self.types[bytes_] = TensorProto.UINT8
+
+
+def _results(node: onnx.NodeProto) -> list[str]:
+    """Return the results of a node that its copy makes."""
+    return list(node.output[:1] if node.op_type in _OF_DROPOUT else node.output)
+
+
+class _Rewrite:
+    """The copies of nodes that a graph gets: of what its backward reads, and of what these copies read."""
+
+    def __init__(self, forward: ForwardPass, kept: Collection[str], between: Collection[str]) -> None:
+        self._forward = forward
+        self._read = {name for place in forward.backward for name in forward.nodes[place].input}
+        self.last = _Run(forward, {*kept, *between}, self._read, COPY)
+        self.first = _Run(forward, kept, self.last.read if between else (), COPY + COPY)
+        self.packed = dict(self._packed_places())
+        self._types: dict[str, int] = {}  # of results that ORT cannot tell the type of
+
+    def made(self) -> Recomputing:
+        forward = self._forward
+        model = onnx.ModelProto()
+        model.CopyFrom(forward.model)
+        # What stands in front of what, where both are needed: by the place of what is repeated, then by this order.
+        made = dict[str, tuple[tuple[int, int, int], onnx.NodeProto]]()
+        copies = set[str]()
+        runs = (self.first, self.last)
+        for number, run in enumerate(runs):
+            for mask, place in self.packed.items():
+                if run is self.last or place in run.repeated:
+                    run.unpack(mask, place)
+            repeats = {place: run.copy(place, self.packed) for place in run.repeated}
+            copies.update(node.name for node in repeats.values())
+            ordered = [((place, 2 * number + 1, 0), node) for place, node in repeats.items()]
+            ordered += [((place, 2 * number, among), node) for among, (place, node) in enumerate(run.holders)]
+            for key, node in ordered:
+                if run is self.last:
+                    _read_instead(node, self.first.again)
+                made |= dict.fromkeys(filter(None, node.output), (key, node))
+        nodes = [copied(node) for node in self._ordered(made)]
+        del model.graph.node[:]
+        model.graph.node.extend(nodes)
+        if any(node.op_type == "ATen" for run in runs for _, node in run.holders):
+            declare_aten(model)
+        types = {value.name: value.type for value in (*model.graph.input, *model.graph.value_info)}
+        for name, new in (one for run in runs for one in (*run.again.items(), *run.held.items())):
+            if name in types:
+                model.graph.value_info.add(name=new, type=types[name])
+        model.graph.value_info.extend(
+            helper.make_tensor_value_info(name, element_type, None)
+            for name, element_type in (self._types | self.first.types | self.last.types).items()
+            if element_type
+        )
+        held = {forward.root(name) for run in runs for name in run.held}
+        return Recomputing(
+            model,
+            frozenset(copies),
+            tuple(number for number, name in enumerate(forward.outputs) if forward.root(name) in held),
+        )
 
     # ---- masks, eight entries in a byte -----------------------------------------------------------------------
 
-    def _packed_places(self) -> Iterator[int]:
-        """Yield the dropouts whose masks the backward reads, and that nobody asks to keep."""
-        forward = self._forward
-        read = {name for place in forward.backward for name in forward.nodes[place].input}
-        for place in forward.places if self.repeated else ():
-            node = forward.nodes[place]
+    def _packed_places(self) -> Iterator[tuple[str, int]]:
+        """Yield the masks that the backward reads and nobody asks to keep, with the dropouts that they are of."""
+        repeated = {*self.last.repeated, *self.first.repeated}
+        for place in self._forward.places if repeated else ():
+            node = self._forward.nodes[place]
             mask = node.output[1] if node.op_type == "Dropout" and len(node.output) > 1 else ""
-            if mask and mask not in self._kept and (mask in read or place in self.repeated):
-                yield place
-
-    def _unpack(self, mask: str, place: int) -> None:
-        """Let the backward read a mask that is made of its packed entries."""
-        bytes_, held = f"{mask}_bytes{HELD}", mask + HELD
-        node = self._forward.nodes[place]
-        unpack = kernel_call("unpacked_bits", [mask + PACKED, f"{mask}_shape"], [bytes_], node)
-        cast = helper.make_node("Cast", [bytes_], [held], name=held, to=TensorProto.BOOL)
-        self._holders += [(place, unpack), (place, cast)]
-        self._held[mask] = held
-        self._types[bytes_] = TensorProto.UINT8
+            if mask and not self.last.asked_to_keep(mask) and (mask in self._read or place in repeated):
+                yield mask, place
 
     def _packing(self, node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
         """Yield a dropout, and what packs its mask in the forward.
@@ -357,40 +406,82 @@ class _Rewrite:
 
     # ---- their order ------------------------------------------------------------------------------------------
 
-    def _ordered(self, copies: dict[int, onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-        """Yield all nodes; each copy, and what it needs, stands in front of the first node that needs it."""
+    def _ordered(
+        self, made: Mapping[str, tuple[tuple[int, int, int], onnx.NodeProto]]
+    ) -> Iterator[onnx.NodeProto]:
+        """Yield all nodes; each copy, and what it needs, stands in front of the first node that needs it.
+
+        What holds a value stands in front of the first copy: it sorts like the node that makes the value.
+        """
         forward = self._forward
-        last = len(self._holders)
-        made = {name: ((place, last), node) for place, node in copies.items() for name in node.output if name}
-        # What holds a value stands in front of the first copy: it sorts like the node that makes the value.
-        made |= {
-            node.output[0]: ((place, number), node) for number, (place, node) in enumerate(self._holders)
-        }
         there, packing = set[str](), {*self.packed.values()}
-        instead = self.again | {name: self._held[name] for name in self.packed}
+        instead = self.first.again | self.last.again | {name: self.last.held[name] for name in self.packed}
         backward = set(forward.backward)
-        for place, node in enumerate(forward.nodes):
+        readings = [_Reading(executed_operator(node), node.input, node.output) for node in forward.nodes]
+        late = self._late(readings)
+        waits = {other: (name, forward.nodes[other].output[0]) for other, name in late.values()}
+        instead |= {made: made + _LATE for _, made in waits.values()}
+        for place in in_late_order(readings, late):
+            node = forward.nodes[place]
             if place in backward:
-                node = copied(node)  # noqa: PLW2901 - the same node
-                for number, name in enumerate(node.input):
-                    node.input[number] = instead.get(name, name)
-                yield from self._needed(node, made, there)
+                node = copied(node)
+                _read_instead(node, instead)
+                if place in late:
+                    _read_instead(node, {late[place][1]: late[place][1] + _LATE})
+                yield from _needed(node, made, there)
             if place in packing:
                 yield from self._packing(node)
             else:
                 yield node
+            if place in waits:
+                names = waits[place]
+                self._types |= {
+                    name + _LATE: forward.types.get(name, TensorProto.UNDEFINED) for name in names
+                }
+                yield helper.make_node(
+                    HIDING,
+                    names,
+                    [name + _LATE for name in names],
+                    name=f"{names[1]}{_LATE}",
+                    domain=_MICROSOFT,
+                )
 
-    @staticmethod
-    def _needed(
-        node: onnx.NodeProto, made: dict[str, tuple[tuple[int, int], onnx.NodeProto]], there: set[str]
-    ) -> list[onnx.NodeProto]:
-        found: dict[str, tuple[tuple[int, int], onnx.NodeProto]] = {}
-        waiting = list(node.input)
-        while waiting:
-            name = waiting.pop()
-            if name in made and name not in there:
-                place, needed = made[name]
-                there.update(needed.output)
-                found[needed.name] = (place, needed)
-                waiting.extend(needed.input)
-        return [needed for _, needed in sorted(found.values(), key=lambda one: one[0])]
+    def _late(self, readings: Sequence[_Reading]) -> dict[int, tuple[int, str]]:
+        """Return which products of the backward wait for others, by place: the other's, and what both read."""
+        backward, returned = (
+            set(self._forward.backward),
+            {one.name for one in self._forward.model.graph.output},
+        )
+        nodes = [node if place in backward else _Reading("", (), ()) for place, node in enumerate(readings)]
+        return {
+            place: (other, name)
+            for place, (other, name) in late_products(nodes, self.last.again.keys()).items()
+            if returned.isdisjoint(readings[other].outputs)
+        }
+
+
+class _Reading(NamedTuple):
+    operator: str
+    inputs: Sequence[str]
+    outputs: Sequence[str]
+
+
+def _read_instead(node: onnx.NodeProto, instead: Mapping[str, str]) -> None:
+    for number, name in enumerate(node.input):
+        node.input[number] = instead.get(name, name)
+
+
+def _needed(
+    node: onnx.NodeProto, made: Mapping[str, tuple[tuple[int, int, int], onnx.NodeProto]], there: set[str]
+) -> list[onnx.NodeProto]:
+    """Return the nodes of `made` that a node needs, and that are not `there` yet, in their order."""
+    found: dict[str, tuple[tuple[int, int, int], onnx.NodeProto]] = {}
+    waiting = list(node.input)
+    while waiting:
+        name = waiting.pop()
+        if name in made and name not in there:
+            place, needed = made[name]
+            there.update(needed.output)
+            found[needed.name] = (place, needed)
+            waiting.extend(needed.input)
+    return [needed for _, needed in sorted(found.values(), key=lambda one: one[0])]

@@ -148,7 +148,7 @@ def highlight(lab: Lab, nodes: Iterable[str]) -> None:
     wanted = list(nodes)
     for view in open_views(lab):
         present = set(view.names)
-        shown = [one for name in wanted for one in (name, name + COPY) if one in present]
+        shown = [one for name in wanted for one in (name, name + COPY, name + COPY + COPY) if one in present]
         view.highlight(shown)
         view.select(shown)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import signal
+import sys
 
 import pytest
 import small_transformers
@@ -374,6 +376,28 @@ def test_a_failure_leaves_everything_as_it_was(training, unchanged, failure):
         assert str(caught.value).startswith(
             "Stopped the budget; no plans are chosen, and the lab is as it was"
         )
+    assert len(unchanged.budgets) == count
+
+
+@pytest.mark.parametrize(
+    ("module", "function"), [("memory.layer_planner", "front"), ("studies.budget_search", "")]
+)
+def test_ctrl_c_while_the_planner_solves_leaves_everything_as_it_was(unchanged, module, function):
+    count, pressed = len(unchanged.budgets), []
+
+    def on_call(frame, event, _):
+        inside = frame.f_globals.get("__name__") == f"ortlab.{module}"
+        if event == "call" and inside and not pressed and frame.f_code.co_name.startswith(function):
+            pressed.append(frame.f_code.co_name)
+            signal.raise_signal(signal.SIGINT)
+
+    sys.setprofile(on_call)
+    try:
+        with pytest.raises(KeyboardInterrupt, match="Stopped the budget; no plans are chosen"):
+            unchanged.budget("70%", progress=False)
+    finally:
+        sys.setprofile(None)
+    assert pressed
     assert len(unchanged.budgets) == count
 
 

@@ -15,6 +15,8 @@ import ortlab
 from ortlab.engine.sessions import seed
 from ortlab.errors import ExecutionError, OptionError, PlanWarning
 from ortlab.graphs.diff import diff
+from ortlab.graphs.nodes import repeats
+from ortlab.memory.trace import lifetimes
 from ortlab.options.options import Options
 
 WIDTH, LAYERS, WORDS = 64, 3, 120
@@ -60,7 +62,7 @@ def forward_operators(lab):
     return Counter(
         node.op_type
         for node in nodes
-        if not any(name.endswith(("_recompute", "_held")) for name in node.output)
+        if not any(name.endswith(("_recompute", "_held", "_late")) for name in node.output)
     )
 
 
@@ -81,6 +83,8 @@ WAYS = [
     "layers",
     "layers:2",
     "layers:1/2",
+    "layers:1/2 nested",
+    "layers:2 nested",
     "all but matmuls",
     "all but linear",
     ("*.0",),
@@ -129,6 +133,30 @@ def test_of_layers_only_what_one_hands_to_the_next_is_kept(wrapped):
         row for row in lab.activations().rows if row.layer.startswith("transformer.h.") and row.bytes > 64
     ]
     assert {row.operator for row in rows} <= {"MatMul", "FusedMatMul", "Gemm", "Where"}
+
+
+@pytest.mark.parametrize(
+    ("nested", "outer"), [("layers:1/2 nested", "layers"), ("layers:3 nested", "layers:3")]
+)
+@pytest.mark.parametrize("drop", [0.0, 0.1])
+def test_nested_keeps_no_more_than_the_stretches_and_needs_less_while_they_run(nested, outer, drop, wrapped):
+    torch.manual_seed(3)
+    model = MODELS["bert"](drop)
+    lab, inputs = wrapped(model), batch(4, 64)
+    lab.step(lambda: gradients(lab, model, inputs), n=1)
+    peaks, kept, runs = {}, {}, {}
+    for words in (nested, outer):
+        lab.set(recompute=words)
+        gradients(lab, model, inputs)
+        kept[words] = {row.value for row in lab.activations().rows}
+        peaks[words] = lifetimes(lab.profile(1, progress=False)).peak
+        runs[words] = Counter(repeats(node) for node in copies(lab))
+    assert kept[nested] == kept[outer]
+    assert peaks[nested] < 0.95 * peaks[outer]
+    # No node runs more than twice again, and none that did not with the stretch as a whole.
+    assert set(runs[nested].values()) == {1, 2}
+    assert set(runs[outer].values()) == {1}
+    assert runs[nested].keys() == runs[outer].keys()
 
 
 MASKS = {"gpt2": 3 * LAYERS, "bert": 3 * LAYERS, "llama": LAYERS, "t5": (4 + 6) * LAYERS}
@@ -378,6 +406,59 @@ def test_random_and_stateful_nodes_and_functions_run_once(wrapped):
     assert all(torch.equal(after[name], value) for name, value in model.state_dict().items())
 
 
+class Images(nn.Module):
+    """Blocks of convolutions with group norms, whose kernels are calls of torch."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(4, 8), nn.SiLU(), nn.Conv2d(8, 8, 3, padding=1)
+            )
+            for _ in range(3)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def test_group_norms_run_again(wrapped):
+    torch.manual_seed(3)
+    model, x = Images(), torch.randn(2, 8, 16, 16)
+    lab = wrapped(model)
+
+    def run():
+        model.zero_grad()
+        loss = model(x)
+        loss.backward()
+        return {"loss": loss.detach(), **{name: one.grad.clone() for name, one in model.named_parameters()}}
+
+    expected, kept = run(), lab.activations().total_bytes
+    for words in ("layers", "layers:1/2 nested", "layers:3 nested"):
+        lab.set(recompute=words)
+        assert_same(run(), expected)
+        assert any("GroupNorm" in node.name or "blocks.0.1" in node.name for node in copies(lab))
+        assert lab.activations().total_bytes < 0.6 * kept
+
+
+@pytest.mark.parametrize("aten", [True, False], ids=["torch's loss", "ORT's loss"])
+def test_labels_that_are_all_ignored_give_what_they_give_without(aten, wrapped):
+    torch.manual_seed(3)
+    model = MODELS["gpt2"](0.1)
+    lab, inputs = wrapped(model, aten_cross_entropy=aten), batch()
+    inputs["labels"] = torch.full_like(inputs["labels"], -100)
+    expected = gradients(lab, model, inputs)
+    assert expected["loss"].isnan()
+    for words in ("layers", "layers:1/2 nested", "all but matmuls"):
+        lab.set(recompute=words)
+        found = gradients(lab, model, inputs)
+        assert all(torch.equal(found[name].isnan(), one.isnan()) for name, one in expected.items())
+        assert all(torch.equal(found[name].nan_to_num(), one.nan_to_num()) for name, one in expected.items())
+        assert copies(lab)
+
+
 def test_parts_of_a_model_recompute_by_names_of_the_whole(wrapped):
     torch.manual_seed(3)
     model = MODELS["bert"](0.0)
@@ -407,22 +488,23 @@ def test_layers_of_a_part_that_the_model_calls_past_its_owner_recompute(wrapped)
 # --- what is shown ------------------------------------------------------------------------------------------------
 
 
-def test_differences_summaries_and_profiles_name_what_is_recomputed(wrapped):
+@pytest.mark.parametrize("words", ["layers", "layers:1/2 nested"])
+def test_differences_summaries_and_profiles_name_what_is_recomputed(words, wrapped):
     torch.manual_seed(3)
     model = MODELS["bert"](0.1)
     lab, inputs = wrapped(model), batch()
     call = lambda: gradients(lab, model, inputs)  # noqa: E731 - a step
     lab.step(call, n=1)
     plain = lab.graph("execution")
-    lab.set(recompute="layers")
+    lab.set(recompute=words)
     run = lab.step(call, n=1)
-    assert run.options.recompute == ("layers",)
+    assert run.options.recompute == (words,)
     again = len(copies(lab))
     graph = lab.graph("execution")
     assert any(f"Added {again} recompute nodes" in sentence for sentence in diff(plain, graph).sentences)
     assert f"{again} that compute again" in str(graph)
-    assert "recompute=layers is on." in str(lab.plan())
-    assert "applied: recompute=layers." in str(lab.activations())
+    assert f"recompute={words} is on." in str(lab.plan())
+    assert f"applied: recompute={words}." in str(lab.activations())
     profile = lab.profile()
     repeated = [node for node in profile.nodes if node.recomputes]
     assert len(repeated) == again
@@ -486,6 +568,10 @@ def test_a_model_without_repeated_layers_says_what_else_there_is(wrapped):
         "layers:",
         "layers[2:2]",
         "layers[1:] but gelus",
+        "layers nested",
+        "layers:1 nested",
+        "layers:2 but linear nested",
+        "all but matmuls nested",
         ["layers", "h.0"],
         ["layers", "layers[1:]"],
         ["layers[:2]", "h.0"],

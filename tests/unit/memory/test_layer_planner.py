@@ -15,7 +15,7 @@ from ortlab.memory import MemoryPlan
 from ortlab.memory.layer_planner import FAMILIES, LayerPlanner
 from ortlab.memory.trace import lifetimes
 from ortlab.options.options import Options
-from ortlab.options.switches import LayerRange, read_layers
+from ortlab.options.switches import HALVES, NESTED_HALVES, LayerRange, read_layers
 from ortlab.render import text
 from ortlab.studies.plans import WORDS
 
@@ -60,7 +60,9 @@ def test_what_is_simulated_is_what_a_session_does(planned):
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[-1] < 0.6 * peaks[0]
     mixed = (LayerRange(0, 1), LayerRange(1, 3, kept="linear"))
-    every = [(LayerRange(kept=kept),) for kept in FAMILIES[0]] + [(LayerRange(halves=True),)]
+    every = [(LayerRange(kept=kept),) for kept in FAMILIES[0]] + [
+        (LayerRange.in_way(way),) for way in (HALVES, NESTED_HALVES)
+    ]
     for ranges in (front[-1].ranges, front[len(front) // 2].ranges, mixed, *every):
         simulated = planner.trace(ranges)
         lab.set(recompute=list(map(str, ranges)))
@@ -140,7 +142,16 @@ def test_a_model_without_repeated_layers_has_no_plans():
 
 @pytest.mark.parametrize(
     "word",
-    ["layers", "layers:2", "layers:1/2", "layers[:4]", "layers[4:8] but linear", "layers[3:]:2 but matmuls"],
+    [
+        "layers",
+        "layers:2",
+        "layers:1/2",
+        "layers:1/2 nested",
+        "layers[:8]:4 nested",
+        "layers[:4]",
+        "layers[4:8] but linear",
+        "layers[3:]:2 but matmuls",
+    ],
 )
 def test_what_a_range_writes_is_read_again(word):
     assert str(read_layers(word)) == word
