@@ -171,10 +171,10 @@ class TracedStops(TorchFunctionMode):
             return function(*args, **kwargs)
         if isinstance(kwargs.get("out"), torch.Tensor):
             return self._into(function, types, args, **kwargs)
-        if not self._training:
-            return self._with_writes(function, args, kwargs, _written_by(function, args, kwargs))
         if function in (_GET_DATA, _SET_DATA):
             return self._data(*args)
+        if not self._training:
+            return self._with_writes(function, args, kwargs, _written_by(function, args, kwargs))
         if self._expanded.stale(tensors_in((args, kwargs))):
             _refuse(
                 "Reading an expanded tensor that was written to",
@@ -244,6 +244,9 @@ class TracedStops(TorchFunctionMode):
             _check_data(x, *assigned)
             return None
         # The tracer does not see `.data` and would make its value a constant.
+        if not self._training:
+            shown: torch.Tensor = self._with_writes(torch.Tensor.detach, (x,), {}, None)
+            return shown
         return self._cut(x.detach(), [x])
 
     def stopped(self, result: Any, sources: list[torch.Tensor]) -> Any:

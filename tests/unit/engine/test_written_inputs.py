@@ -168,3 +168,13 @@ def test_an_argument_that_is_written_to_in_an_unknown_way_is_refused():
             model(*call)
         torch.testing.assert_close(call, batches()[0])
         lab.unwrap()
+
+
+def test_data_of_an_argument_is_that_of_each_batch():
+    """No trace sees `.data`, and a graph for evaluation kept that of the first batch."""
+    model = Net(lambda linear, x, _: linear(x) + x.data * 2).eval()
+    reference, lab = copy.deepcopy(model), ortlab.wrap(model)
+    for call in batches():
+        with torch.no_grad():
+            torch.testing.assert_close(model(*call), reference(*call))
+    lab.unwrap()
