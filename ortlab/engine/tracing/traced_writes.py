@@ -180,8 +180,11 @@ class TracedWrites:
             self._pending.pop(place, None)
 
     def wrote_to(self, tensor: object) -> bool:
-        """Tell whether the memory of a tensor was written to."""
-        return isinstance(tensor, torch.Tensor) and bool(tensor.numel()) and memory(tensor) in self._written
+        """Tell whether the memory of a tensor was written to; an empty one has none."""
+        place = (
+            memory(tensor) if isinstance(tensor, torch.Tensor) else 0
+        )  # its size, a trace would take for an input's
+        return place != 0 and place in self._written
 
     def stale(self, tensors: Iterable[torch.Tensor], results: Sequence[torch.Tensor]) -> bool:
         """Tell whether one of the tensors that an operator takes would show an old value in the graph.
