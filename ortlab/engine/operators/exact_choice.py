@@ -9,11 +9,13 @@ much of each difference, so a network of both trains like PyTorch only where eve
 
 What ORT can recompute to save memory (``memory_optimizer/recompute_analysis.cc``, GetAllowedRecomputeOps) stays ORT's,
 so that no plan is lost: Gemm, but in networks with batch normalisations, and LayerNormalization, of which 1.19.2 takes
-the variance as the mean of squares less the square of the mean and loses digits where the mean is large.
+the variance as the mean of squares less the square of the mean and loses digits where the mean is large. Over a few
+entries, such as the heads of an attention, it is PyTorch's all the same: there the digits are most of the gradient.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -53,6 +55,9 @@ _SAME_INPUTS: Final = {
 }
 """Kernels that take the inputs of the node, whatever its attributes."""
 
+_FEW_ENTRIES: Final = 16
+"""Below so many entries PyTorch computes a layer normalisation: their variance is often much less than their square."""
+
 _AXES_ARE_INPUT: Final = {"ReduceSum": 13, "ReduceMean": 18}
 """From which opset on the axes are an input of the node instead of an attribute."""
 _KEEPS_TYPE: Final = frozenset({"Unsqueeze", "Squeeze", "Reshape", "Identity", "Expand", "Scale"})
@@ -91,6 +96,8 @@ class _ExactChoice:
             "ATen": self._adaptive,
             "DivGrad": self._divided_gradient,
             "Scale": self._scaled,
+            "LayerNormalization": self._normalised,
+            "LayerNormalizationGrad": self._normalised_gradient,
             "QuickGeluGrad": self._silu_gradient,
             "SoftmaxCrossEntropyLoss": self._loss,
             "SoftmaxCrossEntropyLossInternal": self._loss,
@@ -134,8 +141,12 @@ class _ExactChoice:
 
     def _numbers(self, node: onnx.NodeProto, name: str, values: Any) -> str:
         """Add a constant int64 vector for the call in work; return its name."""
+        return self._constant(node, name, TensorProto.INT64, values)
+
+    def _constant(self, node: onnx.NodeProto, name: str, kind: int, values: Any) -> str:
+        """Add a constant vector for the call in work; return its name."""
         output = f"{next(filter(None, node.output))}_{name}"
-        tensor = helper.make_tensor(f"{output}_value", TensorProto.INT64, [len(values)], list(values))
+        tensor = helper.make_tensor(f"{output}_value", kind, [len(values)], list(values))
         constant = helper.make_node("Constant", [], [output], name=f"{output}_Constant", value=tensor)
         self._constants.append(constant)
         return output
@@ -162,6 +173,23 @@ class _ExactChoice:
 
     def _scaled(self, node: onnx.NodeProto, attributes: dict[str, Any]) -> _Call | None:
         return _Call("divided", node.input) if attributes.get("scale_down") else None
+
+    def _normalised(self, node: onnx.NodeProto, attributes: dict[str, Any]) -> _Call | None:
+        if len(node.input) < 3 or not self._are_few(node.input[1]):  # noqa: PLR2004 - input, weight and bias
+            return None
+        eps = self._constant(node, "eps", TensorProto.FLOAT, [attributes.get("epsilon", 1e-5)])
+        return _Call("layer_norm_of_few", [*node.input[:3], eps])
+
+    def _normalised_gradient(self, node: onnx.NodeProto, _: dict[str, Any]) -> _Call | None:
+        return _Call("layer_norm_backward", node.input) if self._are_few(node.input[2]) else None
+
+    def _are_few(self, weight: str) -> bool:
+        """Say whether a layer normalisation, known by its weight, is over a few entries."""
+        shape = self._facts.shapes.get(weight, ())
+        return (
+            bool(shape)
+            and math.prod(size if isinstance(size, int) else _FEW_ENTRIES for size in shape) < _FEW_ENTRIES
+        )
 
     def _divided_gradient(self, node: onnx.NodeProto, _: dict[str, Any]) -> _Call | None:
         # ORT divides by the square of the divisor, which is 0 or infinite long before the quotient is.

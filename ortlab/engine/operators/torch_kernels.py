@@ -227,6 +227,12 @@ def _bits_of_bytes(device: torch.device) -> Tensor:
 # --- gradients of layers ----------------------------------------------------------------------------------------
 
 
+@kernel("(Tensor x, Tensor weight, Tensor bias, Tensor eps) -> (Tensor, Tensor, Tensor)")
+def layer_norm_of_few(x: Tensor, weight: Tensor, bias: Tensor, eps: Tensor) -> Any:
+    """Return the layer normalisation of a few entries, their mean and their inverse deviation."""
+    return torch.ops.aten.native_layer_norm(x, list(weight.shape), weight, bias, eps.item())
+
+
 @kernel("(Tensor grad, Tensor x, Tensor weight, Tensor mean, Tensor rstd) -> (Tensor, Tensor, Tensor)")
 def layer_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> Any:
     """Return the gradients of input, weight and bias of a layer normalisation."""

@@ -61,6 +61,7 @@ CASES = {
     "pooling to a size": (lambda: Applied(lambda x: F.adaptive_avg_pool2d(x, 3), 6, 1, 1), PIXELS),
     "tanh": (lambda: Applied(torch.tanh, WIDTH), (16, WIDTH)),
     "sigmoid": (lambda: Applied(torch.sigmoid, WIDTH), (16, WIDTH)),
+    "layer normalisation of few": (lambda: nn.LayerNorm(4), (16, 4)),
     "mean of losses": (lambda: Applied(loss_of, WIDTH), (16, WIDTH)),
     "sum of losses": (lambda: Applied(lambda x: loss_of(x, reduction="sum"), WIDTH), (16, WIDTH)),
     "weighted losses": (
