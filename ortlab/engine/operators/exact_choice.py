@@ -55,7 +55,7 @@ _SAME_INPUTS: Final = {
 }
 """Kernels that take the inputs of the node, whatever its attributes."""
 
-_FEW_ENTRIES: Final = 16
+_FEW_ENTRIES: Final = 8
 """Below so many entries PyTorch computes a layer normalisation: their variance is often much less than their square."""
 
 _AXES_ARE_INPUT: Final = {"ReduceSum": 13, "ReduceMean": 18}
