@@ -22,7 +22,7 @@ import torch
 
 from ortlab.engine.inspection.places import Places
 from ortlab.engine.logs.build_log import runtime_messages
-from ortlab.engine.passes.graph_edits import FLOAT_TYPES, GraphFacts
+from ortlab.engine.passes.graph_edits import FLOAT_TYPES, GraphFacts, aten_operator, call_kernel
 from ortlab.engine.passes.training_graph import HIDING
 from ortlab.engine.patching import set_to
 from ortlab.engine.tracing.taps import Mark, Taps, marks_of
@@ -267,6 +267,9 @@ def _returning(model: onnx.ModelProto, names: list[str], edit: Edit | None) -> o
         if kind in FLOAT_TYPES:
             value.CopyFrom(onnx.helper.make_tensor_value_info(output, kind, None))
         graph.output.append(value)
+    for node in graph.node:  # what is returned is not to be written over
+        if aten_operator(node) == "ortlab::softmax_backward_over" and node.input[0] in new:
+            call_kernel(node, "softmax_backward")
     _hand_on(graph, early, gradient)
     if edit is not None:
         edit(changed)
