@@ -35,6 +35,29 @@ class Block(nn.Module):
         return {"out": [x + self.drop(self.outer(hidden))], "nothing": None, "name": "block"}
 
 
+class Weighing(nn.Module):
+    """Attention that returns its weights as well, as transformers' eager attention does."""
+
+    def __init__(self):
+        super().__init__()
+        self.both = nn.Linear(8, 16)
+
+    def forward(self, x):
+        asked, kept = self.both(x).chunk(2, -1)
+        weights = (asked @ kept.transpose(-2, -1)).softmax(-1)
+        return weights @ kept, weights
+
+
+class Weighed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = Weighing()
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.attention(x)[0]).square().mean()
+
+
 class Net(nn.Module):
     """A module that is called twice, one that is never called, and outputs that are nested or no tensors."""
 
@@ -112,6 +135,22 @@ def test_equal_engines_give_no_alarm(compared):
     }
     assert found.loss_difference < 1e-5
     assert found.written_bytes > 0
+
+
+def test_a_gradient_that_would_be_written_over_is_compared():
+    torch.manual_seed(3)
+    lab = lab_of(Weighed(), torch.randn(2, 64, 8))
+    try:
+        found = lab.parity(1, progress=False)
+        seen = {
+            pair.site.name for pair in found.pairs if pair.site.kind == "output gradient" and pair.distance
+        }
+        operators = {node.operator for node in lab.profile(n=1, progress=False).nodes}
+    finally:
+        lab.unwrap(forget=True)
+    assert "ortlab::softmax_backward_over" in operators
+    assert len(seen) == 2  # of what attends, and of the weights
+    assert found.ok, found.first
 
 
 def test_a_module_that_is_called_twice_is_compared_twice_and_one_that_is_not_called_is_not_there(compared):

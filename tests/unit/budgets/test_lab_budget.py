@@ -384,6 +384,7 @@ def test_a_failure_leaves_everything_as_it_was(training, unchanged, failure):
 )
 def test_ctrl_c_while_the_planner_solves_leaves_everything_as_it_was(unchanged, module, function):
     count, pressed = len(unchanged.budgets), []
+    unchanged._bench.simulated = None  # so that it plans anew, whatever ran before
 
     def on_call(frame, event, _):
         inside = frame.f_globals.get("__name__") == f"ortlab.{module}"
