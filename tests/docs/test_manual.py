@@ -192,6 +192,18 @@ def test_the_table_of_engines_says_what_was_measured():
         assert f"| {model} | {' | '.join(ratios[one] for one in candidates)} |" in page
 
 
+def test_the_table_of_floors_says_what_was_measured():
+    found = json.loads((REPOSITORY / "bench/results/recompute_floor.json").read_text(encoding="utf-8"))
+    page = (DOCS / "recompute.md").read_text(encoding="utf-8")
+    columns = ["checkpointed layers", "memory_level=1"]
+    columns += [f"recompute={words}" for words in ("layers", "layers:1/2", "layers:1/2 nested")]
+    rows = found["tables"]["Rise of a step above its start"]
+    for name in ("BERT", "GPT-2", "Llama"):
+        of_model = [row for row in rows if row["model"] == name]
+        cells = [" / ".join(f"{row[f'{column} [MiB]']:.1f}" for row in of_model) for column in columns]
+        assert f" | {' | '.join(cells)} |" in page
+
+
 def test_what_the_recipes_name_is_there():
     page = (DOCS / "adding.md").read_text(encoding="utf-8")
     files = set(re.findall(r"`((?:ortlab|tests|bench|docs)/[\w/.]*)`", page)) - {
