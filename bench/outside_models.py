@@ -171,12 +171,12 @@ def train(outside: Outside) -> dict[str, Any]:
     moved, _ = apart(steps(in_the_last_digit(copy.deepcopy(model)), copy.deepcopy(batches)), eager)
     is_rounding = found <= ROUNDING * moved
     if not is_rounding:
-        exact = in_float64(model, batches)
+        exact = steps_in_float64(model, batches)
         is_rounding = exact is not None and apart(ours, exact)[0] <= ROUNDING * apart(eager, exact)[0]
     return {"verdict": "parity" if is_rounding else "wrong", "difference": found, "reason": where}
 
 
-def in_float64(model: torch.nn.Module, batches: list[Any]) -> list[Any] | None:
+def steps_in_float64(model: torch.nn.Module, batches: list[Any]) -> list[Any] | None:
     """Return the two steps in PyTorch with float64; None where a model insists on float32."""
     import torch
     from torch.utils._pytree import tree_map

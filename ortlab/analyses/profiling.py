@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from ortlab.analyses.builds import engine_of, on_ort
 from ortlab.errors import ExecutionError, OptionError, OrtlabError
+from ortlab.options.configuration import Configuration
 from ortlab.records.runs import EXECUTED_BY_ORT, EXECUTED_BY_PARTS
 from ortlab.runs.experiment import check_count, leaving_no_trace
 from ortlab.runs.interrupts import interrupts_kept
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from ortlab.engine.ort import OrtEngine
     from ortlab.engine.profiling import Profile
     from ortlab.memory.trace import Trace
-    from ortlab.options.configuration import Configuration
     from ortlab.runs.bench import Bench
     from ortlab.runs.experiment import Experiment
 
@@ -83,11 +83,32 @@ def profile(
         trace = seen.trace(engine.execution.plans, order, bench.module, path)
     if baseline is None:
         return trace
-    from ortlab.analyses.eager_profile import eager_times
-
     times = eager_times(bench, n, progress=progress)
     inside = {one: ms for one, ms in times.items() if not path or one == path or one.startswith(f"{path}.")}
     return replace(trace, eager=inside)
+
+
+def eager_times(bench: Bench, steps: int, *, progress: bool) -> dict[str, float]:
+    """Run the last step in PyTorch, and return the ms of each module by its path: the shortest of the steps.
+
+    The bench is then as it was. Raises StepError if no step has run yet, and whatever the step raises.
+    """
+    from ortlab.analyses.module_clock import ModuleClock
+
+    experiment = bench.last_experiment()
+    found: list[dict[str, float]] = []
+
+    @contextmanager
+    def timing() -> Iterator[None]:
+        with ModuleClock(bench.module).running() as times:
+            yield
+        found.append(times)
+
+    with bench.as_before(experiment):
+        bench.configure(Configuration("eager", bench.options))
+        repeat(bench, experiment, steps + 1, "Profiling PyTorch", progress=progress, timing=timing)
+    timed = found[1:]  # the first one's memory is new, which takes time
+    return {path: min(one.get(path, 0.0) for one in timed) for one in timed for path in one}
 
 
 def spent_on(bench: Bench, configuration: Configuration, *, progress: bool) -> str:
@@ -144,9 +165,9 @@ def repeat(
     progress: bool,
     timing: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
-    """Run steps on ONNX Runtime, from the start of an experiment, and record nothing; PyTorch does not step in.
+    """Run steps on the engine that is set, from the start of an experiment, and record nothing.
 
-    Each runs inside a context that `timing` makes.
+    PyTorch does not step in for ONNX Runtime. Each runs inside a context that `timing` makes.
     """
     experiment.start.put_back()
     with (
@@ -158,7 +179,7 @@ def repeat(
             raise_lost()
             with timing():
                 experiment.step()
-            if bench.executed_by not in (EXECUTED_BY_ORT, EXECUTED_BY_PARTS):
+            if bench.engine.name == "ort" and bench.executed_by not in (EXECUTED_BY_ORT, EXECUTED_BY_PARTS):
                 raise ExecutionError(
                     "ONNX Runtime did not execute the step that was to be profiled.",
                     why=bench.status.reason or "PyTorch did.",

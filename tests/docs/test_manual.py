@@ -30,6 +30,11 @@ WRITTEN = sorted(
 )
 
 
+def measured(bench: str) -> dict:
+    """What a benchmark has stored."""
+    return json.loads((REPOSITORY / f"bench/results/{bench}.json").read_text(encoding="utf-8"))
+
+
 def texts() -> str:
     """All texts in the code of the package, a line each; what stands in braces is left out of them."""
     found = []
@@ -158,7 +163,7 @@ def test_the_figures_are_what_the_script_draws():
 
 
 def test_the_first_screen_says_what_was_measured():
-    found = json.loads((REPOSITORY / "bench/results/memory_engines.json").read_text(encoding="utf-8"))
+    found = measured("memory_engines")
     rows = found["tables"]["Each candidate, and the fastest of ONNX Runtime that needs no more memory"]
     eager = {row["model"]: row for row in rows if row["candidate"] == "eager"}
 
@@ -180,7 +185,7 @@ def test_the_first_screen_says_what_was_measured():
 
 
 def test_the_table_of_engines_says_what_was_measured():
-    found = json.loads((REPOSITORY / "bench/results/memory_engines.json").read_text(encoding="utf-8"))
+    found = measured("memory_engines")
     rows = found["tables"]["Each candidate, and the fastest of ONNX Runtime that needs no more memory"]
     page = (DOCS / "sweeps.md").read_text(encoding="utf-8")
     header = re.search(r"(?m)^\| \|( `eager` .*)\|$", page)
@@ -193,7 +198,7 @@ def test_the_table_of_engines_says_what_was_measured():
 
 
 def test_the_table_of_floors_says_what_was_measured():
-    found = json.loads((REPOSITORY / "bench/results/recompute_floor.json").read_text(encoding="utf-8"))
+    found = measured("recompute_floor")
     page = (DOCS / "recompute.md").read_text(encoding="utf-8")
     columns = ["checkpointed layers", "memory_level=1"]
     columns += [f"recompute={words}" for words in ("layers", "layers:1/2", "layers:1/2 nested")]
@@ -235,7 +240,7 @@ def test_the_changelog_begins_with_this_version_on_one_screen():
     assert re.findall(r"(?m)^## (.*)", screen)[0] == ortlab.__version__
     assert len(screen.splitlines()) <= 50
     assert detail.count("\n- ") > 100
-    speed = json.loads((REPOSITORY / "bench/results/models_speed.json").read_text(encoding="utf-8"))
+    speed = measured("models_speed")
     found = [f"{claim['value']:.2f}" for claim in speed["claims"]]
     assert re.search(r"takes ([\d.]+) of PyTorch's", screen)[1] in found
     assert re.search(r"and up to ([\d.]+) ", screen)[1] in found

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ortlab.analyses import eager_profile
+from ortlab.analyses.module_clock import ModuleClock
 from ortlab.errors import OptionError
 from ortlab.render import html, text
 
@@ -50,7 +50,7 @@ class Model(nn.Module):
 
 
 def times_of(model, batch):
-    with eager_profile._Clock(model).running() as times:
+    with ModuleClock(model).running() as times:
         model(batch)["loss"].backward()
     return times
 

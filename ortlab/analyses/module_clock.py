@@ -10,49 +10,20 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from ortlab.options.configuration import Configuration
-from ortlab.runs.experiment import leaving_no_trace
-from ortlab.runs.interrupts import interrupts_kept
 from ortlab.runs.stopwatch import synchronizer
 
-if TYPE_CHECKING:
-    from ortlab.runs.bench import Bench
 
+class ModuleClock:
+    """Measures how long each module of a model runs, and each node of the backward that it has recorded.
 
-def eager_times(bench: Bench, steps: int, *, progress: bool) -> dict[str, float]:
-    """Run the last step in PyTorch, and return the ms of each module by its path: its own, without its children's.
-
-    Each is the shortest of the steps. The bench is then as it was. Raises StepError if no step has run yet, and
-    whatever the step raises.
+    Times are a module's own, without its children's, in ms by its path.
     """
-    experiment = bench.last_experiment()
-    found: list[dict[str, float]] = []
-    with bench.as_before(experiment):
-        bench.configure(Configuration("eager", bench.options))
-        experiment.start.put_back()
-        with (
-            leaving_no_trace(experiment.step),
-            interrupts_kept() as raise_lost,
-            bench.progress.task(steps + 1, what="Profiling PyTorch", show=progress) as bar,
-        ):
-            experiment.step()  # its memory is new, which takes time
-            for number in range(1, steps + 1):
-                raise_lost()
-                bar.begin(f"Profiling PyTorch: step {number} of {steps}", number)
-                with _Clock(bench.module).running() as times:
-                    experiment.step()
-                found.append(times)
-    return {path: min(one.get(path, 0.0) for one in found) for one in found for path in one}
-
-
-class _Clock:
-    """Measures how long each module of a model runs, and each node of the backward that it has recorded."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._paths = {id(module): path for path, module in model.named_modules()}
