@@ -1,10 +1,11 @@
-"""Models of all kinds that train on a CPU: what makes each, and a batch for it; nothing is downloaded."""
+"""Twenty models of all kinds that train on a CPU, in three sizes, and a batch for each; nothing is downloaded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,13 +43,27 @@ def _transformer(kind: str, config: str, batch: dict[str, Tensor], **how: Any) -
     return Case(getattr(transformers, kind)(getattr(transformers, config)(**how)).train(), batch)
 
 
-_SIZE = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "intermediate_size": 1024}
+SIZES: Final = ("small", "middle", "large")
+"""The sizes of a model, by number: PyTorch takes some 1 to 9 ms, 9 to 55 ms, and more for a step."""
+_WIDTH, _LAYERS, _HEADS = (64, 128, 256), (2, 4, 4), (4, 8, 8)  # of a transformer, by size
 _WORDS = {"vocab_size": 2000}
-_IMAGES = {"image_size": 96, "patch_size": 8, "num_labels": 10}
 
 
-def _images(batch: int, size: int) -> dict[str, Tensor]:
-    return {"pixel_values": torch.randn(batch, 3, size, size), "labels": torch.randint(10, (batch,))}
+def _words(size: int) -> dict[str, Tensor]:
+    return _text(*((2, 32), (4, 64), (8, 128))[size])
+
+
+def _body(size: int) -> dict[str, int]:
+    return {
+        "hidden_size": _WIDTH[size],
+        "num_hidden_layers": _LAYERS[size],
+        "num_attention_heads": _HEADS[size],
+        "intermediate_size": 4 * _WIDTH[size],
+    }
+
+
+def _images(batch: int, pixels: int) -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(batch, 3, pixels, pixels), "labels": torch.randint(10, (batch,))}
 
 
 class LanguageModel(nn.Module):
@@ -66,9 +81,10 @@ class LanguageModel(nn.Module):
         return result
 
 
-def _recurrent(kind: type[nn.LSTM | nn.GRU]) -> Case:
-    x = torch.randint(2000, (16, 64))
-    return Case(WithLoss(LanguageModel(kind, 256, 2)), {"x": x, "labels": x})
+def _recurrent(kind: type[nn.LSTM | nn.GRU], size: int) -> Case:
+    batch, length, width = ((4, 16, 64), (16, 64, 192), (32, 96, 384))[size]
+    x = torch.randint(2000, (batch, length))
+    return Case(WithLoss(LanguageModel(kind, width, 2)), {"x": x, "labels": x})
 
 
 class UNet(nn.Module):
@@ -149,134 +165,188 @@ class Mean(nn.Module):
         return x.mean(1)
 
 
-def _discriminator() -> Case:
-    channels = (3, 32, 64, 128)
+def _unet(size: int) -> Case:
+    batch, pixels = ((1, 32), (8, 64), (32, 96))[size]
+    shape = (batch, 3, pixels, pixels)
+    return Case(UNet(), {"x": torch.randn(shape), "labels": torch.randn(shape)})
+
+
+def _discriminator(size: int) -> Case:
+    batch = (2, 16, 128)[size]
     layers: list[nn.Module] = []
-    for a, b in pairwise(channels):
+    for a, b in pairwise((3, 32, 64, 128)):
         layers += [nn.Conv2d(a, b, 4, 2, 1), nn.BatchNorm2d(b), nn.LeakyReLU(0.2)]
     model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(128 * 64, 2))
-    return Case(WithLoss(model), {"x": torch.randn(16, 3, 64, 64), "labels": torch.randint(2, (16,))})
+    return Case(WithLoss(model), {"x": torch.randn(batch, 3, 64, 64), "labels": torch.randint(2, (batch,))})
 
 
-def _network() -> Case:
-    layers = [layer for _ in range(4) for layer in (nn.Linear(512, 512), nn.ReLU(), nn.Dropout(0.1))]
-    model = nn.Sequential(*layers, nn.Linear(512, 10))
-    return Case(WithLoss(model), {"x": torch.randn(512, 512), "labels": torch.randint(10, (512,))})
+def _network(size: int) -> Case:
+    batch, width = ((128, 128), (512, 512), (2048, 1024))[size]
+    layers = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.ReLU(), nn.Dropout(0.1))]
+    model = nn.Sequential(*layers, nn.Linear(width, 10))
+    return Case(WithLoss(model), {"x": torch.randn(batch, width), "labels": torch.randint(10, (batch,))})
 
 
-def _mixer() -> Case:
-    model = nn.Sequential(*(Mixer(64, 192) for _ in range(4)), Mean(), nn.Linear(192, 10))
-    return Case(WithLoss(model), {"x": torch.randn(16, 64, 192), "labels": torch.randint(10, (16,))})
+def _mixer(size: int) -> Case:
+    batch, width = ((1, 64), (8, 128), (32, 192))[size]
+    model = nn.Sequential(*(Mixer(64, width) for _ in range(_LAYERS[size])), Mean(), nn.Linear(width, 10))
+    return Case(WithLoss(model), {"x": torch.randn(batch, 64, width), "labels": torch.randint(10, (batch,))})
 
 
-def _resnet() -> Case:
+def _resnet(size: int) -> Case:
     how = {
         "depths": [2, 2, 2, 2],
         "layer_type": "basic",
-        "hidden_sizes": [64, 128, 256, 512],
+        "embedding_size": _WIDTH[size] // 4,
+        "hidden_sizes": [_WIDTH[size] // 4 * times for times in (1, 2, 4, 8)],
         "num_labels": 10,
     }
-    return _transformer("ResNetForImageClassification", "ResNetConfig", _images(8, 96), **how)
+    batch = _images(*((2, 64), (4, 64), (8, 96))[size])
+    return _transformer("ResNetForImageClassification", "ResNetConfig", batch, **how)
 
 
-def _recommender() -> Case:
+def _recommender(size: int) -> Case:
+    many = (128, 1024, 16384)[size]
     batch = {
-        "x": torch.randn(1024, 16),
-        "features": torch.randint(5000, (1024, 12)),
-        "labels": torch.randint(2, (1024,)).float(),
+        "x": torch.randn(many, 16),
+        "features": torch.randint(5000, (many, 12)),
+        "labels": torch.randint(2, (many,)).float(),
     }
     return Case(Recommender(), batch)
 
 
-def _graph_network() -> Case:
+def _graph_network(size: int) -> Case:
+    nodes = (256, 4096, 32768)[size]
     batch = {
-        "x": torch.randn(4096, 128),
-        "edges": torch.randint(4096, (2, 16384)),
-        "labels": torch.randint(10, (4096,)),
+        "x": torch.randn(nodes, 128),
+        "edges": torch.randint(nodes, (2, 4 * nodes)),
+        "labels": torch.randint(10, (nodes,)),
     }
     return Case(GraphNetwork(), batch)
 
 
-_BERT = {**_SIZE, **_WORDS, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+def _series(size: int) -> Case:
+    past, series = (64, 128, 256)[size], (2, 4, 8)[size]
+    how = {
+        "num_input_channels": series,
+        "context_length": past,
+        "prediction_length": 16,
+        "patch_length": 8,
+        "patch_stride": 8,
+        "d_model": _WIDTH[size],
+        "ffn_dim": 4 * _WIDTH[size],
+        "num_hidden_layers": _LAYERS[size],
+        "num_attention_heads": _HEADS[size],
+    }
+    many = (2, 4, 8)[size]
+    batch = {"past_values": torch.randn(many, past, series), "future_values": torch.randn(many, 16, series)}
+    return _transformer("PatchTSTForPrediction", "PatchTSTConfig", batch, **how)
 
-MODELS: dict[str, Callable[[], Case]] = {
-    "BERT": lambda: _transformer("BertForMaskedLM", "BertConfig", _text(8, 128), **_BERT),
-    "GPT-2": lambda: _transformer(
-        "GPT2LMHeadModel",
-        "GPT2Config",
-        _text(8, 128),
-        n_embd=256,
-        n_layer=4,
-        n_head=8,
-        bos_token_id=1,
-        eos_token_id=2,
-        **_WORDS,
-    ),
-    "Llama": lambda: _transformer(
-        "LlamaForCausalLM", "LlamaConfig", _text(8, 128), **_SIZE, **_WORDS, num_key_value_heads=4
-    ),
-    "DeBERTa-v2": lambda: _transformer(
-        "DebertaV2ForMaskedLM",
-        "DebertaV2Config",
-        _text(8, 128),
-        **_BERT,
-        relative_attention=True,
-        position_buckets=32,
-        pos_att_type=["p2c", "c2p"],
-    ),
-    "T5": lambda: _transformer(
-        "T5ForConditionalGeneration",
-        "T5Config",
-        _text(8, 64),
-        d_model=256,
-        d_ff=1024,
-        num_layers=3,
-        num_heads=8,
-        d_kv=32,
-        decoder_start_token_id=0,
-        **_WORDS,
-    ),
-    "Mixtral": lambda: _transformer(
+
+def _bert(size: int) -> dict[str, Any]:
+    return {**_body(size), **_WORDS, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+
+
+def _gpt2(size: int) -> Case:
+    how = {"n_embd": _WIDTH[size], "n_layer": _LAYERS[size], "n_head": _HEADS[size], **_WORDS}
+    return _transformer("GPT2LMHeadModel", "GPT2Config", _words(size), **how, bos_token_id=1, eos_token_id=2)
+
+
+def _deberta(size: int) -> Case:
+    how = {"relative_attention": True, "position_buckets": 32, "pos_att_type": ["p2c", "c2p"]}
+    return _transformer("DebertaV2ForMaskedLM", "DebertaV2Config", _words(size), **_bert(size), **how)
+
+
+def _t5(size: int) -> Case:
+    how = {
+        "d_model": _WIDTH[size],
+        "d_ff": 4 * _WIDTH[size],
+        "num_layers": (1, 2, 3)[size],
+        "num_heads": _HEADS[size],
+        "d_kv": _WIDTH[size] // _HEADS[size],
+    }
+    batch = _text(*((2, 16), (4, 32), (8, 64))[size])
+    return _transformer(
+        "T5ForConditionalGeneration", "T5Config", batch, **how, decoder_start_token_id=0, **_WORDS
+    )
+
+
+def _mixtral(size: int) -> Case:
+    how = {**_body(size), "intermediate_size": 2 * _WIDTH[size], "num_hidden_layers": (1, 2, 4)[size]}
+    return _transformer(
         "MixtralForCausalLM",
         "MixtralConfig",
-        _text(4, 64),
-        **{**_SIZE, "num_hidden_layers": 2, "intermediate_size": 512},
+        _words(size),
+        **how,
         **_WORDS,
-        num_key_value_heads=4,
+        num_key_value_heads=_HEADS[size] // 2,
         num_local_experts=4,
+    )
+
+
+def _mamba(size: int) -> Case:
+    batch = _text(*((1, 16), (2, 32), (32, 32))[size])
+    how = {"hidden_size": _WIDTH[size], "num_hidden_layers": (1, 2, 2)[size]}
+    return _transformer("MambaForCausalLM", "MambaConfig", batch, **how, **_WORDS)
+
+
+def _vit(size: int) -> Case:
+    batch, pixels = ((2, 32), (4, 64), (8, 96))[size]
+    how = {**_body(size), "image_size": pixels, "patch_size": 8, "num_labels": 10}
+    return _transformer("ViTForImageClassification", "ViTConfig", _images(batch, pixels), **how)
+
+
+def _swin(size: int) -> Case:
+    how = {
+        "image_size": 64,
+        "patch_size": 4,
+        "embed_dim": (24, 48, 96)[size],
+        "depths": [2, 2],
+        "num_heads": [3, 6],
+        "window_size": 4,
+        "num_labels": 10,
+    }
+    return _transformer("SwinForImageClassification", "SwinConfig", _images((1, 8, 32)[size], 64), **how)
+
+
+def _convnext(size: int) -> Case:
+    how = {"depths": [1, 1, 2, 1], "hidden_sizes": [32, 64, 128, 256], "num_labels": 10}
+    return _transformer(
+        "ConvNextForImageClassification", "ConvNextConfig", _images((1, 8, 64)[size], 64), **how
+    )
+
+
+_KINDS: dict[str, Callable[[int], Case]] = {
+    "BERT": lambda size: _transformer("BertForMaskedLM", "BertConfig", _words(size), **_bert(size)),
+    "GPT-2": _gpt2,
+    "Llama": lambda size: _transformer(
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        _words(size),
+        **_body(size),
+        **_WORDS,
+        num_key_value_heads=_HEADS[size] // 2,
     ),
-    "Mamba": lambda: _transformer(
-        "MambaForCausalLM", "MambaConfig", _text(2, 32), hidden_size=128, num_hidden_layers=2, **_WORDS
-    ),
-    "ViT": lambda: _transformer("ViTForImageClassification", "ViTConfig", _images(8, 96), **_SIZE, **_IMAGES),
-    "Swin": lambda: _transformer(
-        "SwinForImageClassification",
-        "SwinConfig",
-        _images(8, 64),
-        image_size=64,
-        patch_size=4,
-        embed_dim=48,
-        depths=[2, 2],
-        num_heads=[3, 6],
-        window_size=4,
-        num_labels=10,
-    ),
-    "ConvNeXt": lambda: _transformer(
-        "ConvNextForImageClassification",
-        "ConvNextConfig",
-        _images(8, 64),
-        depths=[1, 1, 2, 1],
-        hidden_sizes=[32, 64, 128, 256],
-        num_labels=10,
-    ),
+    "DeBERTa-v2": _deberta,
+    "T5": _t5,
+    "Mixtral": _mixtral,
+    "Mamba": _mamba,
+    "ViT": _vit,
+    "Swin": _swin,
+    "ConvNeXt": _convnext,
     "ResNet-18": _resnet,
-    "LSTM": lambda: _recurrent(nn.LSTM),
-    "GRU": lambda: _recurrent(nn.GRU),
-    "UNet": lambda: Case(UNet(), {"x": torch.randn(8, 3, 64, 64), "labels": torch.randn(8, 3, 64, 64)}),
+    "LSTM": lambda size: _recurrent(nn.LSTM, size),
+    "GRU": lambda size: _recurrent(nn.GRU, size),
+    "UNet": _unet,
     "GAN discriminator": _discriminator,
     "MLP": _network,
     "MLP-Mixer": _mixer,
     "DLRM": _recommender,
     "graph network": _graph_network,
+    "PatchTST": _series,
 }
-"""By name; each call makes the same model with the same weights where the seed is the same."""
+
+MODELS: dict[str, Callable[[], Case]] = {
+    f"{kind} {name}": partial(make, size) for size, name in enumerate(SIZES) for kind, make in _KINDS.items()
+}
+"""By kind and size; each call makes the same model with the same weights where the seed is the same."""
