@@ -5,9 +5,11 @@ python bench/families.py --resume             those that bench/results/families.
 python bench/families.py --only levit regnet  these, anew; the others stay as they are in the file
 python bench/families.py --attention sdpa     with one kind of attention only
 python bench/families.py --sample 120         that many, drawn at random, always the same ones
+python bench/families.py --table              print the section of bench/README.md, train nothing
 
 Each family is trained in a process of its own, which may take `--limit` seconds. The file is written after each, so
-that Ctrl-C loses nothing; `--resume` goes on.
+that Ctrl-C loses nothing; `--resume` goes on. A row says when and at which commit it was trained,
+and on which processor if not on that of the first rows.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import sys
 import tempfile
 import warnings
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from report import RESULTS, THREADS, machine
@@ -51,7 +54,11 @@ def main() -> None:
     if unknown:
         raise SystemExit(f"There is no family {', '.join(sorted(unknown))}.")
     file = read.output / "families.json"
-    old = json.loads(file.read_text(encoding="utf-8"))["families"] if file.exists() else {}
+    stored = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    old = stored.get("families", {})
+    if read.table:
+        print(table(old))
+        return
     rows: dict[str, dict[str, Any]] = old if read.resume or read.only else {}
     asked = [
         (name, attention)
@@ -63,11 +70,12 @@ def main() -> None:
         asked = random.Random(0).sample(asked, min(read.sample, len(asked)))
     todo = [one for one in asked if read.only or key(*one) not in rows]
     facts = machine()
+    first = stored["machine"] if rows else facts
     try:
         for number, (name, attention) in enumerate(todo, start=1):
             row = in_a_process(child, (name, attention), LOADED, read.limit)
-            rows[key(name, attention)] = {"attention": attention, **row}
-            write(file, rows, facts)
+            rows[key(name, attention)] = {"attention": attention, **row, "trained": trained(facts, first)}
+            write(file, rows, first)
             print(f"{number:4d}/{len(todo)}  {key(name, attention):42.42s} {line_of(row)}", flush=True)
     except KeyboardInterrupt:
         print(f"\nStopped. {file} holds what was trained; --resume goes on.")
@@ -79,6 +87,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these families, anew")
     parser.add_argument("--resume", action="store_true", help="keep what the file holds, train the others")
+    parser.add_argument("--table", action="store_true", help="print the section of bench/README.md")
     parser.add_argument("--attention", nargs="+", default=["sdpa", "eager"], choices=KINDS)
     parser.add_argument("--sample", type=int, default=0, metavar="N", help="N of them, drawn at random")
     parser.add_argument("--limit", type=float, default=240, help="seconds for one (default 240)")
@@ -90,6 +99,12 @@ def arguments() -> argparse.Namespace:
 def is_asked(attention: str, has: tuple[str, ...], asked: list[str]) -> bool:
     """Say whether one of a family's kinds of attention is to be trained; "default" is what transformers takes."""
     return attention in asked or ("default" in asked and attention == has[0])
+
+
+def trained(facts: dict[str, Any], first: dict[str, Any]) -> str:
+    """Say when and at which commit a row was made, and on which processor if not on that of the file's first rows."""
+    elsewhere = "" if facts["cpu"] == first["cpu"] else f", on {facts['cpu']}"
+    return f"{facts['date'][:10]}, commit {facts['commit']}{elsewhere}"
 
 
 def key(name: str, attention: str) -> str:
@@ -193,7 +208,7 @@ def claims(counts: dict[str, int]) -> list[dict[str, Any]]:
         "of these not within 1e-5 over 4 steps, share": (1 - counts["within"] / max(runs, 1), 0.10),
         "of these neither within 1e-5 nor within rounding of PyTorch's own, share": (
             1 - (counts["within"] + counts["rounding"]) / max(runs, 1),
-            0.05,
+            0.02,
         ),
     }
     return [
@@ -205,6 +220,23 @@ def claims(counts: dict[str, int]) -> list[dict[str, Any]]:
         }
         for claim, (value, limit) in shares.items()
     ]
+
+
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    """Return the section of the page of benchmarks: the counts, what is not within, and when all that was trained."""
+    when = sorted({row["trained"] for row in rows.values()})
+    lines = [f"Trained {'; '.join(when)}.", "", "| verdict | families |", "|---|---|"]
+    lines += [f"| {verdict} | {number} |" for verdict, number in count(rows).items()]
+    lines += ["", "| not within | verdict | difference | ORT's error, PyTorch's | where, or why |"]
+    lines += ["|---|---|---|---|---|"]
+    for one, row in sorted(rows.items()):
+        if row["verdict"] in {"within", "not run"}:
+            continue
+        apart = f"{row['difference']:.1e}" if "difference" in row else ""
+        errors = [f"{row[of]:.1e}" for of in ("error of ORT", "error of PyTorch") if of in row]
+        why = shorten(row.get("where") or row.get("reason", ""), 110, placeholder=" ...").replace("|", "/")
+        lines.append(f"| {one} | {row['verdict']} | {apart} | {', '.join(errors)} | {why} |")
+    return "\n".join(lines)
 
 
 def show(rows: dict[str, dict[str, Any]]) -> None:

@@ -56,7 +56,7 @@ def tiny(config_class: type, given: dict[str, Any] | None = None) -> Any:  # noq
         if name.startswith("_") or name in given or _is_read_only(config_class, name):
             continue
         if OFF.fullmatch(name) and isinstance(value, bool | float | int):
-            chosen[name] = False if isinstance(value, bool) else 0.0
+            chosen[name] = type(value)(0)
         elif isinstance(value, int) and not isinstance(value, bool):
             size = size_of(name)
             if size is not None:

@@ -93,8 +93,9 @@ CONVOLUTIONS = {
 }
 STAGES = {"hidden_sizes": [16, 16, 32, 32], "depths": [1, 1, 1, 1]}
 HEADS_OF_STAGES = {"num_attention_heads": [1, 2, 4, 4]}
+FOUR_HEADS = {"num_key_value_heads": 4}
 LATENT = {
-    "num_key_value_heads": 4,
+    **FOUR_HEADS,
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 8,
     "v_head_dim": 8,
@@ -116,10 +117,44 @@ ENTRIES: dict[str, dict[str, Any]] = {
     "gptj": {"rotary_dim": 4},
     "codegen": {"rotary_dim": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 4},
-    "deepseek_v2": LATENT,
+    "deepseek_v2": {**LATENT, "num_experts_per_tok": 2, "topk_method": "greedy"},
     "deepseek_v3": LATENT,
-    "axk1": LATENT,
-    "glm4_moe_lite": LATENT,
+    **dict.fromkeys(("axk1", "glm4_moe_lite", "minicpm3", "mistral4", "youtu"), LATENT),
+    **dict.fromkeys(("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa"), FOUR_HEADS),
+    "hunyuan_v1_moe": {"head_dim": 8},
+    "ministral": {"head_dim": 8},
+    "switch_transformers": {"decoder_start_token_id": 0},
+    "longcat_flash": {**LATENT, "head_dim": 8},
+    "encoder-decoder": {"decoder": {"is_decoder": True, "add_cross_attention": True}},
+    "nemotron": {"num_key_value_heads": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "zamba": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "num_key_value_heads": 4,
+        "n_mamba_heads": 2,
+    },
+    "zamba2": {
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "n_mamba_heads": 4,
+        "mamba_headdim": 16,
+        "mamba_d_state": 8,
+        "chunk_size": 8,
+    },
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
+    "wav2vec2-bert": {"feature_projection_input_dim": 80},
+    "kimi_linear": {"num_experts_per_tok": 2, "num_experts": 4},
+    "bailing_hybrid": {"n_group": 1, "topk_group": 1, "num_experts": 4, "num_experts_per_tok": 2},
+    "lilt": {"hidden_size": 48},
     "mamba2": {"head_dim": 16, "num_heads": 4, "state_size": 8, "n_groups": 1, "chunk_size": 8, "expand": 2},
     "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8},
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8},
@@ -140,13 +175,13 @@ ENTRIES: dict[str, dict[str, Any]] = {
         "max_encoder_position_embeddings": 64,
         "max_decoder_position_embeddings": 64,
     },
-    "longt5": {"encoder_attention_type": "local", "local_radius": 3},
+    "longt5": {"encoder_attention_type": "local", "local_radius": 3, "decoder_start_token_id": 0},
     "reformer": {
         "attn_layers": ["local", "local"],
         "local_attn_chunk_length": 8,
         "axial_pos_shape": [4, 4],
         "axial_pos_embds_dim": [16, 16],
-        "is_decoder": False,
+        "is_decoder": True,
     },
     "modernbert": {"local_attention": 8},
     "sew": {**CONVOLUTIONS, "squeeze_factor": 2},
@@ -274,6 +309,18 @@ ENTRIES: dict[str, dict[str, Any]] = {
         "masked_unit_size": [8, 8],
     },
 }
+
+
+def videos() -> Batch:
+    """Return clips under the name that some models have for them."""
+    return {"pixel_values_videos": torch.randn(BATCH, 4, 3, IMAGE, IMAGE), "labels": classes()}
+
+
+def features(**more: torch.Tensor) -> Batch:
+    """Return sound as it is heard, by frequency."""
+    return {"input_features": torch.randn(BATCH, 64, 80), **more}
+
+
 LARGE_IMAGES = """convnextv2 mobilevit mobilevitv2 mobilenet_v1 mobilenet_v2 efficientnet poolformer levit swiftformer
     regnet bit cvt pvt_v2""".split()  # noqa: SIM905
 BATCH_OF: dict[str, Callable[[], Batch]] = {
@@ -283,6 +330,11 @@ BATCH_OF: dict[str, Callable[[], Batch]] = {
         "input_values": torch.randn(BATCH, 32, 16),
         "labels": classes(),
     },
+    "vjepa2": videos,
+    "parakeet_ctc": lambda: features(
+        attention_mask=torch.ones(BATCH, 64, dtype=torch.long), labels=torch.randint(3, 20, (BATCH, 2))
+    ),
+    "wav2vec2-bert": lambda: features(labels=classes()),
     "perceiver": lambda: {"inputs": ids(), "attention_mask": torch.ones(BATCH, LENGTH), "labels": ids()},
     "layoutlmv3": lambda: text_and_image(bbox=boxes(), labels=classes()),
     "git": lambda: text_and_image(labels=ids()),

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+import re
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from report import REPOSITORY
 
 if TYPE_CHECKING:
     import torch
     from family_list import Family
 
+FOLDERS = rf"/\S*/site-packages/|{re.escape(str(REPOSITORY))}/"
+"""What stands before the names of files of this repository and of installed packages."""
 STEPS = 4
 TOLERANCE = 1e-5
 _JUDGED = 4  # sides
@@ -217,4 +222,4 @@ def in_float64(batch: dict[str, Any]) -> dict[str, Any]:
 def said(error: BaseException) -> str:
     """Return an error in one line."""
     text = f"{type(error).__name__}: {getattr(error, 'what', '') or error} {getattr(error, 'why', '') or ''}"
-    return " ".join(text.split())[:400]
+    return " ".join(re.sub(FOLDERS, "", text).split())[:400]

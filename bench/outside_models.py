@@ -52,8 +52,6 @@ RAW = (
     "torch._C",
     "lower all",
 )
-_FOLDERS = rf"{re.escape(str(REPOSITORY))}/|/\S*/site-packages/"
-"""What stands before the names of files of this repository and of installed packages."""
 QUICK = ("GCN", "siamese_network")
 TITLE = "Two steps with batches of two sizes, against PyTorch"
 
@@ -253,8 +251,10 @@ def apart(ours: list[Any], eager: list[Any]) -> tuple[float, str]:
 
 def said(error: BaseException) -> str:
     """Return an error in one line."""
+    from family_training import FOLDERS
+
     text = f"{type(error).__name__}: {getattr(error, 'what', '') or error}"
-    return " ".join(re.sub(_FOLDERS, "", text).split())[:300]
+    return " ".join(re.sub(FOLDERS, "", text).split())[:300]
 
 
 if __name__ == "__main__":

@@ -28,6 +28,8 @@ FAMILIES = {
     "segformer": "a resized pyramid, a loss of pixels",
     "bit": "standardised weights of convolutions, normalisation by groups",
     "hubert": "a normalised convolution over a wave",
+    "t5gemma2": "a mask that is made with vmap",
+    "vilt": "patches drawn anew for each image, in a graph whose shapes no inference knows",
 }
 
 
