@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ortlab.checks.doctor import doctor
     from ortlab.checks.preflight import preflight
     from ortlab.checks.recipes import recipe
+    from ortlab.engine.graph_optimizers import register_graph_optimizer, unregister_graph_optimizer
     from ortlab.errors import OrtlabError
     from ortlab.graphs.onnx_files import open_graph
     from ortlab.graphs.viewer.document import embed_graph
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from ortlab.notebook.widgets.panel import panel
     from ortlab.options.options import Options
     from ortlab.render.pages import plot
-    from ortlab.runs.graph_optimizers import register_graph_optimizer, unregister_graph_optimizer
     from ortlab.runs.loss import TokenLoss, with_loss, without_loss
 
 __version__ = "0.1.0"
@@ -41,9 +41,9 @@ _HOMES = {
     "plot": "ortlab.render.pages",
     "preflight": "ortlab.checks.preflight",
     "recipe": "ortlab.checks.recipes",
-    "register_graph_optimizer": "ortlab.runs.graph_optimizers",
+    "register_graph_optimizer": "ortlab.engine.graph_optimizers",
     "show_graph": "ortlab.notebook.widgets.graph_display",
-    "unregister_graph_optimizer": "ortlab.runs.graph_optimizers",
+    "unregister_graph_optimizer": "ortlab.engine.graph_optimizers",
     "with_loss": "ortlab.runs.loss",
     "without_loss": "ortlab.runs.loss",
     "wrap": "ortlab.lab.lab",

@@ -16,7 +16,7 @@ from ortlab.errors import OrtlabError
 from ortlab.runs.interrupts import interrupts_kept
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from importlib.resources.abc import Traversable
 
 QUICKSTART = "01_quickstart.ipynb"
@@ -70,12 +70,13 @@ def _parser() -> argparse.ArgumentParser:
         " memory that a step needs, and compare its time and memory with PyTorch's, from the same start.",
     )
     for name, kind, default, what in (
-        ("steps", _positive, 15, "training steps of the first run"),
-        ("layers", _positive, 4, "transformer layers"),
+        ("steps", _between(1, 1_000_000), 15, "training steps of the first run"),
+        ("layers", _between(1, 1_000_000), 4, "transformer layers"),
         ("hidden", _hidden, 256, "hidden size, a multiple of 64"),
-        ("batch", _positive, 8, "sequences in a batch"),
-        ("length", _length, 128, "tokens in a sequence, 8 to 512"),
-        ("seed", _seed, 2024, "seed of weights and batches, 2 or more"),
+        ("batch", _between(1, 1_000_000), 8, "sequences in a batch"),
+        ("length", _between(8, 512), 128, "tokens in a sequence, 8 to 512"),
+        # Seeds 0 and 1 start the same stream of dropout masks in ONNX Runtime on the CPU.
+        ("seed", _between(2, 2**31 - 1), 2024, "seed of weights and batches, 2 or more"),
     ):
         demo.add_argument(f"--{name}", type=kind, default=default, help=f"{what} (default: %(default)s)")
     demo.add_argument("--save", type=Path, metavar="FILE", help="write the runs to this JSON file")
@@ -103,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
 
     test = commands.add_parser(
         "selftest",
-        help="try models, switches, optimizers, memory and the headline experiment; under ten minutes",
+        help="try models, switches, optimizers, memory and the largest batch that fits; under ten minutes",
         description="Try what ortlab promises on this machine, in under ten minutes, and write selftest.json and the"
         " readable selftest.txt. What is not tried is named with the reason. The exit code is 0 if all that was tried"
         " holds, 1 if not, 130 after Ctrl-C, which keeps what was found.",
@@ -272,34 +273,24 @@ def _shipped_quickstart() -> Traversable:
     return shipped if shipped.is_file() else Path(str(package)).parent / "notebooks" / QUICKSTART
 
 
-def _positive(text: str) -> int:
-    return _between(text, 1, 1_000_000)
+def _between(low: int, high: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if not low <= value <= high:
+            message = f"{text!r} is not a whole number from {low} to {high}"
+            raise argparse.ArgumentTypeError(message)
+        return value
 
-
-def _length(text: str) -> int:
-    return _between(text, 8, 512)
-
-
-def _seed(text: str) -> int:
-    # Seeds 0 and 1 start the same stream of dropout masks in ONNX Runtime on the CPU.
-    return _between(text, 2, 2**31 - 1)
+    return read
 
 
 def _hidden(text: str) -> int:
-    value = _between(text, 64, 4096)
+    value = _between(64, 4096)(text)
     if value % 64:
         message = f"{value} is not a multiple of 64, the size of an attention head"
-        raise argparse.ArgumentTypeError(message)
-    return value
-
-
-def _between(text: str, low: int, high: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = low - 1
-    if not low <= value <= high:
-        message = f"{text!r} is not a whole number from {low} to {high}"
         raise argparse.ArgumentTypeError(message)
     return value
 

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import functools
+import inspect
+import os
+import sysconfig
+import warnings
 from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
 
 
 def did_you_mean(name: object, known: Iterable[str], *, most: int = 1, cutoff: float = 0.6) -> str:
@@ -46,6 +55,26 @@ class OrtlabError(Exception):
         return "\n".join(lines)
 
 
+_Error = TypeVar("_Error", bound=OrtlabError)
+
+
+def caused_by(error: _Error, fault: Exception) -> _Error:
+    """Return an error that is of the class of the user's exception behind it, too, so that who catches that gets it.
+
+    A class that cannot be mixed, and what steers Python itself, leaves the error as it is, with its cause.
+    """
+    kinds = type(error), type(fault)
+    made = error
+    if not isinstance(fault, (OrtlabError, StopIteration, StopAsyncIteration)):
+        with contextlib.suppress(TypeError):
+            both: Any = type(kinds[0].__name__, kinds, {"__module__": kinds[0].__module__})
+            made = both.__new__(both)
+            made.__dict__.update({**vars(fault), **vars(error)})
+            made.args = fault.args
+    made.__cause__ = fault
+    return made
+
+
 class InstallError(OrtlabError):
     """The installed packages cannot train with ONNX Runtime as they are."""
 
@@ -84,3 +113,29 @@ class LedgerError(OrtlabError):
 
 class ArgumentError(OrtlabError):
     """What stands behind a magic cannot be read; IPython shows it as a UsageError."""
+
+
+def is_users(file: str) -> bool:
+    """Tell whether code in a file is the user's, or of a library that the user's model is made of."""
+    standard = file.startswith(("<frozen ", _standard())) and "site-packages" not in file
+    return not standard and not file.startswith(_machinery())
+
+
+@functools.cache
+def _standard() -> str:
+    return f"{sysconfig.get_path('stdlib')}{os.sep}"
+
+
+@functools.cache
+def _machinery() -> tuple[str, ...]:
+    """Return the folders of packages whose frames lie between a call and the user's model."""
+    specs = map(find_spec, ("ortlab", "torch", "onnxruntime", "ipyparallel"))
+    return tuple(f"{Path(spec.origin).parent}{os.sep}" for spec in specs if spec and spec.origin)
+
+
+def warn(text: str, category: type[Warning]) -> None:
+    """Give a warning at the line of the user's code that has called."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, category, stacklevel=level)

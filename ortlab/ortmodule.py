@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from ortlab.engine import load
+from ortlab.engine.graph_optimizers import register_graph_optimizer
 from ortlab.errors import OptionError, WrapError
 from ortlab.lab.lab import wrap
 from ortlab.options.options import Options
 from ortlab.options.variables import JSON_CONFIG, read_json_config
 from ortlab.runs.bench import bench_of
-from ortlab.runs.graph_optimizers import register_graph_optimizer
 
 if TYPE_CHECKING:
     from ortlab.lab.lab import Lab

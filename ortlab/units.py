@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sized
-from typing import Final
+from typing import Final, TypeGuard
 
 from ortlab.errors import OptionError
 
@@ -153,10 +153,8 @@ def many(of: Sized | int, one: str, several: str = "") -> str:
 
 
 def loss(value: float | None) -> str:
-    """Write a loss with five significant digits: "6.9315"; enough to see two runs part.
-
-    A loss that is nan is a result, not a missing one, and is written "nan".
-    """
+    """Write a loss with five significant digits: "6.9315"; enough to see two runs part."""
+    # A loss that is nan is a result, not a missing one, and is written "nan".
     return MISSING if value is None else f"{value:#.5g}"
 
 
@@ -177,20 +175,15 @@ def fold(text: str, limit: int = 160) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Return `text` with control characters written out, so that a name cannot break a table or a terminal.
-
-    A line break becomes a space, and an escape sequence its Python escape: "\\x1b[31m".
-    """
+    """Return `text` with control characters written out, so that a name cannot break a table or a terminal."""
+    # A line break becomes a space, and an escape sequence its Python escape: "\\x1b[31m".
     flat = " ".join(text.splitlines())
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in flat)
 
 
 def read_size(value: object, *, name: str = "limit") -> int:
-    """Return in bytes, at least 1, a size such as "6 GiB", "512MiB", "1.5 gb", "1048576 B" or 1048576.
-
-    `name` tells the error what the size is of: "limit", "budget". Raises OptionError where the value is no size, has an
-    unknown unit, is not above zero, or is 8 EiB or more.
-    """
+    """Return in bytes, at least 1, a size such as "6 GiB", "512MiB", "1.5 gb", "1048576 B" or 1048576."""
+    # `name` tells the error what the size is of: "limit", "budget".
     number, unit = _number_and_unit(value, name)
     if unit not in _UNITS:
         known = "B, KiB, MiB, GiB, TiB, KB, MB, GB, TB"
@@ -203,6 +196,16 @@ def read_size(value: object, *, name: str = "limit") -> int:
             f"The {name} is {_shown(value)}.", why="Memory is above zero, and below 8 EiB.", fix=_FIX
         )
     return int(size)
+
+
+def is_whole(value: object, least: int) -> TypeGuard[int]:
+    """Say whether something is a whole number from `least` on; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_tolerance(value: object) -> TypeGuard[float]:
+    """Say whether something is a number from 0 on; nan, True and False are none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
 
 
 def _number(value: float | None) -> float:

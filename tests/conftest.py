@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import warnings
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -148,6 +149,21 @@ def nothing_global_left_behind():
     yield
     changes = ProcessState.now().changes(before)
     assert not changes, "the test left the process changed:\n  " + "\n  ".join(changes)
+
+
+@pytest.fixture
+def wrap():
+    """Return `ortlab.wrap`; its labs are unwrapped at the end of the test, also of one that fails."""
+    import ortlab
+
+    with ExitStack() as labs:
+
+        def wrapped(*args, **kwargs):
+            lab = ortlab.wrap(*args, **kwargs)
+            labs.callback(lab.unwrap)
+            return lab
+
+        yield wrapped
 
 
 @pytest.fixture(autouse=True)

@@ -44,6 +44,12 @@ def t5(*, layers=2, width=32, heads=2, words=64, drop=0.0, **more):
     return _made("T5ForConditionalGeneration", {**sizes, **rest, "decoder_start_token_id": 0, **more})
 
 
+def vit(*, layers=2, width=32, heads=2, drop=0.0, size=32, patch=8, **more):
+    sizes = {**_sizes(layers, width, heads, 0), "image_size": size, "patch_size": patch}
+    drops = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), drop)
+    return _made("ViTForImageClassification", {**sizes, **drops, **more})
+
+
 def batch_of(rows=2, length=8, words=64, *, first=0, mask=False) -> dict[str, torch.Tensor]:
     """Draw tokens from `first` on, which are their own labels; with `mask`, none of them is padding."""
     ids = torch.randint(first, words, (rows, length))

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from ortlab.engine.building import BuildingEngine
+from ortlab.engine.inspection.build import BuildingEngine
 from ortlab.errors import OptionError, StepError
 from ortlab.options.configuration import Configuration
 from ortlab.records.messages import MessageLog
@@ -46,15 +46,8 @@ class Found:
 def builds(
     bench: Bench, part: str | None = None, *, options: Options | None = None, training: bool | None = None
 ) -> Iterator[Found]:
-    """Yield the graphs for some switches, by default the present ones, whichever engine runs the model.
-
-    A graph that is not there is built from the last step, beside the lab's own; it is gone after the block. `part` is
-    the path of a wrapped part; all parts if None. The mode is by default training, or inference where the last step
-    does not train.
-
-    Raises BuildError if there is no graph and no step to build it from, or ONNX Runtime cannot build it; StepError if a
-    graph has to be built while a step is running; and whatever the step raises. The lab is then as it was.
-    """
+    """Yield the graphs for some switches, by default the present ones, whichever engine runs the model."""
+    # A graph that is not there is built from the last step, beside the lab's own; it is gone after the block.
     engines, wished = bench.engines(part), bench.options if options is None else options
     engine_name = bench.engine.name  # while a graph is built, another engine stands in its place
     mode = True if training is None and bench.experiment is not None else training
@@ -102,10 +95,7 @@ def _note(bench: Bench, engine: str, built: Mapping[str, OrtEngine]) -> str:
 def _built_beside(
     bench: Bench, options: Options, engines: Mapping[str, OrtEngine]
 ) -> Iterator[dict[str, BuildingEngine]]:
-    """Build what the last step needs of some parts; the lab keeps everything that it has.
-
-    Yields what has built the graph of each part that the step calls, by its path; StepError if it calls none.
-    """
+    """Build what the last step needs of some parts; the lab keeps everything that it has."""
     bench.check_usable("build a graph")
     experiment = bench.last_experiment()
     options = options.replace(save_onnx=False)  # the user's files are of the present build

@@ -17,6 +17,7 @@ from ortlab.graphs.diff import GraphDiff, diff
 from ortlab.graphs.flops import Flops, FlopSavings
 from ortlab.graphs.stages import STAGES, Graph, GraphSet
 from ortlab.graphs.triton_kernels import FOLDER, TritonKernels, fused_nodes, read_triton_kernels
+from ortlab.options.catalogue import check_names
 from ortlab.options.configuration import engine_kind
 from ortlab.options.options import Options, setting_words, unmet
 from ortlab.records.runs import Run
@@ -251,6 +252,7 @@ def graph_diff(
     >>> lab.graph_diff(lab.runs[0], lab.runs[-1])
     """
     bench.check_usable("compare graphs")
+    check_names(changes, graph_diff)
     if before is None and after is None and not changes:
         return _changes(bench, stage, part)
     first, second = _sides(before, after, changes)
@@ -370,8 +372,9 @@ def count_flops(bench: Bench, part: str | None = None, n: int = 1, *, progress: 
     from ortlab.engine.profiling import node_flops
 
     with profiled_step(bench, n, part, progress=progress) as (seen, _):
-        nodes = node_flops(seen, bench.module, part or "")
-    return Flops(nodes, _words(bench.options.changed(Options()), bench.options), part or "")
+        path = next(iter(bench.engines(part)))
+        nodes = node_flops(seen, bench.module, path)
+    return Flops(nodes, _words(bench.options.changed(Options()), bench.options), path)
 
 
 def flops_saved(

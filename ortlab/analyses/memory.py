@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -15,7 +16,8 @@ from ortlab.analyses.builds import builds
 from ortlab.errors import BuildError, StepError
 from ortlab.memory.device_snapshot import KeptBuffer, kept_buffers, named_snapshot
 from ortlab.memory.saved_activations import ActivationsSource, SavedActivations, merged
-from ortlab.runs.experiment import Experiment, check_count, leaving_no_trace
+from ortlab.options.catalogue import check_names
+from ortlab.runs.experiment import Experiment, Snapshot, check_count, leaving_no_trace
 from ortlab.runs.interrupts import interrupts_kept
 from ortlab.runs.process_memory import CudaGauge
 from ortlab.runs.step_memory import Measuring, without_arena
@@ -151,6 +153,7 @@ def memory(
     17825792
     """
     bench.check_usable("measure memory")
+    check_names(changes, memory)
     check_count(n)
     if fn is None:
         experiment, now = bench.last_experiment().times(n), None
@@ -164,11 +167,7 @@ def memory(
         bench.progress.task(),
         leaving_no_trace(experiment.step),
     ):
-
-        def include(optimizer: Any) -> None:
-            experiment.start.include(optimizer)
-            before.include(optimizer)
-
+        include = partial(_include, experiment.start, before)
         bench.configure(without_arena(bench, wished))
         if now is None:
             experiment.start.put_back()
@@ -176,6 +175,11 @@ def memory(
             bench.module, bench.engine, experiment, wished.options, include, bench.progress.report
         )
         return _with_named_activations(bench, measuring.run())
+
+
+def _include(start: Snapshot, before: Snapshot, optimizer: Any) -> None:
+    start.include(optimizer)
+    before.include(optimizer)
 
 
 def _with_named_activations(bench: Bench, measured: MemoryMeasurement) -> MemoryMeasurement:
@@ -225,11 +229,7 @@ def memory_snapshot(bench: Bench, /, **changes: object) -> MemorySnapshot:
     wished = bench.configuration.tried(changes, bench.have)
     with bench.as_before(experiment) as before, ExitStack() as stack:
         stack.callback(bench.progress.report, "", 1.0)
-
-        def include(optimizer: Any) -> None:
-            experiment.start.include(optimizer)
-            before.include(optimizer)
-
+        include = partial(_include, experiment.start, before)
         bench.configure(without_arena(bench, wished))
         experiment.start.put_back()
         bench.recording = snapshotting = Snapshotting(
@@ -250,7 +250,7 @@ def memory_snapshot(bench: Bench, /, **changes: object) -> MemorySnapshot:
 
 def _kept_buffers(bench: Bench, kept: SavedActivations) -> list[KeptBuffer]:
     """Say of each kept activation whose size is known when its memory can have been allocated."""
-    from ortlab.engine.kept_values import earliest_places
+    from ortlab.engine.saved_activations import earliest_places
 
     earliest: dict[tuple[str, str], int] = {}
     for path, engine in bench.engines(None).items():
@@ -314,10 +314,9 @@ class CudaHistory:
 
 
 class Taken(NamedTuple):
-    """Two of torch's snapshots of one step, of which the second goes on where the first ended.
+    """Two of torch's snapshots of one step, of which the second goes on where the first ended."""
 
-    `held_after_forward` and `held_after_step` say, by address, what the tensors are that PyTorch held then.
-    """
+    # `held_after_forward` and `held_after_step` say, by address, what the tensors are that PyTorch held then.
 
     after_forward: dict[str, Any]
     after_step: dict[str, Any]
@@ -336,11 +335,7 @@ class Snapshotting(Measuring):
         self._first: tuple[dict[str, Any], dict[int, str]] | None = None
 
     def take(self) -> Taken:
-        """Run the step, after those that warm up, and take the snapshots.
-
-        Raises StepError where the step does not call the model, has no backward, or builds something each time, and
-        where PyTorch executed what ORT was asked for.
-        """
+        """Run the step, after those that warm up, and take the snapshots."""
         with self._prepared(), interrupts_kept():
             self._warm_up()
             gc.collect()

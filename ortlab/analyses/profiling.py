@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from ortlab.analyses.builds import engine_of, on_ort
 from ortlab.errors import ExecutionError, OptionError, OrtlabError
@@ -14,6 +20,7 @@ from ortlab.options.configuration import Configuration
 from ortlab.records.runs import EXECUTED_BY_ORT, EXECUTED_BY_PARTS
 from ortlab.runs.experiment import check_count, leaving_no_trace
 from ortlab.runs.interrupts import interrupts_kept
+from ortlab.runs.stopwatch import synchronizer
 
 if TYPE_CHECKING:
     from ortlab.engine.ort import OrtEngine
@@ -89,12 +96,7 @@ def profile(
 
 
 def eager_times(bench: Bench, steps: int, *, progress: bool) -> dict[str, float]:
-    """Run the last step in PyTorch, and return the ms of each module by its path: the shortest of the steps.
-
-    The bench is then as it was. Raises StepError if no step has run yet, and whatever the step raises.
-    """
-    from ortlab.analyses.module_clock import ModuleClock
-
+    """Run the last step in PyTorch, and return the ms of each module by its path: the shortest of the steps."""
     experiment = bench.last_experiment()
     found: list[dict[str, float]] = []
 
@@ -112,10 +114,7 @@ def eager_times(bench: Bench, steps: int, *, progress: bool) -> dict[str, float]
 
 
 def spent_on(bench: Bench, configuration: Configuration, *, progress: bool) -> str:
-    """Profile the last step under a configuration, and say what most of its time goes to; "" where that fails.
-
-    The lab is then as it was.
-    """
+    """Profile the last step under a configuration, and say what most of its time goes to; "" where that fails."""
     from ortlab import units
 
     try:
@@ -165,10 +164,8 @@ def repeat(
     progress: bool,
     timing: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
-    """Run steps on the engine that is set, from the start of an experiment, and record nothing.
-
-    PyTorch does not step in for ONNX Runtime. Each runs inside a context that `timing` makes.
-    """
+    """Run steps on the engine that is set, from the start of an experiment, and record nothing."""
+    # PyTorch does not step in for ONNX Runtime.
     experiment.start.put_back()
     with (
         leaving_no_trace(experiment.step),
@@ -186,3 +183,72 @@ def repeat(
                     fix="Correct that, or wrap a part of the model only.",
                 )
             bar.begin(f"{what}: step {number} of {count}", number)
+
+
+# ---- PyTorch's times, module by module -----------------------------------------------------------------------------
+#
+# The forward is timed where modules are called. What autograd has recorded when a module returns, and no module in it
+# has recorded, is that module's: each of these nodes is timed when the backward runs it.
+
+
+class ModuleClock:
+    """Measures how long each module of a model runs, and each node of the backward that it has recorded."""
+
+    # Times are a module's own, without its children's, in ms by its path.
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        devices = {tensor.device for tensor in model.parameters()}
+        self._waits = [wait for wait in map(synchronizer, devices) if wait is not None]
+        self._times: defaultdict[str, float] = defaultdict(float)
+        self._open: list[list[float]] = []  # of what runs: when it began, and the seconds of what ran inside
+        self._nodes: dict[Any, list[torch.utils.hooks.RemovableHandle]] = {}
+
+    @contextmanager
+    def running(self) -> Iterator[dict[str, float]]:
+        """Yield the ms by path of what runs in the block. PyTorch calls these hooks for every module there is."""
+        hooks = [register_module_forward_pre_hook(lambda module, _: self._enter(module))]
+        hooks.append(
+            register_module_forward_hook(lambda module, _, out: self._leave(module, out), always_call=True)
+        )
+        try:
+            yield self._times
+        finally:
+            for hook in (*hooks, *(one for both in self._nodes.values() for one in both)):
+                hook.remove()
+
+    def _enter(self, module: torch.nn.Module) -> None:
+        if id(module) in self._paths:
+            self._begin()
+
+    def _leave(self, module: torch.nn.Module, outputs: Any) -> None:
+        if id(module) in self._paths:
+            self._end(path := self._paths[id(module)])
+            before = time.perf_counter()
+            tensors = (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
+            waiting = [leaf.grad_fn for leaf in tensors]
+            while waiting:
+                node = waiting.pop()
+                if node is not None and node not in self._nodes:
+                    self._nodes[node] = [
+                        node.register_prehook(lambda _: self._begin()),
+                        node.register_hook(lambda _, __: self._end(path)),
+                    ]
+                    waiting += [one for one, _ in node.next_functions]
+            if self._open:
+                self._open[-1][1] += time.perf_counter() - before
+
+    def _begin(self) -> None:
+        self._open.append([self._now(), 0.0])
+
+    def _end(self, path: str) -> None:
+        began, inside = self._open.pop()
+        seconds = self._now() - began
+        self._times[path] += (seconds - inside) * 1000
+        if self._open:
+            self._open[-1][1] += seconds
+
+    def _now(self) -> float:
+        for wait in self._waits:
+            wait()
+        return time.perf_counter()

@@ -36,11 +36,8 @@ TO_TRY: Final = (
 
 
 def main(setting: Setting, show: Callable[[str], None] = print) -> Ledger:
-    """Train on ONNX Runtime, take 30 % off the memory that a step needs, and compare with PyTorch.
-
-    Returns all runs: the first on ONNX Runtime, then those of the comparison in turns. Raises OrtlabError, which says
-    what to do, where the installation cannot train.
-    """
+    """Train on ONNX Runtime, take 30 % off the memory that a step needs, and compare with PyTorch."""
+    # Returns all runs: the first on ONNX Runtime, then those of the comparison in turns.
     import ortlab
     from ortlab import units
     from ortlab.render import text
@@ -79,10 +76,8 @@ def main(setting: Setting, show: Callable[[str], None] = print) -> Ledger:
 
 
 def advice(comparison: Comparison) -> str:
-    """Say what to make of ONNX Runtime's time beside PyTorch's.
-
-    The comparison's baseline is PyTorch, and its first contrast ONNX Runtime without plans.
-    """
+    """Say what to make of ONNX Runtime's time beside PyTorch's."""
+    # The comparison's baseline is PyTorch, and its first contrast ONNX Runtime without plans.
     plain = comparison.contrasts[0]
     if plain.verdict == SLOWER:
         return (
@@ -144,11 +139,10 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 
 
 class MaskedText:
-    """Batches for masked-language modelling, drawn from torch's random state.
+    """Batches for masked-language modelling, drawn from torch's random state."""
 
-    A rerun restores that state, so it sees the same batches without being told to. `tokens` are the ids of the whole
-    text, shape (tokens,), int64; `mask_id` is the id of the token that hides another.
-    """
+    # A rerun restores that state, so it sees the same batches without being told to. `tokens` are the ids of the whole
+    # text, shape (tokens,), int64; `mask_id` is the id of the token that hides another.
 
     def __init__(self, tokens: Tensor, mask_id: int, batch: int, length: int) -> None:
         self._tokens = tokens
@@ -157,11 +151,9 @@ class MaskedText:
         self._length = length
 
     def draw(self) -> dict[str, Tensor]:
-        """Cut random passages and hide 15 % of their tokens.
-
-        Of those, 80 % become the mask, 10 % a random token, and 10 % stay. Returns `input_ids`, `attention_mask` and
-        `labels`, each of shape (batch, length), int64.
-        """
+        """Cut random passages and hide 15 % of their tokens."""
+        # Of those, 80 % become the mask, 10 % a random token, and 10 % stay. Returns `input_ids`, `attention_mask` and
+        # `labels`, each of shape (batch, length), int64.
         starts = torch.randint(len(self._tokens) - self._length, (self._batch, 1))
         original = self._tokens[starts + torch.arange(self._length)]
         chosen = torch.rand(original.shape) < PREDICTED
@@ -178,10 +170,8 @@ class MaskedText:
 
 
 def bert(setting: Setting, vocabulary: int) -> nn.Module:
-    """Make a BERT for masked-language modelling with fresh weights.
-
-    Dropout is off: the engines draw different masks from one seed, so their losses could not be compared.
-    """
+    """Make a BERT for masked-language modelling with fresh weights."""
+    # Dropout is off: the engines draw different masks from one seed, so their losses could not be compared.
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
@@ -199,10 +189,7 @@ def bert(setting: Setting, vocabulary: int) -> nn.Module:
 
 
 def prepare(setting: Setting) -> tuple[nn.Module, Callable[[], Tensor]]:
-    """Make the model, with the weights of the seed, and its training step.
-
-    The step draws a batch, trains on it and returns the loss.
-    """
+    """Make the model, with the weights of the seed, and its training step."""
     texts = english_text()
     tokenizer = train_tokenizer(texts)
     tokens = torch.tensor([token for one in tokenizer.encode_batch(texts) for token in one.ids])

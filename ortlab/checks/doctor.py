@@ -293,11 +293,9 @@ _DRIVER: Final = (
 
 
 def gpu_checks(findings: Mapping[str, Any], environ: Mapping[str, str]) -> list[Check]:
-    """Judge what `ortlab.engine.selftest.devices` found under these environment variables.
-
-    Where there is neither a driver nor a CUDA build of ONNX Runtime, one check says that there is no GPU. What only
-    matters on a GPU is "warn" where none is there, and "fail" where one is. `findings` may have been through JSON.
-    """
+    """Judge what `ortlab.engine.selftest.devices` found under these environment variables."""
+    # Where there is neither a driver nor a CUDA build of ONNX Runtime, one check says that there is no GPU. What only
+    # matters on a GPU is "warn" where none is there, and "fail" where one is. `findings` may have been through JSON.
     by_ort = "CUDAExecutionProvider" in findings["providers"]
     if findings["driver"] is None and not findings["gpus"] and not by_ort:
         return [Check("GPU", "ok", "not present: the CPU will be used")]
@@ -318,10 +316,7 @@ def provider_check(findings: Mapping[str, Any]) -> list[Check]:
 
 
 def gpu_step(findings: Mapping[str, Any], step: Callable[[str], Check]) -> list[Check]:
-    """Judge what `ortlab.engine.selftest.on_gpu` found; nothing where there is no GPU.
-
-    `step` judges the step under a name, as on the CPU.
-    """
+    """Judge what `ortlab.engine.selftest.on_gpu` found; nothing where there is no GPU."""
     if not findings:
         return []
     fault = findings["allocator"]

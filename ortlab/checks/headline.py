@@ -40,10 +40,11 @@ class Size:
     length: int  # tokens in a sequence
     batches: tuple[int, ...]  # sizes to try, upwards
     steps: int = 3  # timed, of each run
+    misfit: int = 0  # on a CPU the batch that does not fit without plans; the last of `batches` by default
 
 
 TINY: Final = Size(2, 64, 4, 128, 64, (64, 128, 256), steps=1)
-ON_CPU: Final = Size(3, 384, 6, 8192, 256, (2, 4, 8), steps=2)
+ON_CPU: Final = Size(3, 384, 6, 8192, 256, (2, 4, 8, 12, 16, 24, 32, 48), steps=2, misfit=8)
 SMALL_ON_GPU: Final = Size(6, 768, 12, 8192, 256, tuple(2**power for power in range(3, 13)))
 ON_GPU: Final = Size(24, 1024, 16, 128_100, 256, tuple(2**power for power in range(13)))
 
@@ -52,10 +53,10 @@ ON_GPU: Final = Size(24, 1024, 16, 128_100, 256, tuple(2**power for power in ran
 class Row:
     """One point: a batch size on an engine, perhaps with recompute plans."""
 
-    engine: str  # as `Lab.set` takes it, and `GELU` behind it where it was recomputed
+    engine: str  # as `Lab.set` takes it, and behind it what was recomputed: `GELU`, or ", recompute=layers"
     batch: int  # samples
     outcome: str  # "fits", "over the limit", "ran out of memory", "not run", "fell back" or "failed"
-    rise_bytes: int | None  # how far the peak was above the start; None if it was not measured
+    rise_bytes: int | None  # step memory; None if it was not measured
     samples_per_s: float | None  # measured median; None if it was not timed
     plans: tuple[str, ...]
 
@@ -65,7 +66,7 @@ class Headline:
     """What one engine reached on "cpu" or "cuda"."""
 
     device: str
-    room_bytes: int  # what a point may take above the start
+    room_bytes: int  # the most step memory that a point may need
     rows: tuple[Row, ...]  # the points, in the order in which they ran
 
     def to_dict(self) -> dict[str, Any]:
@@ -84,21 +85,23 @@ def largest(rows: tuple[Row, ...], engine: str) -> Row | None:
     return max(fitting, key=lambda row: row.batch, default=None)
 
 
-def run_headline(engine: str, size: Size, device: str, *, room_bytes: int = 0) -> Headline:
+def run_headline(
+    engine: str, size: Size, device: str, *, room_bytes: int = 0, also: tuple[str, ...] = ()
+) -> Headline:
     """Search for the largest batch with one engine, in this process, on "cpu" or "cuda".
 
-    `engine` is as `Lab.set` takes it; "ort" tries each batch that does not fit with GELU recomputed as well. The
-    optimizer is AdamW, and its state, made in a first step, is part of the start.
+    `engine` is as `Lab.set` takes it; "ort" tries batches that do not fit with GELU recomputed as well, and with each
+    of `also`, for example "recompute=layers". The optimizer is AdamW; its state is made in a first step.
 
-    `room_bytes` is what a point may take above the start; 0 chooses: on a GPU `FREE_SHARE` of what is free, on a CPU a
-    quarter of what recomputing GELU saves less than the largest batch takes without, which needs engine "ort".
+    `room_bytes` is the most step memory that a point may need: what a step needs above its own start. 0 chooses: on a
+    GPU `FREE_SHARE` of what is free, on a CPU a quarter of what recomputing GELU saves less than a batch of
+    `size.misfit` needs without, which asks for engine "ort".
 
     Raises OrtlabError if a batch of the first size cannot be trained.
     """
     import torch
 
     import ortlab
-    from ortlab.runs.process_memory import memory_probe
 
     model = deberta(size).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
@@ -119,23 +122,14 @@ def run_headline(engine: str, size: Size, device: str, *, room_bytes: int = 0) -
     try:
         train(make_batch(size.batches[0]))
         plan, saving = gelu_plan(lab) if engine == "ort" else ((), 0.0)
-        # Measuring takes away the session that has run, and with it what ORT's arena keeps for reuse on a CPU. It would
-        # count as taken before a step, and the search measures without it.
-        lab.memory(lambda: train(make_batch(size.batches[0])), n=1)
-        probe = memory_probe(torch.device(device))
-        probe.start()
-        found = probe.read()
-        start = found.start_bytes if found else 0
         if not room_bytes:
-            most = saving * size.batches[-1] / size.batches[0]
-            room_bytes = _room(lab, make_batch, train, size, most, start, device)
-            probe.start()  # gives back what the heap has kept of the batches that were tried for it
+            room_bytes = _room(lab, make_batch, train, size, saving, device)
         search = lab.find_batch_size(
             make_batch,
-            device=start + room_bytes,
+            limit=room_bytes,
             train=train,
             sizes=size.batches,
-            plans=[plan] if plan else None,
+            plans=[plan, *also] if plan else also,
             n=size.steps,
             progress=False,
         )
@@ -143,10 +137,10 @@ def run_headline(engine: str, size: Size, device: str, *, room_bytes: int = 0) -
         lab.unwrap()
     rows = tuple(
         Row(
-            engine + GELU if one.plans else engine,
+            engine + (GELU if one.plans == plan else f", {one.plans[0]}") if one.plans else engine,
             one.size,
             one.outcome,
-            one.peak_bytes - start if one.peak_bytes else None,
+            one.step_memory_bytes,
             one.samples_per_s if one.timed else None,
             one.plans,
         )
@@ -194,22 +188,22 @@ def _room(
     train: Callable[[Any], object],
     size: Size,
     saving: float,
-    start: int,
     device: str,
 ) -> int:
     import torch
 
     if device == "cuda":
         return int(FREE_SHARE * torch.cuda.mem_get_info()[0])
-    last = size.batches[-1]
+    misfit = size.misfit or size.batches[-1]
+    below = [one for one in size.batches if one < misfit]
     loose = lab.find_batch_size(
-        make_batch, device="1 TiB", train=train, sizes=size.batches[-3:-1], plans=(), n=1, progress=False
+        make_batch, limit="1 TiB", train=train, sizes=below[-2:], plans=(), n=1, progress=False
     )
-    without = loose.predicted(last, ())
+    without = loose.predicted(misfit, ())
     if without is None:
         raise StepError(
-            f"What a batch of {last} takes cannot be told from smaller ones.",
+            f"What a batch of {misfit} takes cannot be told from smaller ones.",
             why="; ".join(f"{one.size}: {one.outcome}" for one in loose.points),
             fix="Give the room in bytes.",
         )
-    return int(without - saving / 4) - start
+    return int(without - saving * misfit / size.batches[0] / 4)

@@ -17,6 +17,7 @@ from ortlab.engine.inspection.changes import unchanged, weights_kept
 from ortlab.engine.inspection.failures import device_of, finding_of_forward, findings_in_model
 from ortlab.engine.inspection.places import Places
 from ortlab.errors import StepError
+from ortlab.options.catalogue import check_names
 from ortlab.options.options import Options
 from ortlab.records.preflight import Checked, Finding, Findings, Kind, Level, Place, Preflight
 from ortlab.runs.progress import Progress
@@ -90,6 +91,7 @@ def preflight(
     """
     started = time.perf_counter()
     call = as_call(batch)
+    check_names(changes, preflight)
     if options is None:
         options = Options.from_environment(os.environ)[0]
     options = options.replace(**{**changes, "export_cache_dir": "", "save_onnx": False})
@@ -239,11 +241,9 @@ def _trainable(modules: list[torch.nn.Module]) -> int:
 def calls_of_parts(
     model: torch.nn.Module, run: Callable[[], object]
 ) -> tuple[dict[str, Call], BaseException | None]:
-    """Run a forward with `run`; return the first call of each module by path, in order, and what it raised, or None.
-
-    Tensors are kept as they are, cut off from what they were computed of; the memory that they need is that of the
-    activations of a step.
-    """
+    """Run a forward with `run`; return the first call of each module by path, in order, and what it raised, or None."""
+    # Tensors are kept as they are, cut off from what they were computed of; the memory that they need is that of the
+    # activations of a step.
     calls: dict[str, Call] = {}
 
     def keeper(path: str) -> Callable[..., None]:
@@ -294,11 +294,9 @@ class Part:
 def largest(
     root: Part, passes: Callable[[Part], bool], *, guilty: Callable[[str], bool], least: int
 ) -> list[Part]:
-    """Find the largest parts that pass a test, which may be long; none of them lies in another.
-
-    The model, `root`, does not pass. `guilty` tells whether a module is known to be a reason why nothing that holds it
-    passes. A part of less weight than `least` is not worth a test.
-    """
+    """Find the largest parts that pass a test, which may be long; none of them lies in another."""
+    # The model, `root`, does not pass. `guilty` tells whether a module is known to be a reason why nothing that holds
+    # it passes. A part of less weight than `least` is not worth a test.
     found = []
     for child in root.children:
         if child.weight < least:
@@ -334,10 +332,7 @@ class Call(NamedTuple):
 
 
 def as_call(batch: object) -> Call:
-    """Read a batch: a mapping has keyword arguments, a tuple or list positional ones, anything else is the only one.
-
-    Raises StepError for a mapping whose keys are no names.
-    """
+    """Read a batch: a mapping has keyword arguments, a tuple or list positional ones, anything else is the only one."""
     if isinstance(batch, Mapping):
         if not all(isinstance(key, str) for key in batch):
             raise StepError(

@@ -218,12 +218,9 @@ def findings_of(
     limit_s: float,
     tick: Callable[[str, float], object] = lambda _trial, _seconds: None,
 ) -> Iterator[Finding]:
-    """Yield the findings of a part, each as soon as it is made.
-
-    Where the part's process ends in the middle of a trial, that trial has failed, and another process goes on behind
-    it. After `limit_s` seconds the process is ended. `tick` is told about every second what is being tried, and for how
-    many seconds the part has been running.
-    """
+    """Yield the findings of a part, each as soon as it is made."""
+    # Where the part's process ends in the middle of a trial, that trial has failed, and another process goes on behind
+    # it.
     began = time.monotonic()
     tried: list[str] = []
     while True:

@@ -17,15 +17,10 @@ _loaded: ModuleType | None = None
 
 
 def load() -> ModuleType:
-    """Import ORTModule, ready to train beside the installed torch, and return ``onnxruntime.training.ortmodule``.
-
-    The first call takes seconds; later calls, from any thread, return at once. No file of an installed package is
-    changed. Raises `InstallError`, which says what to install, where the installed packages cannot train.
-
-    Importing ORTModule changes torch for the whole process. That stays, because ORTModule needs it:
-    :func:`torch.manual_seed` and :func:`torch.cuda.manual_seed` seed ONNX Runtime too, and
-    :func:`torch.utils.checkpoint.checkpoint` steps aside while ORTModule exports a model at memory level 1.
-    """
+    """Import ORTModule, ready to train beside the installed torch, and return ``onnxruntime.training.ortmodule``."""
+    # Importing ORTModule changes torch for the whole process. That stays, because ORTModule needs it:
+    # :func:`torch.manual_seed` and :func:`torch.cuda.manual_seed` seed ONNX Runtime too, and
+    # :func:`torch.utils.checkpoint.checkpoint` steps aside while ORTModule exports a model at memory level 1.
     global _loaded  # noqa: PLW0603 - the process has one torch and one ORT to adapt
     with _loading:
         if _loaded is None:
@@ -77,10 +72,8 @@ def _load() -> ModuleType:
 
 @contextmanager
 def _root_logger_kept() -> Iterator[None]:
-    """Put the root logger's handlers back: 1.19.2 calls `logging.basicConfig` on import (onnxruntime/tools/logger.py).
-
-    With a handler there, the user's own `logging.basicConfig` would do nothing.
-    """
+    """Put the root logger's handlers back: 1.19.2 calls `logging.basicConfig` (onnxruntime/tools/logger.py)."""
+    # With a handler there, the user's own `logging.basicConfig` would do nothing.
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     try:

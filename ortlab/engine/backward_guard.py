@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from ortlab.engine.patching import replace, set_to
-from ortlab.engine.tracing.buffers import advanced_by_graph
+from ortlab.engine.tracing.graph_inputs import advanced_by_graph
 from ortlab.errors import ExecutionError
 
 if TYPE_CHECKING:

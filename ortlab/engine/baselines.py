@@ -52,13 +52,10 @@ class EagerEngine(_PyTorchEngine):
 
 
 class CompileEngine(_PyTorchEngine):
-    """Run the module's forward through `torch.compile`.
+    """Run the module's forward through `torch.compile`."""
 
-    Compilation happens inside the first forward and cannot be told apart from running, so all of that forward counts as
-    initialisation. `budget` is the share of the activations, 0 to 1, that the partitioner of forward and backward may
-    keep, as it counts them (`torch._functorch.config.activation_memory_budget`, from torch 2.4 on); None leaves torch's
-    setting alone.
-    """
+    # Compilation happens inside the first forward and cannot be told apart from running, so all of that forward counts
+    # as initialisation.
 
     def __init__(
         self,
@@ -81,10 +78,7 @@ class CompileEngine(_PyTorchEngine):
         return self.name if self._called else ""
 
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run the compiled forward, which is compiled at the first call.
-
-        Raises `BuildError` where there is no C++ compiler, or nothing of the forward was compiled.
-        """
+        """Run the compiled forward, which is compiled at the first call."""
         start = time.perf_counter()
         if self._forward is None:
             # Here and not in __init__: torch.compile imports Inductor, which takes seconds, and few labs need it.
@@ -118,12 +112,10 @@ class CompileEngine(_PyTorchEngine):
         return "" if self._called else "graph"
 
     def _backend(self) -> Callable[[Any, Any], Any]:
-        """Return Inductor as a backend of this engine's own.
-
-        Dynamo keeps what it has compiled with the code of the forward, and takes it again for an equal backend: with
-        Inductor itself, the second budget would run what was compiled for the first. Inductor's cache on disk is
-        safe: its keys hold the setting.
-        """
+        """Return Inductor as a backend of this engine's own."""
+        # Dynamo keeps what it has compiled with the code of the forward, and takes it again for an equal backend: with
+        # Inductor itself, the second budget would run what was compiled for the first. Inductor's cache on disk is
+        # safe: its keys hold the setting.
         from torch._dynamo.backends.registry import lookup_backend
         from torch._functorch import config
 
@@ -141,23 +133,19 @@ class CompileEngine(_PyTorchEngine):
 
 
 _SMALLEST_SHARE: Final = 0.1
-"""Lists with fewer parameters than this share of the largest list's are adapters or heads, not layers."""
+"""Lists of another class, with fewer parameters than this share of the largest list's, are adapters or heads."""
 
 _CONTAINERS: Final = (torch.nn.ModuleList, torch.nn.Sequential)
 
 
 class CheckpointEngine(_PyTorchEngine):
-    """Run the module's own forward, with each layer under `torch.utils.checkpoint.checkpoint`.
+    """Run the module's own forward, with each layer under `torch.utils.checkpoint.checkpoint`."""
 
-    Of each layer only the inputs are kept for the backward pass, which runs its forward again. The random state is kept
-    with them, so that dropout draws the same masks and all numbers are those of plain PyTorch, bit for bit. Layers get
-    their other forward for the time of a call only; between calls the model is as the user made it.
-
-    Layers run plainly where no gradients are recorded. In training, a layer gets no cache of keys and values, which the
-    second forward would fill once more; transformers' own checkpointing does the same, and is off in the meantime.
-
-    `paths` are those that the user named; see `find_layers`. Raises `OptionError` where the model has no such layers.
-    """
+    # Of each layer only the inputs are kept for the backward pass, which runs its forward again. The random state is
+    # kept with them, so that dropout draws the same masks and all numbers are those of plain PyTorch, bit for bit.
+    # Layers get their other forward for the time of a call only; between calls the model is as the user made it. Layers
+    # run plainly where no gradients are recorded. In training, a layer gets no cache of keys and values, which the
+    # second forward would fill once more; transformers' own checkpointing does the same, and is off in the meantime.
 
     def __init__(
         self,
@@ -177,10 +165,7 @@ class CheckpointEngine(_PyTorchEngine):
         return ", ".join(map(str, self.layers))
 
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run the forward in PyTorch, its layers checkpointed.
-
-        Raises `StepError` where a layer in training is given a cache that holds something.
-        """
+        """Run the forward in PyTorch, its layers checkpointed."""
         with ExitStack() as meanwhile:
             meanwhile.enter_context(_own_checkpointing_off(self._module))
             for layers in self.layers:
@@ -224,11 +209,8 @@ def _checkpointed(layer: torch.nn.Module, forward: Callable[..., Any], *args: An
 
 
 def _is_cache(layer: torch.nn.Module, value: object) -> bool:
-    """Tell whether an argument is a cache of transformers.
-
-    Raises `StepError` if it holds something and the layer trains: with it, the layer's outputs depend on more than its
-    inputs.
-    """
+    """Tell whether an argument is a cache of transformers."""
+    # With a cache that holds something, a layer's outputs depend on more than its inputs.
     caches = sys.modules.get("transformers.cache_utils")
     if caches is None or not isinstance(value, caches.Cache):
         return False
@@ -242,11 +224,10 @@ def _is_cache(layer: torch.nn.Module, value: object) -> bool:
 
 
 class _SecondForward(AbstractContextManager[None]):
-    """Around a layer's second forward: its buffers stay as they are, and nothing inside it is checkpointed again.
+    """Around a layer's second forward: its buffers stay as they are, and nothing inside it is checkpointed again."""
 
-    Running statistics must not be updated twice by one step, so what has changed since the first forward began is
-    hidden behind copies. A backward that is repeated (`retain_graph=True`) enters it several times.
-    """
+    # Running statistics must not be updated twice by one step, so what has changed since the first forward began is
+    # hidden behind copies. A backward that is repeated (`retain_graph=True`) enters it several times.
 
     def __init__(self, layer: torch.nn.Module) -> None:
         self._layer = layer
@@ -302,18 +283,15 @@ class Layers:
         kinds = ", ".join(dict.fromkeys(type(module).__name__ for module in self.modules))
         if len(self.modules) == 1:
             return f"{kinds} {self.path}"
-        return f"{len(self.modules)} {kinds} in {self.path}"
+        return f"{len(self.modules)} {kinds} in {self.path or 'the model'}"
 
 
 def find_layers(model: torch.nn.Module, paths: Sequence[str] = ()) -> tuple[Layers, ...]:
-    """Find the layers of a model, in the model's order.
-
-    The user names `paths` as `model.named_modules()` gives them, or patterns of such; a `ModuleList` or a `Sequential`
-    stands for what it holds. Without them: the largest (by parameters) `ModuleList` or `Sequential` of at least two
-    modules of one class that have parameters, and every other such list with at least a tenth of its parameters; lists
-    inside a layer of another one do not count. Raises OptionError if there is no such list, a path leads nowhere, or
-    two paths have modules in common.
-    """
+    """Find the layers of a model, in the model's order."""
+    # The user names `paths` as `model.named_modules()` gives them, or patterns of such; a `ModuleList` or a
+    # `Sequential` stands for what it holds. Without them: what repeats in the `ModuleList` or `Sequential` where that
+    # has most parameters, and in every other one that repeats the same class or at least a tenth of these parameters.
+    # The model itself may be one of them; lists inside a layer of another one do not count.
     known = dict(model.named_modules())
     known.pop("")
     if not paths:
@@ -337,33 +315,50 @@ def find_layers(model: torch.nn.Module, paths: Sequence[str] = ()) -> tuple[Laye
 
 
 def _repeated(model: torch.nn.Module, known: Mapping[str, torch.nn.Module]) -> tuple[Layers, ...]:
-    lists = {name: one for name, one in known.items() if isinstance(one, _CONTAINERS) and _alike(list(one))}
-    outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
-    sizes = {name: _numbers(lists[name]) for name in outermost}
-    if not sizes:
+    found: list[Layers] = []
+    inside: set[int] = set()
+    for name, one in (("", model), *known.items()):  # a list comes before those inside it
+        if id(one) not in inside and (layers := _layers_in(one)):
+            found.append(Layers(name, layers))
+            inside.update(id(part) for layer in layers for part in layer.modules())
+    if not found:
         others = [name for name, one in known.items() if isinstance(one, _CONTAINERS)]
         seen = f" It has {', '.join(others[:3])}, which hold no such modules." if others else ""
         raise OptionError(
             f"{type(model).__name__} has no repeated layers to checkpoint.",
             why="Looked for a torch.nn.ModuleList or Sequential with at least two modules of one class that have "
-            f"parameters.{seen}",
+            f"parameters; beside others they count if they have parts.{seen}",
             fix="Name modules yourself, with a plus sign between them: "
             f'engine="checkpoint:{(others or ["+".join(list(known)[:2]) or "path"])[0]}".',
         )
-    smallest = max(sizes.values()) * _SMALLEST_SHARE
-    return tuple(
-        Layers(name, tuple(dict.fromkeys(lists[name]))) for name, size in sizes.items() if size >= smallest
-    )
+    largest = max(found, key=lambda one: _numbers(*one.modules))
+    least = _numbers(*largest.modules) * _SMALLEST_SHARE
+    kind = type(largest.modules[0])
+    return tuple(one for one in found if type(one.modules[0]) is kind or _numbers(*one.modules) >= least)
 
 
-def _alike(modules: Sequence[torch.nn.Module]) -> bool:
-    kinds = {type(module) for module in modules}
-    apart = len({id(module) for module in modules})
-    return apart > 1 and len(kinds) == 1 and all(next(one.parameters(), None) is not None for one in modules)
+def _layers_in(container: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
+    """Return what repeats in a list: all of it, or else, of the blocks among others, those with most parameters."""
+    if not isinstance(container, _CONTAINERS):
+        return ()
+    by_class: dict[type, dict[torch.nn.Module, None]] = {}
+    for one in container:
+        by_class.setdefault(type(one), {})[one] = None
+    alike = [tuple(ones) for ones in by_class.values() if len(ones) > 1 and all(map(_numbers, ones))]
+    if len(by_class) > 1:
+        alike = [ones for ones in alike if _are_blocks(ones)]
+    found = max(alike, key=lambda ones: _numbers(*ones), default=())
+    # Stages that are lists of blocks themselves are no layers: the blocks are.
+    blocks = [one for stage in found if _are_blocks(inner := _layers_in(stage)) for one in inner]
+    return () if blocks and 2 * _numbers(*blocks) >= _numbers(*found) else found
 
 
-def _numbers(module: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+def _are_blocks(modules: Sequence[torch.nn.Module]) -> bool:
+    return any(True for one in modules for _ in one.children())
+
+
+def _numbers(*modules: torch.nn.Module) -> int:
+    return sum(parameter.numel() for one in modules for parameter in one.parameters())
 
 
 def _refuse_nests(chosen: Mapping[str, Layers]) -> None:
@@ -392,11 +387,7 @@ def baseline(
     run_original: Callable[..., Any],
     on_built: Callable[[Initialization], None],
 ) -> Baseline:
-    """Make the engine of a name that is not "ort"; raises `OptionError` where the engine cannot run this model.
-
-    `engine` is as `check_engine` returns it. torch.compile compiles `original_forward`; the other engines call
-    `run_original`, which runs the module's own forward as it is at that moment.
-    """
+    """Make the engine of a name that is not "ort"; raises `OptionError` where the engine cannot run this model."""
     kind = engine_kind(engine)
     if kind == "compile":
         return CompileEngine(original_forward, on_built, engine, activation_memory_budget(engine))

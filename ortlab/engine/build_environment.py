@@ -37,12 +37,10 @@ one_build_at_a_time: Final = threading.RLock()
 
 @contextmanager
 def build_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Let a build see exactly these `ORTMODULE_*` variables, then put the environment back.
-
-    1.19.2 reads its switches from the process's environment, in `_RuntimeOptions`, in `DebugOptions` and in the
-    replacement of `torch.utils.checkpoint`. Two labs with different options share that environment, so a build owns it
-    under a lock and leaves nothing behind.
-    """
+    """Let a build see exactly these `ORTMODULE_*` variables, then put the environment back."""
+    # 1.19.2 reads its switches from the process's environment, in `_RuntimeOptions`, in `DebugOptions` and in the
+    # replacement of `torch.utils.checkpoint`. Two labs with different options share that environment, so a build owns
+    # it under a lock and leaves nothing behind.
     with one_build_at_a_time:
         before = {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
         try:

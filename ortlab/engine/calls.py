@@ -23,11 +23,7 @@ _LOAD = "Load the weights first: model.to_empty(device='cpu'), then model.load_s
 
 
 def check_module(module: torch.nn.Module, available: Collection[str]) -> None:
-    """Refuse a module that no session could hold: on several devices, on one without a provider, or without values.
-
-    The `BuildError` says which parameter or buffer is where. `available` are the execution providers that
-    `onnxruntime.get_available_providers()` returns.
-    """
+    """Refuse a module that no session could hold: on several devices, on one without a provider, or without values."""
     kind = type(module).__name__
     places: dict[torch.device, str] = {}
     for name, parameter in module.named_parameters():
@@ -52,11 +48,9 @@ def check_module(module: torch.nn.Module, available: Collection[str]) -> None:
 
 
 def check_call(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse inputs on which ONNX Runtime would end the process, or compute something else.
-
-    Its CPU kernels divide by sizes: an empty batch ends the whole process with a floating point exception, or gives a
-    loss where PyTorch's is nan. Raises `BuildError` for a tensor without elements, or one that is not strided.
-    """
+    """Refuse inputs on which ONNX Runtime would end the process, or compute something else."""
+    # Its CPU kernels divide by sizes: an empty batch ends the whole process with a floating point exception, or gives a
+    # loss where PyTorch's is nan.
     for name, value in named_inputs(module, args, kwargs):
         if not isinstance(value, torch.Tensor):
             continue
@@ -78,11 +72,9 @@ def check_call(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str
 def named_inputs(
     module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of a call's arguments, each behind a name that a user knows.
-
-    Names are "input_ids", "past[0]", "batch['labels']"; "argument 1" where the forward has no name. A leaf is whatever
-    is neither a mapping nor a list or tuple that holds a tensor or mapping, at any depth.
-    """
+    """Yield the leaves of a call's arguments, each behind a name that a user knows."""
+    # Names are "input_ids", "past[0]", "batch['labels']"; "argument 1" where the forward has no name. A leaf is
+    # whatever is neither a mapping nor a list or tuple that holds a tensor or mapping, at any depth.
     names = argument_names(module, args, kwargs)
     for name, value in zip(names, (*args, *kwargs.values()), strict=True):
         yield from _leaves(name, value)
@@ -123,10 +115,9 @@ def shape_words(tensor: torch.Tensor) -> str:
 
 
 def refuse_transforms() -> None:
-    """Raise ExecutionError if a call comes from inside a transform, whose tensors ONNX Runtime cannot see through.
-
-    That is in `torch.func.grad`, `vmap`, `jvp`, `jacrev` and their like, and in `torch.autograd.forward_ad.dual_level`.
-    """
+    """Raise ExecutionError if a call comes from inside a transform, whose tensors ONNX Runtime cannot see through."""
+    # That is in `torch.func.grad`, `vmap`, `jvp`, `jacrev` and their like, and in
+    # `torch.autograd.forward_ad.dual_level`.
     functorch: Any = torch._C._functorch
     layer = functorch.peek_interpreter_stack()
     if layer is not None:
@@ -153,12 +144,11 @@ _IGNORED: Final = 3
 
 @dataclass(frozen=True)
 class LabelRange:
-    """What the labels of a graph's input may be: 0 to `classes` - 1, or `ignored`.
+    """What the labels of a graph's input may be: 0 to `classes` - 1, or `ignored`."""
 
-    PyTorch raises an IndexError for others. ``SoftmaxCrossEntropyLoss`` and ``NegativeLogLikelihoodLoss`` of 1.19.2
-    take ``scores[label]`` on the CPU unchecked (``cross_entropy.cc``): a label one too high gives a loss that looks
-    like one, a higher one ends the process. So the labels of a batch are looked at before it runs.
-    """
+    # PyTorch raises an IndexError for others. ``SoftmaxCrossEntropyLoss`` and ``NegativeLogLikelihoodLoss`` of 1.19.2
+    # take ``scores[label]`` on the CPU unchecked (``cross_entropy.cc``): a label one too high gives a loss that looks
+    # like one, a higher one ends the process. So the labels of a batch are looked at before it runs.
 
     read: Callable[[Sequence[Any], Mapping[str, Any]], Any]  # returns the labels from the arguments of a call
     classes: int
@@ -181,12 +171,8 @@ class LabelRange:
 
 
 def label_ranges(model: onnx.ModelProto, readers: Mapping[str, Any]) -> tuple[LabelRange, ...]:
-    """Find the inputs of a graph whose values its losses take for numbers of classes.
-
-    `model` is the exported graph with inferred shapes, before its optimisation; `readers` has, for each input that a
-    user gives, a function that returns it from the arguments of a call. Labels that are computed inside the model, and
-    losses over an unknown number of classes, are left out.
-    """
+    """Find the inputs of a graph whose values its losses take for numbers of classes."""
+    # Labels that are computed inside the model, and losses over an unknown number of classes, are left out.
     graph = model.graph
     made_by = {output: node for node in graph.node for output in node.output}
     shapes = {value.name: value.type.tensor_type.shape.dim for value in (*graph.value_info, *graph.input)}

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import onnx
 import torch
 
+from ortlab.engine.build_log import runtime_messages
 from ortlab.engine.inspection.places import Places
-from ortlab.engine.logs.build_log import runtime_messages
 from ortlab.engine.passes.graph_edits import FLOAT_TYPES, GraphFacts, aten_operator, call_kernel
 from ortlab.engine.passes.training_graph import HIDING
 from ortlab.engine.patching import set_to
@@ -49,12 +49,11 @@ _PASSING: Final = frozenset({"Identity", "Dropout", "Cast"})
 
 
 class Capture:
-    """What is captured of the executions that are built while it is `active`.
+    """What is captured of the executions that are built while it is `active`."""
 
-    `receive` is called when a backward has run, with the values of its forward first; calls are counted from 1 on since
-    the last `start_step`. `edit` changes each gradient graph before its session is created. Without `hands_over` no
-    value is captured, and graphs are changed only.
-    """
+    # `receive` is called when a backward has run, with the values of its forward first; calls are counted from 1 on
+    # since the last `start_step`. `edit` changes each gradient graph before its session is created. Without
+    # `hands_over` no value is captured, and graphs are changed only.
 
     def __init__(self, receive: Receive, edit: Edit | None = None, *, hands_over: bool = True) -> None:
         self.taps = Taps()  # the marks that exports are to carry
@@ -177,11 +176,9 @@ def _aliases(model: onnx.ModelProto) -> Callable[[str], list[str]]:
 
 
 def _contributions(model: onnx.ModelProto) -> dict[str, dict[str, str]]:
-    """Return the parts that each value's gradient is the sum of, with the forward node that each part comes from.
-
-    ORT names them ``<value>_grad``, or ``<value>_grad_0`` and so on where there are several
-    (``gradient_graph_builder.cc``), and the nodes that make them ``<node of the forward>_Grad/...``.
-    """
+    """Return the parts that each value's gradient is the sum of, with the forward node that each part comes from."""
+    # ORT names them ``<value>_grad``, or ``<value>_grad_0`` and so on where there are several
+    # (``gradient_graph_builder.cc``), and the nodes that make them ``<node of the forward>_Grad/...``.
     producers = {name: node for node in model.graph.node for name in node.output if name}
     moved = {node.name for node in model.graph.node if node.op_type in _MOVED}
     passing = {node.name: node for node in model.graph.node if node.op_type in _PASSING and node.name}
@@ -246,11 +243,9 @@ def _captured_agent(execution: Execution, names: list[str], edit: Edit | None) -
 
 
 def _returning(model: onnx.ModelProto, names: list[str], edit: Edit | None) -> onnx.ModelProto:
-    """Return a copy of a training graph that returns these values as well.
-
-    A session fetches its outputs from the backward, and refuses those that were there before it began
-    (``execution_frame.cc``, UpdateFetches). So what the forward made is copied once a gradient has come in.
-    """
+    """Return a copy of a training graph that returns these values as well."""
+    # A session fetches its outputs from the backward, and refuses those that were there before it began
+    # (``execution_frame.cc``, UpdateFetches). So what the forward made is copied once a gradient has come in.
     changed = onnx.ModelProto()
     changed.CopyFrom(model)
     graph = changed.graph
@@ -277,10 +272,8 @@ def _returning(model: onnx.ModelProto, names: list[str], edit: Edit | None) -> o
 
 
 def _hand_on(graph: onnx.GraphProto, names: list[str], gradient: str) -> None:
-    """Copy values once `gradient` is there: each is reshaped to its own shape, which waits for the gradient.
-
-    PassThrough hands its inputs on in their memory, and refuses to write into that of an output of the graph.
-    """
+    """Copy values once `gradient` is there: each is reshaped to its own shape, which waits for the gradient."""
+    # PassThrough hands its inputs on in their memory, and refuses to write into that of an output of the graph.
     if not names:
         return
     make = onnx.helper.make_node

@@ -36,10 +36,7 @@ _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 
 
 def check_device(device: torch.device, available: Collection[str]) -> None:
-    """Refuse a device that the installed ONNX Runtime cannot execute on, before anything is exported.
-
-    Raises BuildError if there is no provider for it among the `available` ones, or a library that it needs is missing.
-    """
+    """Refuse a device that the installed ONNX Runtime cannot execute on, before anything is exported."""
     provider = PROVIDERS.get(device.type)
     if provider is None:
         raise BuildError(
@@ -58,12 +55,9 @@ def check_device(device: torch.device, available: Collection[str]) -> None:
 
 
 def device_made_current(device: torch.device) -> AbstractContextManager[object]:
-    """Make a GPU the current one of this thread while a session of it is made or run; nothing on the CPU.
-
-    PyTorch trains a model on cuda:1 while cuda:0 is current. ORT's session would then take its memory from torch's pool
-    of the current GPU (see `ortlab.engine.extensions`), and would leave its own
-    GPU the current one.
-    """
+    """Make a GPU the current one of this thread while a session of it is made or run; nothing on the CPU."""
+    # PyTorch trains a model on cuda:1 while cuda:0 is current. ORT's session would then take its memory from torch's
+    # pool of the current GPU (see `ortlab.engine.extensions`), and would leave its own GPU the current one.
     if device.type != "cuda":
         return nullcontext()
     import torch
@@ -94,11 +88,7 @@ def check_gpu() -> None:
 def gpu_faults(
     torch_version: str, torch_cuda: str | None, gpus: int, available: Collection[str], visible: str | None
 ) -> list[str]:
-    """Say in sentences why no GPU can be used; none if one can be used.
-
-    `torch_cuda` is the CUDA that PyTorch was built for (None if for none), `gpus` how many PyTorch sees, and `visible`
-    the variable CUDA_VISIBLE_DEVICES (None if it is not set).
-    """
+    """Say in sentences why no GPU can be used; none if one can be used."""
     lacking = []
     if torch_cuda is None:
         lacking.append(f"torch {torch_version} was built without CUDA.")
@@ -111,10 +101,7 @@ def gpu_faults(
 
 
 def check_libraries(found: Collection[Found]) -> None:
-    """Raise BuildError if a library of CUDA 11 that the provider needs is missing.
-
-    The error names each that is missing, what was found in its place, and the command that installs all of them.
-    """
+    """Raise BuildError if a library of CUDA 11 that the provider needs is missing."""
     lacking = [one for one in found if not one.serves]
     if not lacking:
         return
@@ -199,10 +186,8 @@ def provider() -> Path | None:
 
 
 def driver() -> Driver:
-    """Ask the NVIDIA driver which CUDA it runs, and start it; call it in a process of its own.
-
-    Once the driver is started, it ignores changes of ``CUDA_VISIBLE_DEVICES``, and forked processes cannot use CUDA.
-    """
+    """Ask the NVIDIA driver which CUDA it runs, and start it; call it in a process of its own."""
+    # Once the driver is started, it ignores changes of ``CUDA_VISIBLE_DEVICES``, and forked processes cannot use CUDA.
     library = _driver_library()
     if library is None:
         return Driver()
@@ -231,10 +216,8 @@ def examine() -> tuple[Found, ...]:
 
 
 def preload() -> tuple[Found, ...]:
-    """Load the libraries, so that the provider finds them; call it before a session is made for CUDA.
-
-    Returns what was loaded and what was not; nothing where there is nothing to do: no CUDA provider, or no driver.
-    """
+    """Load the libraries, so that the provider finds them; call it before a session is made for CUDA."""
+    # Returns what was loaded and what was not; nothing where there is nothing to do: no CUDA provider, or no driver.
     if provider() is None or _driver_library() is None:
         return ()
     return examine()
@@ -292,11 +275,9 @@ def _system_folders() -> list[Path]:
 
 
 def kernels_for(capability: tuple[int, int]) -> str:
-    """Say which of the provider's kernels a GPU with a compute capability, as (8, 6), runs: "native", "ptx" or "none".
-
-    With "ptx" the driver compiles them at their first use, which takes minutes, once. Machine code runs on its own
-    major capability, from its minor one on (CUDA C++ Programming Guide, compatibility).
-    """
+    """Say which of the provider's kernels a GPU of compute capability (8, 6), say, runs: "native", "ptx" or "none"."""
+    # With "ptx" the driver compiles them at their first use, which takes minutes, once. Machine code runs on its own
+    # major capability, from its minor one on (CUDA C++ Programming Guide, compatibility).
     if any(capability[0] == major and capability[1] >= minor for major, minor in NATIVE):
         return "native"
     return "ptx" if capability > NATIVE[0] else "none"

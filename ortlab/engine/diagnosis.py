@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from ortlab.engine.callback_error import take_error
+from ortlab.engine.border import take_error
 from ortlab.engine.calls import argument_names, named_inputs, shape_words
 from ortlab.engine.random_state import RandomState
-from ortlab.engine.tracing.buffers import Buffers
-from ortlab.errors import BuildError, ExecutionError, OrtlabError
+from ortlab.engine.tracing.graph_inputs import Buffers
+from ortlab.errors import BuildError, ExecutionError, OrtlabError, caused_by
 from ortlab.graphs.nodes import exported_name, path_in, scopes_in
 
 if TYPE_CHECKING:
@@ -47,12 +47,9 @@ def explain_build_failure(
     options: Options | None = None,
     lines: Mapping[str, str] | None = None,
 ) -> OrtlabError:
-    """Find out why a build failed and return the error to raise from what ORTModule raised.
-
-    The module's own forward is run once more in PyTorch, without gradients and with its buffers put back, because
-    1.19.2 reports the user's exception, an output it cannot flatten and an operator it cannot export alike. `lines`
-    holds "file:line" by node; `options` are those of the build.
-    """
+    """Find out why a build failed and return the error to raise from what ORTModule raised."""
+    # The module's own forward is run once more in PyTorch, without gradients and with its buffers put back, because
+    # 1.19.2 reports the user's exception, an output it cannot flatten and an operator it cannot export alike.
     chain = list(causes(error))
     # What ortlab's own code in a forward has raised explains it best.
     said = next((one for one in chain if isinstance(one, OrtlabError)), None)
@@ -96,10 +93,7 @@ def explain_build_failure(
 def explain_execution_failure(
     error: Exception, options: Options | None = None, lines: Mapping[str, str] | None = None
 ) -> BaseException:
-    """Return what to raise for a failed run: what a callback left, that memory ran out, or ORT's message in short.
-
-    `lines` holds "file:line" by node; `options` are those of the session.
-    """
+    """Return what to raise for a failed run: what a callback left, that memory ran out, or ORT's message in short."""
     kept = take_error()
     if kept is not None:
         return kept
@@ -217,10 +211,8 @@ def own_fault(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> ForwardError | None:
-    """Run a module's own forward in PyTorch, and return what is wrong with the model or the batch; None if it runs.
-
-    Gradients are off; buffers and random state are put back.
-    """
+    """Run a module's own forward in PyTorch, and return what is wrong with the model or the batch; None if it runs."""
+    # Gradients are off; buffers and random state are put back.
     random, buffers = RandomState.read(), Buffers(module)
     name = type(module).__name__
     try:
@@ -229,9 +221,8 @@ def own_fault(
     except Exception as fault:  # noqa: BLE001 - a user's forward may raise anything
         why, fix = _explain(fault, module, args, kwargs)
         fix = _LESS if ran_out(fault) else fix
-        own = ForwardError(f"The forward of {name} failed: {type(fault).__name__}: {fault}", why=why, fix=fix)
-        own.__cause__ = fault
-        return own
+        what = f"The forward of {name} failed: {type(fault).__name__}: {fault}"
+        return caused_by(ForwardError(what, why=why, fix=fix), fault)
     finally:
         random.put_back()
         buffers.restore()

@@ -22,13 +22,13 @@ import torch
 
 from ortlab.engine import load, recompute_plans
 from ortlab.engine.build_environment import build_environment, building_with
+from ortlab.engine.build_log import exporter_messages, runtime_messages
 from ortlab.engine.calls import label_ranges
 from ortlab.engine.capture import CAPTURE
 from ortlab.engine.devices import device_made_current
 from ortlab.engine.execution_view import ExecutionView
 from ortlab.engine.functions.export import own_backwards
 from ortlab.engine.kept_builds import BuiltGraph, Export
-from ortlab.engine.logs.build_log import exporter_messages, runtime_messages
 from ortlab.engine.operators.symbolics import ATEN_CROSS_ENTROPY
 from ortlab.engine.passes import chunked_loss
 from ortlab.engine.passes.label_density import valid_label_counts
@@ -36,11 +36,12 @@ from ortlab.engine.passes.shapes import with_sizes
 from ortlab.engine.patching import set_to
 from ortlab.engine.recompute_words import recomputed_graph
 from ortlab.engine.sessions import make_manager, register_operators, released_agent
-from ortlab.engine.tracing.arguments import FIXED_ONES
-from ortlab.engine.tracing.autograd import TensorHooks, check_hooks
-from ortlab.engine.tracing.guards import reads_noted
+from ortlab.engine.tracing.autograd import TensorHooks, check_hooks, masks_indexed_plainly
+from ortlab.engine.tracing.graph_inputs import FIXED_ONES
+from ortlab.engine.tracing.guards import Reads, reads_noted
 from ortlab.engine.tracing.sizes import SizeGuards
 from ortlab.engine.tracing.source_lines import source_lines
+from ortlab.engine.tracing.untold import traced_as_it_runs
 from ortlab.options.log_levels import log_level
 from ortlab.records.messages import ORTLAB, MessageLog
 
@@ -63,13 +64,12 @@ Progress = Callable[[str, float], None]
 
 
 class Execution(ExecutionView):
-    """A module that ONNX Runtime can run, for one mode, one input schema and one set of options.
+    """A module that ONNX Runtime can run, for one mode, one input schema and one set of options."""
 
-    It is made in three stages - export, graph, session - of which the first two can be taken from another execution.
-    The module's parameters are read at each step, its forward only while it is exported. Without `training` there is no
-    gradient graph, and outputs carry no gradient. `part` is the module's path in the model that it is a part of; it
-    names the files of `save_onnx`.
-    """
+    # It is made in three stages - export, graph, session - of which the first two can be taken from another execution.
+    # The module's parameters are read at each step, its forward only while it is exported. Without `training` there is
+    # no gradient graph, and outputs carry no gradient. `part` is the module's path in the model that it is a part of;
+    # it names the files of `save_onnx`.
 
     def __init__(
         self, module: torch.nn.Module, options: Options, log: MessageLog, *, training: bool, part: str = ""
@@ -110,10 +110,10 @@ class Execution(ExecutionView):
                 transition = manager._graph_transition_manager
                 if not self.options.zero_stage3:  # DeepSpeed gathers parameters in hooks of its own
                     check_hooks(self.module, self.log)
-                capture = CAPTURE.get()
-                marking = capture.taps.exporting() if capture and capture.hands_over else nullcontext()
-                with marking, reads_noted() as reads, TensorHooks(), source_lines() as lines:
-                    transition.get_post_processed_model(tuple(args), dict(kwargs))
+                reads, lines = traced_as_it_runs(
+                    lambda: self._trace(args, kwargs),
+                    lambda text: self.log.add("WARNING", ORTLAB, text),
+                )
                 self._leave_out_frozen_parameters(transition)
         finally:
             enable_custom_autograd_support(autograd)
@@ -133,6 +133,20 @@ class Execution(ExecutionView):
             sizes=SizeGuards(reads.sizes, reads.computation, readers, (args, kwargs)),
             lines=lines,
         )
+
+    def _trace(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Reads, dict[str, str]]:
+        """Trace the module; return what its forward reads in Python, and the lines of its nodes."""
+        capture = CAPTURE.get()
+        marking = capture.taps.exporting() if capture and capture.hands_over else nullcontext()
+        with (
+            marking,
+            reads_noted() as reads,
+            TensorHooks(),
+            masks_indexed_plainly(),
+            source_lines() as lines,
+        ):
+            self._manager._graph_transition_manager.get_post_processed_model(tuple(args), dict(kwargs))
+        return reads, lines
 
     def take_export(self, export: Export) -> None:
         """Go on from an export of this module, made by this execution or another one."""
@@ -187,10 +201,8 @@ class Execution(ExecutionView):
         return self._export.lines
 
     def take_graph(self, graph: BuiltGraph) -> None:
-        """Go on from a graph of this export, built by this execution or another one.
-
-        What the switch `recompute` says is done to it here; raises OptionError where that names what is not there.
-        """
+        """Go on from a graph of this export, built by this execution or another one."""
+        # What the switch `recompute` says is done to it here; raises OptionError where that names what is not there.
         manager = self._manager
         manager._graph_builder = None  # it holds the model four times over, and has done its work
         manager.copies = frozenset()
@@ -227,10 +239,9 @@ class Execution(ExecutionView):
         return all(labels.holds(args, kwargs) for labels in self._labels)
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], state: tuple[object, ...]) -> Any:
-        """Run the forward graph; the result's backward runs the gradient graph.
-
-        `state` is what `ModuleReader.state` returned; another object than in the last call if any tensor was replaced.
-        """
+        """Run the forward graph; the result's backward runs the gradient graph."""
+        # `state` is what `ModuleReader.state` returned; another object than in the last call if any tensor was
+        # replaced.
         if state is not self._state:
             # The manager keeps references to parameters and buffers from its first run on: make it look again.
             self._info._buffer_for_ort_runs = None
@@ -359,11 +370,9 @@ class Execution(ExecutionView):
         }
 
     def _inert_switches(self) -> frozenset[str]:
-        """Name the sparsity switches that left no mark in this export, and could leave none.
-
-        Where one of them was on, its hooks have looked at the batch (``_add_check_*_sparsity_hook``); where it was off,
-        there is none to add if the module has no part that they would be added to.
-        """
+        """Name the sparsity switches that left no mark in this export, and could leave none."""
+        # Where one of them was on, its hooks have looked at the batch (``_add_check_*_sparsity_hook``); where it was
+        # off, there is none to add if the module has no part that they would be added to.
         inspector, cuda = self._manager._runtime_inspector, self._manager._device.type == "cuda"
         marked = {
             "label_sparse_optimizer": inspector._sceloss_module_to_ignore_density_map,
@@ -403,10 +412,8 @@ def _without_module(processed: Any) -> Any:
 
 @contextmanager
 def _without_hooks(module: torch.nn.Module) -> Iterator[None]:
-    """Keep the module's own forward hooks out of its trace: its caller runs them, around ORT's forward.
-
-    What `module.compile()` has put in the place of a call, of the module or of a part, is left out, too.
-    """
+    """Keep the module's own forward hooks out of its trace: its caller runs them, around ORT's forward."""
+    # What `module.compile()` has put in the place of a call, of the module or of a part, is left out, too.
     hooks = {name: getattr(module, name) for name in ("_forward_hooks", "_forward_pre_hooks")}
     compiled = [(part, part._compiled_call_impl) for part in module.modules() if part._compiled_call_impl]
     try:

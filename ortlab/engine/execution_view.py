@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import onnx
 
 from ortlab.engine import load
+from ortlab.engine.build_log import runtime_messages
 from ortlab.engine.inspection.places import forward_line
-from ortlab.engine.logs.build_log import runtime_messages
 from ortlab.engine.passes import chunked_loss
 from ortlab.engine.passes.label_density import label_totals
 from ortlab.engine.recompute_plans import PROBE_ANYWHERE, MemoryReport, check_places, find_places
@@ -91,11 +91,8 @@ class ExecutionView:
         return any("Dropout" in node.op_type for node in nodes) and bool(self.plans)
 
     def initialization_since(self, stage: str, total_ms: float, reason: str = "") -> Initialization:
-        """Read ORT's own tracker for the stages that were run: `stage` and those after it.
-
-        `stage` is "export", "graph" or "session". `total_ms` is the wall time of the whole build; shape inference, for
-        one, is in no phase of the tracker. `reason` says what had changed, if no change of options asked for the build.
-        """
+        """Read ORT's own tracker for the stages that were run: `stage` and those after it."""
+        # `total_ms` is the wall time of the whole build; shape inference, for one, is in no phase of the tracker.
         order = ("export", "graph", "session")
         done = order[order.index(stage) :]
 
@@ -123,10 +120,7 @@ class ExecutionView:
         return MemoryReport(insight, dict(savings), dict(self._graph.symbols), totals)
 
     def serialized_graph(self, stage: str) -> bytes:
-        """Return one of the five graphs of this execution as a serialised ONNX model.
-
-        `stage` is "exported", "processed", "optimized" (before the gradient is built), "gradient" or "execution".
-        """
+        """Return one of the five graphs of this execution as a serialised ONNX model."""
         manager = self._manager
         if stage == "exported":
             return bytes(
@@ -141,10 +135,7 @@ class ExecutionView:
         return self._execution_graph(self.recompute_choice())
 
     def traced_model(self, model: torch.nn.Module) -> TracedModel:
-        """Return what is known of the module that the graphs are of, and stands in none of them; sizes are in bytes.
-
-        `model` is the whole model, whose modules are named.
-        """
+        """Return what is known of the module that the graphs are of, and stands in none of them; sizes are in bytes."""
         flattened = self._manager._flattened_module
         return TracedModel(
             modules={path: forward_line(part) for path, part in model.named_modules()},
@@ -159,10 +150,7 @@ class ExecutionView:
         return self._execution_graph(self._chosen(plans))
 
     def recompute_places(self) -> RecomputePlaces:
-        """Ask ORT where it would recompute for each of its plans; asked once per gradient graph, of another session.
-
-        Raises `BuildError` where ORT names other places than it counts, or none, as where its messages cannot be read.
-        """
+        """Ask ORT where it would recompute for each of its plans; asked once per gradient graph, of another session."""
         known, digest = self._export.places, self._graph.digest
         if digest not in known:
             lines, graph, answer = self._manager.probe_places()

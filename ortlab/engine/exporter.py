@@ -49,12 +49,9 @@ _MODULES_USED_BY_ORT: Final = {
 
 
 def prepare_torch() -> None:
-    """Give ORTModule the exporter modules it imports; call it before ORTModule is imported.
-
-    Modules that torch has moved are made importable under their old names, and private functions that the thin public
-    modules lack are added to them. Calling it again changes nothing. Raises `InstallError` where torch is missing,
-    older than `OLDEST_TORCH`, or has no TorchScript exporter any more.
-    """
+    """Give ORTModule the exporter modules it imports; call it before ORTModule is imported."""
+    # Modules that torch has moved are made importable under their old names, and private functions that the thin public
+    # modules lack are added to them.
     _check_version()
     _undo_failed_import()
     for old_name, moved_name in _MODULES_USED_BY_ORT.items():
@@ -69,21 +66,15 @@ def prepare_torch() -> None:
 
 
 def adapt_ort() -> None:
-    """Adapt ORTModule to the torch that is installed; call it after ORTModule is imported.
-
-    ORTModule's own export then asks for the TorchScript exporter by name. Its NVTX marks do nothing on a torch without
-    CUDA, which would answer them with an error. Calling it again changes nothing.
-    """
+    """Adapt ORTModule to the torch that is installed; call it after ORTModule is imported."""
+    # ORTModule's own export then asks for the TorchScript exporter by name. Its NVTX marks do nothing on a torch
+    # without CUDA, which would answer them with an error.
     _choose_torchscript_exporter()
     _leave_out_nvtx()
 
 
 def symbolic_module(name: str) -> ModuleType:
-    """Import one of the modules of torch's TorchScript exporter, wherever this torch keeps it.
-
-    `name` is ``"symbolic_helper"``, ``"symbolic_opset9"`` ... ``"symbolic_opset20"`` or ``"registration"``. The module
-    has the private names; the thin public one does not.
-    """
+    """Import one of the modules of torch's TorchScript exporter, wherever this torch keeps it."""
     places = (f"{_MOVED_TO}.{name}", f"torch.onnx.{name}", f"torch.onnx._internal.{name}")
     return importlib.import_module(next(filter(_find, places), places[0]))
 
@@ -122,12 +113,10 @@ def _check_version() -> None:
 
 
 def _undo_failed_import() -> None:
-    """Take back what an import of ORTModule replaced in torch before it failed.
-
-    ``import onnxruntime`` of the training package tries to import ORTModule and passes over the ImportError that
-    today's torch gives it. By then ``onnxruntime/training/ortmodule/__init__.py`` has put its own functions into
-    torch; a second import would wrap these, and each seed would be set twice, the second time around any repair.
-    """
+    """Take back what an import of ORTModule replaced in torch before it failed."""
+    # ``import onnxruntime`` of the training package tries to import ORTModule and passes over the ImportError that
+    # today's torch gives it. By then ``onnxruntime/training/ortmodule/__init__.py`` has put its own functions into
+    # torch; a second import would wrap these, and each seed would be set twice, the second time around any repair.
     import torch
     import torch.utils.checkpoint
 
@@ -160,12 +149,9 @@ def _make_importable(old_name: str, new_name: str) -> None:
 
 
 def _choose_torchscript_exporter() -> None:
-    """Pass ``dynamo=False`` with ORTModule's own call of `torch.onnx.export`, where that argument exists.
-
-    ORTModule 1.19.2 relies on the default
-    (``_graph_transition_manager.GraphTransitionManager._get_exported_model``), which was the TorchScript
-    exporter then. `_export_extra_kwargs` is its own hook for further arguments.
-    """
+    """Pass ``dynamo=False`` with ORTModule's own call of `torch.onnx.export`, where that argument exists."""
+    # ORTModule 1.19.2 relies on the default (``_graph_transition_manager.GraphTransitionManager._get_exported_model``),
+    # which was the TorchScript exporter then. `_export_extra_kwargs` is its own hook for further arguments.
     import torch.onnx
     from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
 
@@ -182,11 +168,9 @@ def _ask_for_torchscript(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _leave_out_nvtx() -> None:
-    """Make ORT's NVTX marks do nothing where torch has no NVTX.
-
-    ``onnxruntime/training/utils/torch_profile_utils.py`` asks ``hasattr(torch.cuda.nvtx, "range_push")``,
-    which holds on every build; on a torch without CUDA the function is there and raises.
-    """
+    """Make ORT's NVTX marks do nothing where torch has no NVTX."""
+    # ``onnxruntime/training/utils/torch_profile_utils.py`` asks ``hasattr(torch.cuda.nvtx, "range_push")``, which holds
+    # on every build; on a torch without CUDA the function is there and raises.
     import torch
 
     if hasattr(torch._C, "_nvtx"):

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from ortlab.engine.callback_error import keep_error
+from ortlab.engine.border import keep_error
 from ortlab.engine.functions import abi as function_abi
 from ortlab.engine.functions import export as function_export
 from ortlab.engine.functions import library as function_library
@@ -65,13 +65,10 @@ class _Installed:
 
 
 def install() -> None:
-    """Give ORTModule its extensions; call it once ``onnxruntime.training.ortmodule`` can be imported.
-
-    Extensions that were compiled into onnxruntime stay if they can be imported. Nothing is compiled where
-    ctypes can do it (x86-64 Linux and macOS); elsewhere the Function runner is, which takes a second or
-    two, once. If that is impossible, only models with custom autograd Functions fail, when they are
-    exported. Calling it again changes nothing.
-    """
+    """Give ORTModule its extensions; call it once ``onnxruntime.training.ortmodule`` can be imported."""
+    # Extensions that were compiled into onnxruntime stay if they can be imported. Nothing is compiled where ctypes can
+    # do it (x86-64 Linux and macOS); elsewhere the Function runner is, which takes a second or two, once. If that is
+    # impossible, only models with custom autograd Functions fail, when they are exported.
     if _Installed.aten:
         return
     from onnxruntime.training import ortmodule
@@ -111,10 +108,7 @@ def use_runners(runners: Runners) -> None:
 
 
 def build(progress: Progress | None = None) -> Path:
-    """Compile the Function runner into the user's cache, unless it is there, and return the compiled library.
-
-    Raises `BuildError` where there is no compiler, it fails, or the cache folder cannot be written.
-    """
+    """Compile the Function runner into the user's cache, unless it is there, and return the compiled library."""
     return function_library.build(progress)
 
 
@@ -177,12 +171,10 @@ class Bridge:
 def bridge(
     allocate: Callable[[int], int], free: Callable[[int], object], empty_cache: Callable[[], object]
 ) -> Bridge:
-    """Make C functions of Python's.
-
-    `allocate` takes bytes and returns an address, `free` takes the address, and `empty_cache` gives unused memory back
-    to the device. What one of them raises, such as torch's OutOfMemoryError, is kept for whoever called ORT
-    (`callback_error`); where `allocate` raises, ORT gets no memory.
-    """
+    """Make C functions of Python's."""
+    # `allocate` takes bytes and returns an address, `free` takes the address, and `empty_cache` gives unused memory
+    # back to the device. What one of them raises, such as torch's OutOfMemoryError, is kept for whoever called ORT
+    # (`border`); where `allocate` raises, ORT gets no memory.
 
     def allocating(size: int) -> int | None:
         try:
@@ -234,10 +226,8 @@ def _address(function: Any) -> int:
 
 
 def allocator_fault() -> str:
-    """Try the bridge on the current GPU: take 1 MiB through its address, as ORT does, and give it back.
-
-    Returns what is wrong, in words; "" if torch's pool has grown by that, and shrunk again.
-    """
+    """Try the bridge on the current GPU: take 1 MiB through its address, as ORT does, and give it back."""
+    # Returns what is wrong, in words; "" if torch's pool has grown by that, and shrunk again.
     allocate = Allocate(gpu_caching_allocator_raw_alloc_address())
     free = Free(gpu_caching_allocator_raw_delete_address())
     before = torch.cuda.memory_allocated()

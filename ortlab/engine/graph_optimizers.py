@@ -1,23 +1,40 @@
-"""Graph optimizers written in Python: functions that change the gradient graph before its session is made.
+"""Graph optimizers of your own: Python functions that change the gradient graph before ONNX Runtime gets it.
+
+`register_graph_optimizer` is ORTModule's, made for notebooks: a cell can be run again, the graph is rebuilt at the next
+step, and a failure names the function. `onnxruntime.training.ortmodule.graph_optimizers.utils` has a matcher for
+patterns such as attention.
 
 1.19.2 keeps them in a table that belongs to the whole process (``ortmodule/graph_optimizer_registry.py``). Its own
 three get there while modules are imported, if an environment variable is set then, and stay until the process ends.
-Here they are in the table for good, and each build runs those whose switch is on.
+Here they are in the table for good, and each build runs those whose switch is on, and yours.
 """
 
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, overload
 
 from ortlab.engine.build_environment import acts
 from ortlab.engine.patching import replace
-from ortlab.errors import BuildError
+from ortlab.errors import BuildError, OptionError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from onnx import GraphProto
+
+GraphOptimizer: TypeAlias = "Callable[[GraphProto], Any]"
+"""Changes an ONNX graph in place; what it returns is ignored."""
+
+
+class _Registered(NamedTuple):
+    function: GraphOptimizer
+    modules: list[str]
+    devices: str
+    priority: int
+
+
+_USERS: Final[dict[str, _Registered]] = {}
+"""By name, those of users; ORT's table has its own."""
 
 SWITCHES: Final = {
     "optimize_graph_for_aten_efficient_attention": "efficient_attention",
@@ -44,25 +61,70 @@ def install() -> None:
     replace(GraphOptimizerRegistry, "optimize_all", _run_chosen)
 
 
-def register(
-    function: Callable[[GraphProto], None], *, modules: str = "all", devices: str = "all", priority: int = 0
-) -> None:
-    """Put an optimizer into ORT's table; one of the same name, from a cell that is run again, is replaced.
+@overload
+def register_graph_optimizer(target_modules: GraphOptimizer) -> GraphOptimizer: ...
+@overload
+def register_graph_optimizer(
+    target_modules: str = "all", devices: str = "all", priority: int = 0
+) -> Callable[[GraphOptimizer], GraphOptimizer]: ...
+def register_graph_optimizer(
+    target_modules: str | GraphOptimizer = "all", devices: str = "all", priority: int = 0
+) -> GraphOptimizer | Callable[[GraphOptimizer], GraphOptimizer]:
+    """Have a function change each gradient graph that is built from now on, and those of present labs anew.
 
-    `function` changes a graph in place. `modules` are names of the classes that it is meant for, `devices` "cpu",
-    "cuda" or "rocm": several with "|" between them, or "all". Those with a higher `priority` run first.
+    Parameters
+    ----------
+    target_modules
+        Names of the model classes it is meant for, with "|" between them, or "all". A function is registered at
+        once, for all classes and devices, so that `@register_graph_optimizer` needs no brackets.
+    devices
+        "cpu", "cuda", "rocm", with "|" between them, or "all".
+    priority
+        Functions with a higher one run first.
+
+    Returns
+    -------
+    callable
+        The decorator, or the function if that was given; it stays as it is. One of the same name is replaced.
+
+    Raises
+    ------
+    OptionError
+        If a device is none of ORT's.
+
+    Examples
+    --------
+    >>> @ortlab.register_graph_optimizer("BertModel|RobertaModel", devices="cuda")
+    ... def fuse_attention(graph):
+    ...     for nodes in GraphMatcher(graph).match_pattern(PATTERN): ...
     """
-    unregister(function)
-    _registry().register(modules, devices, priority, function)
+    if callable(target_modules):
+        return register_graph_optimizer()(target_modules)
+    if not set(devices.split("|")) <= {"all", "cpu", "cuda", "rocm"}:
+        raise OptionError(
+            f"There is no device {devices!r} for a graph optimizer.",
+            fix="Devices: all, or some of cpu, cuda and rocm with | between them.",
+        )
+
+    def register(function: GraphOptimizer) -> GraphOptimizer:
+        unregister_graph_optimizer(
+            function
+        )  # one of the same name, from a cell that is run again, is replaced
+        _USERS[_name(function)] = _Registered(function, target_modules.split("|"), devices, priority)
+        return function
+
+    return register
 
 
-def unregister(function: Callable[[GraphProto], None]) -> None:
-    """Take an optimizer, or one of the same name, out of ORT's table; does nothing if there is none."""
-    table = _registry()._OPTIMIZER_FUNCS
-    for module, entries in list(table.items()):
-        table[module] = [entry for entry in entries if _name(entry[0]) != _name(function)]
-        if not table[module]:
-            del table[module]
+def unregister_graph_optimizer(function: GraphOptimizer) -> None:
+    """Leave a function out of the graphs that are built from now on; present labs rebuild theirs.
+
+    Parameters
+    ----------
+    function
+        One that was registered; if it was not, nothing happens.
+    """
+    _USERS.pop(_name(function), None)
 
 
 def registered(module_name: str) -> tuple[tuple[str, str], ...]:
@@ -93,7 +155,7 @@ def _run_chosen(_original: Callable[..., None]) -> Callable[..., None]:
     return optimize_all
 
 
-def _run_users(function: Callable[[GraphProto], Any], graph: GraphProto) -> None:
+def _run_users(function: GraphOptimizer, graph: GraphProto) -> None:
     try:
         function(graph)
     except Exception as error:
@@ -104,22 +166,22 @@ def _run_users(function: Callable[[GraphProto], Any], graph: GraphProto) -> None
         ) from error
 
 
-def _switch(function: Callable[[GraphProto], Any]) -> str:
+def _switch(function: GraphOptimizer) -> str:
     """Name the switch that one of ORT's optimizers belongs to; empty for a user's."""
     from_ort = function.__module__.startswith("onnxruntime.")
     return SWITCHES.get(function.__name__, "") if from_ort else ""
 
 
-def _for_module(name: str) -> list[tuple[Callable[[GraphProto], None], str, int]]:
-    table = _registry()._OPTIMIZER_FUNCS
-    return [*table.get("all", ()), *table.get(name, ())]
+def _for_module(name: str) -> list[tuple[GraphOptimizer, str, int]]:
+    from onnxruntime.training.ortmodule.graph_optimizer_registry import GraphOptimizerRegistry
+
+    table = GraphOptimizerRegistry._OPTIMIZER_FUNCS
+    users = [one for one in _USERS.values() if {"all", name} & {*one.modules}]
+    return [
+        *(entry for module in ("all", name) for entry in table.get(module, ())),
+        *((one.function, one.devices, one.priority) for one in users),
+    ]
 
 
 def _name(function: Any) -> str:
     return f"{function.__module__}.{function.__qualname__}"
-
-
-def _registry() -> Any:
-    from onnxruntime.training.ortmodule.graph_optimizer_registry import GraphOptimizerRegistry
-
-    return GraphOptimizerRegistry

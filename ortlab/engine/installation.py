@@ -58,10 +58,8 @@ class Distribution:
 
 
 def distributions() -> tuple[Distribution, ...]:
-    """Return every installed distribution that provides the package `onnxruntime`, sorted by name.
-
-    If there are several, they have overwritten each other's files.
-    """
+    """Return every installed distribution that provides the package `onnxruntime`, sorted by name."""
+    # If there are several, they have overwritten each other's files.
     found: dict[str, Distribution] = {}
     for each in metadata.distributions():
         name = _normalised(each.metadata["Name"] or "")
@@ -104,10 +102,7 @@ def check_python() -> Version:
 
 
 def check_packages() -> dict[str, str]:
-    """Check the packages that ONNX Runtime trains with, and return their versions by name.
-
-    Raises `InstallError` where one is missing, too old or too new.
-    """
+    """Check the packages that ONNX Runtime trains with, and return their versions by name."""
     versions: dict[str, str] = {}
     for name, (first, too_new) in PACKAGES.items():
         wanted = f"{name}>={dotted(first)}" + (f",<{dotted(too_new)}" if too_new else "")
@@ -125,11 +120,7 @@ def check_packages() -> dict[str, str]:
 
 
 def check_onnxruntime() -> Distribution:
-    """Check that exactly one training release of ONNX Runtime is installed, whole, and return it.
-
-    Raises `InstallError` where none is, another release or kind is, several are, files have been overwritten or
-    removed, or packages that it needs are missing.
-    """
+    """Check that exactly one training release of ONNX Runtime is installed, whole, and return it."""
     found = distributions()
     if not found:
         raise InstallError(
@@ -214,15 +205,11 @@ def dotted(version: Version) -> str:
 
 
 def import_apart(name: str) -> None:
-    """Import a module for the first time in a thread of its own, whose frames are the import's alone.
-
-    On its import onnxruntime tries ORTModule. Beside a current torch that fails, and functions of torch that
-    ORTModule has replaced by then keep the error. Its traceback would lead to the frames of whoever wraps a model
-    here, and that model would never be freed.
-
-    ORTModule imports torch's loader of C++ code, which warns where there is a CUDA compiler and no GPU; that is left
-    out, since nothing is compiled.
-    """
+    """Import a module for the first time in a thread of its own, whose frames are the import's alone."""
+    # On its import onnxruntime tries ORTModule. Beside a current torch that fails, and functions of torch that
+    # ORTModule has replaced by then keep the error. Its traceback would lead to the frames of whoever wraps a model
+    # here, and that model would never be freed. ORTModule imports torch's loader of C++ code, which warns where there
+    # is a CUDA compiler and no GPU; that is left out, since nothing is compiled.
     if name in sys.modules:
         return
     logger = logging.getLogger("torch.utils.cpp_extension")
@@ -267,10 +254,8 @@ def have() -> frozenset[Need]:
 
 
 def versions() -> dict[str, str]:
-    """Return package versions by name: the installed ONNX Runtime distribution, torch, onnx, numpy.
-
-    They are read once in a process, which keeps what it has imported, and takes half a second among many packages.
-    """
+    """Return package versions by name: the installed ONNX Runtime distribution, torch, onnx, numpy."""
+    # They are read once in a process, which keeps what it has imported, and takes half a second among many packages.
     return dict(_versions())
 
 

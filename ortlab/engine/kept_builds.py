@@ -12,12 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from ortlab.engine.patching import with_attributes
 from ortlab.options.options import Effect
 
 if TYPE_CHECKING:
     import torch
 
     from ortlab.engine.execution import Execution
+    from ortlab.engine.ort import OrtEngine
     from ortlab.engine.schema import Schema
     from ortlab.engine.tracing.sizes import SizeGuards
     from ortlab.memory.recompute import RecomputePlaces
@@ -95,16 +97,20 @@ class KeptExport:
 
     schema: Schema
     export: Export
+    # The schema that the trace began with, where the forward settled something in it: what a rerun starts from.
+    unsettled: Schema = ()
+
+    def is_for(self, schema: Schema) -> bool:
+        """Tell whether it is valid for calls of a schema."""
+        return schema in (self.schema, self.unsettled)
 
     def fits(self, schema: Schema, options: Options, *, training: bool) -> bool:
         """Tell whether it is valid for calls of a schema with these switches in this mode, whatever their sizes."""
-        return self.schema == schema and self.export.training == training and self.export.serves(options)
+        return self.is_for(schema) and self.export.training == training and self.export.serves(options)
 
     def joined_to(self, others: Iterable[KeptExport]) -> KeptExport:
-        """Return the one of `others`, which are kept already, that has the same graph for other sizes, or else itself.
-
-        Its export, with its gradient graphs, is then good for the sizes of both.
-        """
+        """Return the one of `others`, which are kept already, that has the same graph for other sizes, or itself."""
+        # Its export, with its gradient graphs, is then good for the sizes of both.
         mine = self.export
         for other in others if mine.sizes.any else ():
             if other.fits(self.schema, mine.options, training=mine.training) and _model(other) == _model(
@@ -136,10 +142,7 @@ def find(
     training: bool,
     call: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
 ) -> KeptExport | None:
-    """Return the first export with a fitting graph that is valid for a call, else the first valid one, else None.
-
-    `call` are the arguments, for whose sizes it has to be good; None if they do not matter.
-    """
+    """Return the first export with a fitting graph that is valid for a call, else the first valid one, else None."""
     found = None
     for kept in candidates:
         valid = kept.fits(schema, options, training=training)
@@ -192,7 +195,11 @@ class Built:
 
 
 class BuiltSessions:
-    """The sessions of one module."""
+    """The sessions of one module.
+
+    Each change is one assignment of what was worked out before, and a session is freed once it is in no list: Ctrl-C
+    may come between any two lines.
+    """
 
     def __init__(self) -> None:
         self._last: dict[bool, Built] = {}
@@ -214,34 +221,28 @@ class BuiltSessions:
         return [built.kept for built in self._last.values()]
 
     def keep(self, built: Built, usable: Callable[[Built], bool]) -> None:
-        """Make `built` what runs in its mode, and keep what ran before, whose backward may be to come.
-
-        `built` is new, or one of `earlier`. Of the earlier sessions, those that `usable` refuses, and all but the
-        latest `_EARLIER_KEPT` of each kind, are freed.
-        """
+        """Make `built` what runs in its mode, and keep what ran before, whose backward may be to come."""
+        # Of the earlier sessions, those that `usable` refuses, and all but the latest `_EARLIER_KEPT` of each kind, are
+        # freed.
         training = built.execution.training
         before = self._last.get(training)
-        self._last[training] = built
-        self._earlier = [one for one in self._earlier if one is not built]
+        earlier = [one for one in self._earlier if one is not built]
         if before is not None and before is not built:
-            self._earlier.append(before)
+            earlier.append(before)
+        self._last, self._earlier = {**self._last, training: built}, earlier
         self._release_unless(usable)
 
     @contextmanager
     def beside(self, usable: Callable[[Built], bool]) -> Iterator[None]:
-        """Free none of the present sessions while the block runs; what ran last before it is what runs next after it.
-
-        After the block, sessions that `usable` refuses are freed.
-        """
+        """Free none of the present sessions while the block runs; what ran last before it also runs next after it."""
         before, last = self._held, dict(self._last)
         self._held = (*before, *self._last.values(), *self._earlier)
         try:
             yield
         finally:
-            self._held = before
-            self._earlier += [one for mode, one in self._last.items() if one is not last.get(mode)]
-            self._last = last
-            self._earlier = [one for one in self._earlier if one not in last.values()]
+            beside = [one for mode, one in self._last.items() if one is not last.get(mode)]
+            earlier = [one for one in (*self._earlier, *beside) if one not in last.values()]
+            self._held, self._last, self._earlier = before, last, earlier
             self._release_unless(usable)
 
     def _release_unless(self, usable: Callable[[Built], bool]) -> None:
@@ -256,10 +257,9 @@ class BuiltSessions:
     def release_earlier(self, keep: Callable[[Built], bool] = lambda _: False) -> None:
         """Free the earlier sessions, but for those to keep."""
         kept = [one for one in self._earlier if one in self._held or keep(one)]
-        for one in self._earlier:
-            if one not in kept:
-                one.execution.release_session()
-        self._earlier = kept
+        freed, self._earlier = [one for one in self._earlier if one not in kept], kept
+        for one in freed:
+            one.execution.release_session()
 
     def release_last(self, *, training: bool) -> None:
         """Free what ran last in a mode, if anything did."""
@@ -272,3 +272,22 @@ class BuiltSessions:
         for training in (True, False):
             self.release_last(training=training)
         self.release_earlier()
+
+
+@contextmanager
+def built_apart(engine: OrtEngine, **changes: object) -> Iterator[Callable[[], None]]:
+    """Let an engine build anew, with changed options, what it needs in the block, and give it its state back."""
+    # Yields a function that frees the sessions of the block, so that the next call makes one of the graph that is
+    # there.
+    # Files of exports and graphs are the user's: nothing of the block goes there.
+    options = engine.options.replace(export_cache_dir="", save_onnx=False, fallback=False, **changes)
+    sessions, said = BuiltSessions(), ("executed_by", "fallback_reason", "rebuild_reason")
+    with (
+        with_attributes(engine, said, options=options, _sessions=sessions, _failed=None, _starts_over=False),
+        set_aside(engine._module),
+    ):
+        try:
+            yield sessions.release
+        finally:
+            sessions.release()
+            forget(engine._module)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -14,8 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import _StopRecomputationError
 
 from ortlab.engine import graph_optimizers, kept_builds
+from ortlab.engine.border import border_watched, take_error
 from ortlab.engine.build_environment import one_build_at_a_time
-from ortlab.engine.callback_error import border_watched, take_error
 from ortlab.engine.calls import check_call, check_module, refuse_transforms
 from ortlab.engine.diagnosis import (
     ForwardError,
@@ -29,7 +28,7 @@ from ortlab.engine.random_state import restored_on_failure
 from ortlab.engine.schema import ModuleReader, Schema, call_schema, difference, module_schema, surroundings
 from ortlab.engine.tracing.autograd import saving_apart
 from ortlab.engine.tracing.sizes import batch_sizes
-from ortlab.errors import BuildError, ExecutionError, FallbackWarning, OrtlabError, PlanWarning
+from ortlab.errors import BuildError, ExecutionError, FallbackWarning, OrtlabError, PlanWarning, warn
 from ortlab.options.options import Effect, Options
 from ortlab.records.messages import ORTLAB, MessageLog
 from ortlab.records.runs import EXECUTED_BY_FALLBACK, EXECUTED_BY_ORT, Coverage, Initialization
@@ -50,17 +49,15 @@ _NO_FAILURES: Final = (OrtlabError, _StopRecomputationError)
 
 
 class OrtEngine:
-    """Run a module on ONNX Runtime.
+    """Run a module on ONNX Runtime."""
 
-    Assign to `options` to change switches; the next call rebuilds what they touch. The module's `original_forward`
-    serves for diagnosis and, where the user allows it, for fallback. `instance_forward` is the forward that stood on
-    the object itself, if there was one: an export depends on its code. `on_built` is told what was redone and how long
-    it took, after each build and before the module runs.
-
-    `part` is the module's dotted path in a larger model, the rest of which PyTorch runs; empty for a whole model.
-    Autograd may then want gradients in eval mode, too, and calls may differ within a step: a layer that the model uses
-    twice, first for a batch and then for an activation, which requires a gradient.
-    """
+    # Assign to `options` to change switches; the next call rebuilds what they touch. The module's `original_forward`
+    # serves for diagnosis and, where the user allows it, for fallback. `instance_forward` is the forward that stood on
+    # the object itself, if there was one: an export depends on its code. `on_built` is told what was redone and how
+    # long it took, after each build and before the module runs. `part` is the module's dotted path in a larger model,
+    # the rest of which PyTorch runs; empty for a whole model. Autograd may then want gradients in eval mode, too, and
+    # calls may differ within a step: a layer that the model uses twice, first for a batch and then for an activation,
+    # which requires a gradient.
 
     name = "ort"
     coverage = total_coverage = Coverage()
@@ -99,11 +96,7 @@ class OrtEngine:
     # ---- running ----------------------------------------------------------------------------------------------
 
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run the module's forward on ORT, after building what is missing or out of date.
-
-        Raises BuildError where export, graph or session failed (the last working form is kept), and ExecutionError
-        where ORT failed while it ran.
-        """
+        """Run the module's forward on ORT, after building what is missing or out of date."""
         refuse_transforms()
         schema = self._schema(args, kwargs)
         if self._failed == (schema, self.options) and not self.options.fallback_retry:
@@ -155,7 +148,7 @@ class OrtEngine:
         """Say once that PyTorch steps in: among the messages, and as a warning for a loop without a panel."""
         text = f"PyTorch executes {type(self._module).__name__}, not ONNX Runtime (fallback): {reason}"
         self._log.add("WARNING", ORTLAB, text)
-        warnings.warn(text, FallbackWarning, stacklevel=2)
+        warn(text, FallbackWarning)
 
     def _say_absent_plans(self, execution: Execution) -> None:
         """Say which recompute plans this model does not have, as ORT does not, and where `recompute` does nothing."""
@@ -171,15 +164,14 @@ class OrtEngine:
         for one in filter(None, words):
             text = f"{self._part}: {one}" if self._part else one
             self._log.add("WARNING", ORTLAB, text)
-            warnings.warn(text, PlanWarning, stacklevel=2)
+            if not execution.repeats_forward:  # else most often what `recompute` makes again already
+                warn(text, PlanWarning)
 
     def start_over(self) -> None:
-        """Let the next training call draw the random numbers that the first one of its session drew.
-
-        `onnxruntime.set_seed` does that, except where plans recompute a Dropout: ORT then gives every Dropout a seed
-        of its own, so that the recomputed mask is the first one (``memory_optimizer.cc``, SetSeedForDropoutNode), and
-        with it a generator that only a new session starts again.
-        """
+        """Let the next training call draw the random numbers that the first one of its session drew."""
+        # `onnxruntime.set_seed` does that, except where plans recompute a Dropout: ORT then gives every Dropout a seed
+        # of its own, so that the recomputed mask is the first one (``memory_optimizer.cc``, SetSeedForDropoutNode), and
+        # with it a generator that only a new session starts again.
         built = self._sessions.last(training=True)
         self._starts_over = (
             built is not None and built.execution.has_run and built.execution.recomputes_dropout
@@ -188,11 +180,9 @@ class OrtEngine:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Let calls in the block run with other options; afterwards the engine is as it was, sessions included.
-
-        A session that differs from the present one in that it has no arena stays beside it, so that the next
-        measurement of memory builds nothing.
-        """
+        """Let calls in the block run with other options; afterwards the engine is as it was, sessions included."""
+        # A session that differs from the present one in that it has no arena stays beside it, so that the next
+        # measurement of memory builds nothing.
         with (
             self._sessions.beside(usable=self._may_serve),
             with_attributes(self, _STATE, _starts_over=False),
@@ -213,11 +203,9 @@ class OrtEngine:
         return None if current is None else current.options
 
     def stage_of(self, options: Options) -> str:
-        """Return what some options, which are not set, would redo at the next training call for the last input.
-
-        That is "export", "graph", "session", "step" (they act in the next step, with nothing to redo) or "" (nothing
-        changes). What was built before and is still kept counts as there.
-        """
+        """Return what some options, which are not set, would redo at the next training call for the last input."""
+        # That is "export", "graph", "session", "step" (they act in the next step, with nothing to redo) or "" (nothing
+        # changes). What was built before and is still kept counts as there.
         current = self._sessions.last()
         if current is None:
             return "export"
@@ -233,10 +221,7 @@ class OrtEngine:
 
     @property
     def execution(self) -> Execution:
-        """The training execution, or the inference one where no training step has run.
-
-        Raises BuildError where nothing has been built for the present options yet.
-        """
+        """The training execution, or the inference one where no training step has run."""
         return self.execution_of(self.options)
 
     def execution_for(self, *, training: bool) -> Execution:
@@ -244,10 +229,8 @@ class OrtEngine:
         return self.execution_of(self.options, training=training)
 
     def execution_of(self, options: Options, *, training: bool | None = None) -> Execution:
-        """Return what runs with some switches, without building; raises BuildError where nothing is built for them.
-
-        Without a mode it is the training execution, or the inference one where no training step has run.
-        """
+        """Return what runs with some switches, without building; raises BuildError where nothing is built for them."""
+        # Without a mode it is the training execution, or the inference one where no training step has run.
         found = self.ready(options, training=training)
         if found is not None:
             return found
@@ -340,7 +323,7 @@ class OrtEngine:
     def _serves(self, built: Built, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Tell whether what was built can run a call as it is."""
         return (
-            built.kept.schema == schema
+            built.kept.is_for(schema)
             and built.deterministic == torch.are_deterministic_algorithms_enabled()
             and self._is_up_to_date(built)
             and built.kept.export.sizes.hold(args, kwargs)
@@ -405,8 +388,9 @@ class OrtEngine:
             export = cached_export(execution, args, kwargs)
         else:
             export = execution.export(args, kwargs)
-        # A forward may settle an attribute in its first call, which was the trace: a `config.problem_type`, for one.
-        made = KeptExport(self._schema(args, kwargs), export)
+        # A forward may settle an attribute in its first call, which was the trace: a `config.problem_type`, for one. A
+        # rerun takes that back, and needs no other export.
+        made = KeptExport(self._schema(args, kwargs), export, unsettled=schema)
         made = made.joined_to(kept_builds.kept_exports(self._module))
         if (
             not self.options.zero_stage3
@@ -475,10 +459,8 @@ class OrtEngine:
 
 @contextmanager
 def _outside_inference_mode() -> Iterator[None]:
-    """Exchange ``torch.inference_mode`` for ``torch.no_grad``, which lets exports ask for gradients.
-
-    A build in that mode would take every result for one that has no gradient, and keep that for later calls.
-    """
+    """Exchange ``torch.inference_mode`` for ``torch.no_grad``, which lets exports ask for gradients."""
+    # A build in that mode would take every result for one that has no gradient, and keep that for later calls.
     if not torch.is_inference_mode_enabled():
         yield
         return

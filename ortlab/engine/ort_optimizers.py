@@ -83,15 +83,11 @@ def multi_tensor_adam(  # noqa: PLR0917 - the signature of ORT's extension
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """Take one step of Adam, in place (``multi_tensor_adam.cu``).
-
-    `tensor_lists` are gradients, parameters, their first moments and their second moments; `step` counts from 1 on;
-    `mode` is `L2`, `TRANSFORMERS` or `TORCH`; `bias_correction` is 1 to correct the moments for having started at zero,
-    or 0.
-
-    ORT adds epsilon to ``sqrt(v)`` in modes 0 and 1, PyTorch to ``sqrt(v / (1 - beta2 ** step))``, as mode 2 does. So
-    PyTorch's kernel is given the epsilon and the learning rate that make its step ORT's.
-    """
+    """Take one step of Adam, in place (``multi_tensor_adam.cu``)."""
+    # `tensor_lists` are gradients, parameters, their first moments and their second moments; `step` counts from 1 on;
+    # `mode` is `L2`, `TRANSFORMERS` or `TORCH`; `bias_correction` is 1 to correct the moments for having started at
+    # zero, or 0. ORT adds epsilon to ``sqrt(v)`` in modes 0 and 1, PyTorch to ``sqrt(v / (1 - beta2 ** step))``, as
+    # mode 2 does. So PyTorch's kernel is given the epsilon and the learning rate that make its step ORT's.
     from torch.optim.adam import adam
 
     gradients, parameters, means, squares = (list(one) for one in tensor_lists)
@@ -134,11 +130,9 @@ def multi_tensor_l2norm(
     tensor_lists: Sequence[Sequence[torch.Tensor]],
     per_tensor: bool = False,  # noqa: FBT001, FBT002 - the signature of ORT's extension
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the 2-norm of a list of tensors (``multi_tensor_l2norm_kernel.cu``).
-
-    Returns that of all entries, shape (1,), and that of each tensor, shape (n,) or, without `per_tensor`, (0,); both in
-    float32.
-    """
+    """Compute the 2-norm of a list of tensors (``multi_tensor_l2norm_kernel.cu``)."""
+    # Returns that of all entries, shape (1,), and that of each tensor, shape (n,) or, without `per_tensor`, (0,); both
+    # in float32.
     (tensors,) = tensor_lists
     if all(one.dtype == torch.float32 for one in tensors):
         norms = torch.stack(list(torch._foreach_norm(list(tensors))))
@@ -150,10 +144,8 @@ def multi_tensor_l2norm(
 def multi_tensor_scale(
     _chunk_size: int, overflow: torch.Tensor, tensor_lists: Sequence[Sequence[torch.Tensor]], scale: float
 ) -> None:
-    """Write the first list, scaled, into the second (``multi_tensor_scale_kernel.cu``).
-
-    `overflow` becomes 1 if an entry of the first list is not finite, and stays as it is otherwise.
-    """
+    """Write the first list, scaled, into the second (``multi_tensor_scale_kernel.cu``)."""
+    # `overflow` becomes 1 if an entry of the first list is not finite, and stays as it is otherwise.
     sources, targets = tensor_lists
     for source, target in zip(sources, targets, strict=True):
         _note_overflow(overflow, source)
@@ -163,12 +155,10 @@ def multi_tensor_scale(
 def unscale_fp16_grads_into_fp32_grads(
     halves: Sequence[torch.Tensor], masters: Sequence[torch.Tensor], overflow: torch.Tensor, scale: float
 ) -> None:
-    """Divide the gradients of float16 parameters by the loss scale and add them to those of their float32 masters.
-
-    As ``fused_ops_frontend.cpp`` does for apex: a master without a gradient gets one; `overflow`, one integer, becomes
-    1 if a float16 gradient is not finite. Halves and masters come in the same order; `scale` is what the loss was
-    multiplied by.
-    """
+    """Divide the gradients of float16 parameters by the loss scale and add them to those of their float32 masters."""
+    # As ``fused_ops_frontend.cpp`` does for apex: a master without a gradient gets one; `overflow`, one integer,
+    # becomes 1 if a float16 gradient is not finite. Halves and masters come in the same order; `scale` is what the loss
+    # was multiplied by.
     for half, master in zip(halves, masters, strict=True):
         if half.grad is None:
             continue
@@ -221,11 +211,7 @@ def ort_fused_adam(groups: Sequence[dict[str, Any]], **values: Any) -> torch.opt
 
 
 def modify(optimizer: Any, **groups: Any) -> None:
-    """Replace the methods of an optimizer, in place, by those that 1.19.2 has for its type.
-
-    `groups` are what the modifier of its kind takes. Raises `InstallError` where the optimizer's library is missing, or
-    of a version that 1.19.2 does not know, and `OptionError` where 1.19.2 does not know its type.
-    """
+    """Replace the methods of an optimizer, in place, by those that 1.19.2 has for its type."""
     from ortlab import engine
 
     engine.load()

@@ -25,11 +25,8 @@ _done: set[tuple[str, str, str]] = set()
 
 
 def replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace ``owner.name`` by ``make(original)``, unless `make` has been applied there before.
-
-    `owner` is a class or a module; a static method stays one. Several replacements of one function nest; the one
-    applied last is called first.
-    """
+    """Replace ``owner.name`` by ``make(original)``, unless `make` has been applied there before."""
+    # Several replacements of one function nest; the one applied last is called first.
     place = f"{owner.__module__}.{owner.__qualname__}" if inspect.isclass(owner) else owner.__name__
     key = (place, name, f"{make.__module__}.{make.__qualname__}")
     if key in _done:
@@ -66,10 +63,9 @@ def set_to(variable: ContextVar[T], value: T) -> Iterator[None]:
 
 @contextmanager
 def only_new_garbage() -> Iterator[None]:
-    """Let collections of garbage in the block look at objects of the block only.
-
-    Among all objects of a process with transformers one takes a fifth of a second: most of the export of a small model.
-    """
+    """Let collections of garbage in the block look at objects of the block only."""
+    # Among all objects of a process with transformers one takes a fifth of a second: most of the export of a small
+    # model.
     if not _frozen.by_us and not _frozen.by_others:
         _frozen.by_others = gc.get_freeze_count() >= _FROZEN_BY_PYTHON
     freezes = not _frozen.by_us and not _frozen.by_others

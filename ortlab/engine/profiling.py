@@ -83,11 +83,10 @@ def _escaped(name: re.Match[str]) -> str:
 
 
 class Profile:
-    """What is seen of an execution while its session is profiled.
+    """What is seen of an execution while its session is profiled."""
 
-    The profiler completes `prefix` to the path of the file that it writes; `graph` is the file that the session writes
-    its graph to.
-    """
+    # The profiler completes `prefix` to the path of the file that it writes; `graph` is the file that the session
+    # writes its graph to.
 
     def __init__(self, prefix: Path, graph: Path) -> None:
         self.prefix = prefix
@@ -146,12 +145,9 @@ class Profile:
         return self._graph
 
     def kernels(self) -> Iterator[tuple[onnx.NodeProto, Mapping[str, Any], bool, float]]:
-        """Yield the nodes of the last step in the order in which they ran, as (node, event, backward, ms).
-
-        `event` is the profiler's; `backward` says whether the node ran after the forward had returned; `ms` is the
-        shortest time of its kernel in the profiled steps. Raises ExecutionError if no step has run to its end
-        meanwhile.
-        """
+        """Yield the nodes of the last step in the order in which they ran, as (node, event, backward, ms)."""
+        # `backward` says whether the node ran after the forward had returned; `ms` is the shortest time of its kernel
+        # in the profiled steps.
         rounds = self._rounds()
         if not rounds:
             raise _nothing_to_profile()
@@ -160,10 +156,7 @@ class Profile:
             yield node, event, position >= behind, min(one[position]["dur"] for one, *_ in rounds) / 1000
 
     def trace(self, plans: Sequence[str], order: str, model: torch.nn.Module, part: str) -> Trace:
-        """Return what the profiler saw as the trace of one step; raises ExecutionError as `kernels`.
-
-        `model` is the whole model, and `part` the path of what the session executes, empty for all of it.
-        """
+        """Return what the profiler saw as the trace of one step; raises ExecutionError as `kernels`."""
         origins = _Origins(Places(model, part))
         sizes: dict[str, int] = {}
         traced = []
@@ -230,11 +223,9 @@ def _nothing_to_profile() -> ExecutionError:
 
 @contextmanager
 def profiled(execution: Execution, *, memory_efficient_order: bool = False) -> Iterator[Profile]:
-    """Let a training execution run in a session that is profiled; afterwards it has its own session again.
-
-    With `memory_efficient_order` nodes run in the order that ORT gives to sessions with plans, though there may be
-    none. Raises ExecutionError for an execution that has no backward.
-    """
+    """Let a training execution run in a session that is profiled; afterwards it has its own session again."""
+    # With `memory_efficient_order` nodes run in the order that ORT gives to sessions with plans, though there may be
+    # none.
     if not execution.training:
         raise _nothing_to_profile()
     with tempfile.TemporaryDirectory(prefix="ortlab-") as folder:
@@ -272,10 +263,8 @@ def _in_order(events: Sequence[Mapping[str, Any]], graph: onnx.GraphProto) -> li
 def _steps(
     events: Sequence[Mapping[str, Any]], count: int
 ) -> list[tuple[list[Mapping[str, Any]], int, float]]:
-    """Return of each step its kernels, how many of them ran before its backward, and the ms of both passes.
-
-    ORT writes an extra event at the end of each pass. A forward that no backward follows is left out.
-    """
+    """Return of each step its kernels, how many of them ran before its backward, and the ms of both passes."""
+    # ORT writes an extra event at the end of each pass. A forward that no backward follows is left out.
     passes: list[list[Mapping[str, Any]]] = [[]]
     ms: list[float] = []
     for event in events:
@@ -302,11 +291,7 @@ def _ort_value_bytes(value: Any) -> int:
 
 
 def node_flops(profile: Profile, model: torch.nn.Module, part: str = "") -> tuple[NodeFlops, ...]:
-    """Count the FLOPs of the step that was profiled last, node by node.
-
-    `model` is the whole model, which modules are named in; `part` is the path of the wrapped part that was executed,
-    empty for the whole model. Raises ExecutionError if no step has run to its end meanwhile.
-    """
+    """Count the FLOPs of the step that was profiled last, node by node."""
     origins = _Origins(Places(model, part))
     graph = profile.graph
     names = {_result(node): name for name, node in zip(node_names(graph), graph.node, strict=True)}
@@ -339,11 +324,10 @@ def node_flops(profile: Profile, model: torch.nn.Module, part: str = "") -> tupl
 
 
 class _Origins:
-    """Finds the module of each node; nodes have to be asked for in the order in which they ran.
+    """Finds the module of each node; nodes have to be asked for in the order in which they ran."""
 
-    Nodes are named after their module, and so are those of their gradients. Those that ORT puts in without such a name
-    take the module of what they read.
-    """
+    # Nodes are named after their module, and so are those of their gradients. Those that ORT puts in without such a
+    # name take the module of what they read.
 
     def __init__(self, places: Places) -> None:
         self._places = places

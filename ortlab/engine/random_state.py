@@ -32,11 +32,10 @@ def put_state(generator: Any, state: Any) -> None:
 
 @dataclass(frozen=True)
 class RandomState:
-    """The state of every generator that a training step may draw from.
+    """The state of every generator that a training step may draw from."""
 
-    ONNX Runtime's own generator has no state that can be read. ORTModule seeds it from `torch.manual_seed`, so a
-    restart from the same point seeds it again; see `ortlab.runs.experiment`.
-    """
+    # ONNX Runtime's own generator has no state that can be read. ORTModule seeds it from `torch.manual_seed`, so a
+    # restart from the same point seeds it again; see `ortlab.runs.experiment`.
 
     python: Any
     numpy: Any

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import onnx
 
 from ortlab.engine.inspection.places import Places
-from ortlab.engine.kept_values import name_of
+from ortlab.engine.saved_activations import name_of
 from ortlab.errors import BuildError
 from ortlab.graphs.nodes import YIELD
 from ortlab.memory import insight
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import torch
 
     from ortlab.engine.execution import Execution
-    from ortlab.engine.logs.runtime_log import Line
+    from ortlab.engine.runtime_log import Line
     from ortlab.memory.plan import MemoryPlan
     from ortlab.memory.recompute import RecomputeChoice
 

@@ -15,19 +15,17 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from ortlab.engine.logs import build_log
+from ortlab.engine import build_log
 from ortlab.engine.passes import label_density, shapes
 from ortlab.engine.patching import only_new_garbage, replace, set_to
 from ortlab.engine.tracing import (
-    arguments,
     autograd,
-    buffers,
     carried,
     gradient_stops,
+    graph_inputs,
     guards,
     outputs,
     source_lines,
-    written_inputs,
 )
 from ortlab.errors import BuildError
 from ortlab.records.activation_statistics import SAMPLES, TensorStatistics
@@ -39,11 +37,11 @@ if TYPE_CHECKING:
 
 def install_all() -> None:
     """Install every repair that replaces a function; a second call changes nothing."""
-    arguments.install()
-    buffers.install()
-    carried.install()  # around `buffers`, which puts these back
+    graph_inputs.install_arguments()
+    graph_inputs.install_buffers()
+    carried.install()  # around the repair of buffers, which puts these back
     gradient_stops.install()
-    written_inputs.install()
+    graph_inputs.install_writes()
     outputs.install()
     guards.install()
     source_lines.install()
@@ -67,10 +65,8 @@ def install_all() -> None:
 
 
 def install_refusals() -> None:
-    """Let a BuildError that is raised inside an export reach the caller as it is.
-
-    ``_graph_transition_manager._get_exported_model`` turns what went wrong into the text of another exception.
-    """
+    """Let a BuildError that is raised inside an export reach the caller as it is."""
+    # ``_graph_transition_manager._get_exported_model`` turns what went wrong into the text of another exception.
     from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
 
     replace(GraphTransitionManager, "_export_model", _raise_refusal)
@@ -115,14 +111,12 @@ _hooks: Final[ContextVar[list[Any] | None]] = ContextVar("hooks", default=None)
 
 
 def install_sparsity_switches() -> None:
-    """Make the switches of the label and embedding sparsity optimizers do what they say.
-
-    ``_graph_transition_manager._export_model`` passes the embedding's switch to the label's hook as well, so that
-    ORTMODULE_ENABLE_LABEL_SPARSE_OPTIMIZER has no effect; ``_add_check_label_sparsity_hook`` returns None where a list
-    is iterated, so that switching off either the embedding's optimizer or the compute optimizer ends in a TypeError;
-    and a compute optimizer that is switched off after wrapping leaves a printing operator in the graph that only it
-    would have removed.
-    """
+    """Make the switches of the label and embedding sparsity optimizers do what they say."""
+    # ``_graph_transition_manager._export_model`` passes the embedding's switch to the label's hook as well, so that
+    # ORTMODULE_ENABLE_LABEL_SPARSE_OPTIMIZER has no effect; ``_add_check_label_sparsity_hook`` returns None where a
+    # list is iterated, so that switching off either the embedding's optimizer or the compute optimizer ends in a
+    # TypeError; and a compute optimizer that is switched off after wrapping leaves a printing operator in the graph
+    # that only it would have removed.
     from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
 
     replace(GraphTransitionManager, "_export_model", _read_sparsity_switches)
@@ -165,11 +159,9 @@ def _hook_of(kind: str) -> Callable[[Callable[..., Any]], Callable[..., list[Any
 
 
 def install_export_cleanup() -> None:
-    """Leave no hooks and no changed random state behind when an export fails.
-
-    ``_graph_transition_manager._export_model`` removes its hooks and restores the random state only on success;
-    after a failure the model would go on with hooks on its loss and its embeddings.
-    """
+    """Leave no hooks and no changed random state behind when an export fails."""
+    # ``_graph_transition_manager._export_model`` removes its hooks and restores the random state only on success; after
+    # a failure the model would go on with hooks on its loss and its embeddings.
     from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
 
     replace(GraphTransitionManager, "_export_model", _clean_up_after_failure)
@@ -201,10 +193,8 @@ _RETIREMENTS: Final = (
 
 
 def install_export_silence() -> None:
-    """Ignore the warnings that torch's TorchScript exporter will be retired: ORTModule has no other.
-
-    All other warnings of an export pass, above all those of the tracer, which may be about the user's model.
-    """
+    """Ignore the warnings that torch's TorchScript exporter will be retired: ORTModule has no other."""
+    # All other warnings of an export pass, above all those of the tracer, which may be about the user's model.
     from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
 
     replace(GraphTransitionManager, "_export_model", _ignore_retirements)
@@ -235,12 +225,10 @@ def _among_its_own(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install_log_levels() -> None:
-    """Give sessions ONNX Runtime's number for ORTModule's log level.
-
-    ``_graph_execution_manager._get_session_config`` passes ORTModule's own number: FATAL is out of range and ends in
-    a RuntimeError, WARNING means "error" there and hides warnings. ``_logger.ORTMODULE_LOG_LEVEL_MAP`` has the right
-    numbers.
-    """
+    """Give sessions ONNX Runtime's number for ORTModule's log level."""
+    # ``_graph_execution_manager._get_session_config`` passes ORTModule's own number: FATAL is out of range and ends in
+    # a RuntimeError, WARNING means "error" there and hides warnings. ``_logger.ORTMODULE_LOG_LEVEL_MAP`` has the right
+    # numbers.
     from onnxruntime.training.ortmodule._graph_execution_manager import GraphExecutionManager
 
     replace(GraphExecutionManager, "_get_session_config", _map_log_level)
@@ -269,13 +257,11 @@ _SPREAD: Final = 1_103_515_245
 
 
 def install_seed() -> None:
-    """Let ``torch.manual_seed(0)`` give different dropout masks in the first two steps.
-
-    On the CPU, ONNX Runtime draws dropout masks from ``std::default_random_engine``, seeded with a counter that starts
-    at the seed. That engine (minstd) treats seed 0, and every multiple of 2**31 - 1, as seed 1. And seed 8 would give
-    in its first step the masks that seed 7 gave in its second: runs under consecutive seeds, which people take for
-    error bars, would share their masks. So seeds are spread first.
-    """
+    """Let ``torch.manual_seed(0)`` give different dropout masks in the first two steps."""
+    # On the CPU, ONNX Runtime draws dropout masks from ``std::default_random_engine``, seeded with a counter that
+    # starts at the seed. That engine (minstd) treats seed 0, and every multiple of 2**31 - 1, as seed 1. And seed 8
+    # would give in its first step the masks that seed 7 gave in its second: runs under consecutive seeds, which people
+    # take for error bars, would share their masks. So seeds are spread first.
     from onnxruntime.training import ortmodule
 
     # torch.manual_seed is ``ortmodule.override_torch_manual_seed`` by now, which looks `set_seed` up there.
@@ -293,11 +279,10 @@ def _avoid_seed_zero(original: Callable[[int], None]) -> Callable[[int], None]:
 
 
 def install_buffer_inputs() -> None:
-    """Let models with buffers, and calls with numbers, run with ORTModule's input checks switched on.
-
-    ``_graph_transition_manager._reprocess_check`` asserts that each graph input is an argument or a parameter, and asks
-    each argument whether it requires a gradient; the buffers of a model are graph inputs too, and so are numbers.
-    """
+    """Let models with buffers, and calls with numbers, run with ORTModule's input checks switched on."""
+    # ``_graph_transition_manager._reprocess_check`` asserts that each graph input is an argument or a parameter, and
+    # asks each argument whether it requires a gradient; the buffers of a model are graph inputs too, and so are
+    # numbers.
     from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
 
     replace(GraphTransitionManager, "_reprocess_check", _count_buffers_in)
@@ -341,13 +326,11 @@ _arena: bool | None = None
 
 
 def install_arena() -> None:
-    """Give each session an arena of CPU memory if its own options say so (`enable_cpu_mem_arena`).
-
-    1.19.2's training module keeps one CPU execution provider for the whole process
-    (``orttraining_python_module.cc``, ``GetProviderInstanceHash``: its key is 0 whatever the options), and whether
-    there is an arena is the provider's. So the first session of the process decided it for all later ones. A provider
-    that was made for the other setting is dropped before a session is made; the sessions that have it keep it.
-    """
+    """Give each session an arena of CPU memory if its own options say so (`enable_cpu_mem_arena`)."""
+    # 1.19.2's training module keeps one CPU execution provider for the whole process (``orttraining_python_module.cc``,
+    # ``GetProviderInstanceHash``: its key is 0 whatever the options), and whether there is an arena is the provider's.
+    # So the first session of the process decided it for all later ones. A provider that was made for the other setting
+    # is dropped before a session is made; the sessions that have it keep it.
     from onnxruntime import InferenceSession
 
     replace(InferenceSession, "_create_inference_session", _with_its_own_arena)
@@ -375,20 +358,14 @@ def _drop_provider_of_other_kind(*, arena: bool) -> None:
 
 
 def install_statistics() -> None:
-    """Let ORTModule's StatisticsSubscriber write the right numbers, in the right steps; once.
-
-    ``utils.hooks._statistics_subscriber._summarize_tensor`` of 1.19.2 takes the sum of each bucket for its mean, so
-    that its "std" is of the order of the sum: 3.74 for values between -0.87 and 0.59. The files keep their form, which
-    `merge_activation_summary` and people's own scripts read.
-
-    Its `start_step` and `end_step` are asked while hooks run. A graph of ONNX Runtime is traced in step 0, so that with
-    a later start nothing was ever written of what is inside; and `inspect_activation` did not ask at all. Here each
-    writing asks.
-
-    Both are told which module they see by a table of the modules that were subscribed. What is exported is a copy of
-    them: its modules were not in the table, which ended the export with a KeyError. A copy has the number of its
-    original.
-    """
+    """Let ORTModule's StatisticsSubscriber write the right numbers, in the right steps; once."""
+    # ``utils.hooks._statistics_subscriber._summarize_tensor`` of 1.19.2 takes the sum of each bucket for its mean, so
+    # that its "std" is of the order of the sum: 3.74 for values between -0.87 and 0.59. The files keep their form,
+    # which `merge_activation_summary` and people's own scripts read. Its `start_step` and `end_step` are asked while
+    # hooks run. A graph of ONNX Runtime is traced in step 0, so that with a later start nothing was ever written of
+    # what is inside; and `inspect_activation` did not ask at all. Here each writing asks. Both are told which module
+    # they see by a table of the modules that were subscribed. What is exported is a copy of them: its modules were not
+    # in the table, which ended the export with a KeyError. A copy has the number of its original.
     from onnxruntime.training.utils.hooks import _statistics_subscriber, _subscriber_base
 
     replace(_statistics_subscriber, "_summarize_tensor", _right_statistics)

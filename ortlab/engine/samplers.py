@@ -37,11 +37,9 @@ def install(sampler: Any, batch_sampler: Any) -> None:
 
 
 def _sort_in_each_epoch(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a sampler be asked more than once.
-
-    From the second time on, ``if not self.sample_complexities`` asks an array for its truth, which raises a ValueError;
-    and groups are cut from complexities that were sorted in the first epoch only.
-    """
+    """Let a sampler be asked more than once."""
+    # From the second time on, ``if not self.sample_complexities`` asks an array for its truth, which raises a
+    # ValueError; and groups are cut from complexities that were sorted in the first epoch only.
 
     def sort_shard_and_shuffle_dataset(self: Any) -> Any:
         known = self.sample_complexities
@@ -77,12 +75,10 @@ class _Known:
 
 
 def _as_many_for_each_rank(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Give each rank as many batches as it says.
-
-    ``batch + batch[: total - len(batch)]`` adds batches where it should leave some out, because the difference is
-    negative with ``drop_last``; and repeats the batches of a rank once at most. Ranks with different numbers of batches
-    wait for each other forever.
-    """
+    """Give each rank as many batches as it says."""
+    # ``batch + batch[: total - len(batch)]`` adds batches where it should leave some out, because the difference is
+    # negative with ``drop_last``; and repeats the batches of a rank once at most. Ranks with different numbers of
+    # batches wait for each other forever.
 
     def generate_batches(self: Any) -> None:
         made: list[list[Any]] = []

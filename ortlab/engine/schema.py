@@ -26,7 +26,6 @@ Entry: TypeAlias = tuple[str, str]
 
 Schema: TypeAlias = tuple[Entry, ...]
 
-_OF_EVERY_MODULE: Final = frozenset(vars(torch.nn.Module()))
 _UNCHANGING: Final = frozenset({torch.nn.Module, object})
 _HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TABLES: Final = ("_modules", "_parameters", "_buffers")
@@ -37,12 +36,10 @@ _NO_SETTINGS: Final[Mapping[str, object]] = {}
 
 
 def call_schema(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Schema:
-    """Describe the inputs of a call as far as an export depends on them.
-
-    Sizes are left out, since they are symbolic in the exported graph, except those of 1, which are not (see
-    `tracing.arguments`), and of 0; dtype, number of dimensions, device and `requires_grad` of each tensor are in. So
-    are the values of Python numbers, strings, booleans and None, because tracing follows one branch for one value.
-    """
+    """Describe the inputs of a call as far as an export depends on them."""
+    # Sizes are left out, since they are symbolic in the exported graph, except those of 1, which are not (see
+    # `tracing.graph_inputs`), and of 0; dtype, number of dimensions, device and `requires_grad` of each tensor are in.
+    # So are the values of Python numbers, strings, booleans and None, because tracing follows one branch for one value.
     entries = list(_leaves("input", list(args)))
     for name, value in kwargs.items():
         entries.extend(_leaves(f"input {name}", value))
@@ -107,15 +104,13 @@ def module_schema(module: torch.nn.Module, functions: Iterable[object] = ()) -> 
 
 
 class ModuleReader:
-    """Reads what `module_schema` describes, and which tensors it is about, fast enough for every step.
+    """Reads what `module_schema` describes, and which tensors it is about, fast enough for every step."""
 
-    Equal states have equal schemas. If states differ, the schema has to be made to see whether the difference matters:
-    a parameter that was replaced by another of its kind needs no new export, only to be handed to ORT. A reader keeps
-    what it has seen of the module's code; after a change, make another.
-
-    In most steps each place holds the object that it held before, and what can change in place has not. Then the state
-    is the same object, and no part of the module is looked at by itself.
-    """
+    # Equal states have equal schemas. If states differ, the schema has to be made to see whether the difference
+    # matters: a parameter that was replaced by another of its kind needs no new export, only to be handed to ORT. A
+    # reader keeps what it has seen of the module's code; after a change, make another. In most steps each place holds
+    # the object that it held before, and what can change in place has not. Then the state is the same object, and no
+    # part of the module is looked at by itself.
 
     def __init__(self, module: torch.nn.Module, functions: Iterable[object] = ()) -> None:
         self._module = module
@@ -234,17 +229,15 @@ def difference(before: Schema, after: Schema) -> str:
 
 
 def _constant_names(attributes: Mapping[str, object]) -> tuple[str, ...]:
-    """Name the attributes of a part that a trace bakes into a graph as constants, branches or code.
-
-    A list of nothing but the part's own parameters and buffers does not count, such as the `_flat_weights` of an LSTM:
-    these are read anew in each step.
-    """
+    """Name the attributes of a part that a trace bakes into a graph as constants, branches or code."""
+    # A list of nothing but the part's own parameters and buffers does not count, such as the `_flat_weights` of an
+    # LSTM: these are read anew in each step.
     tables: Any = attributes
     own = {id(one) for table in ("_parameters", "_buffers") for one in tables[table].values()}
     return tuple(
         name
         for name, value in attributes.items()
-        if name not in _OF_EVERY_MODULE
+        if name not in baked_in.OF_EVERY_MODULE
         and name != "config"
         and baked_in.matters(value)
         and not (isinstance(value, (list, tuple)) and value and all(id(item) in own for item in value))

@@ -21,10 +21,8 @@ Findings: TypeAlias = dict[str, Any]
 
 
 def load() -> Findings:
-    """Import ORTModule beside the installed torch; return the versions imported and the state of the extensions.
-
-    "aten", "functions" and "cache" are those of `ortlab.engine.extensions.ExtensionStatus`.
-    """
+    """Import ORTModule beside the installed torch; return the versions imported and the state of the extensions."""
+    # "aten", "functions" and "cache" are those of `ortlab.engine.extensions.ExtensionStatus`.
     from ortlab import engine
     from ortlab.engine import extensions
 
@@ -38,12 +36,10 @@ def load() -> Findings:
 
 
 def devices() -> Findings:
-    """Look for the driver, GPUs, and what ONNX Runtime needs to use them.
-
-    "driver" and "driver_fault" are those of `ortlab.engine.devices.Driver`; "gpus" are those that torch sees,
-    with free and total memory in bytes (None where it cannot be asked); "torch_cuda" is the CUDA that torch was built
-    for, or None; "libraries" are `ortlab.engine.devices.Found`, none unless ORT has a CUDA provider.
-    """
+    """Look for the driver, GPUs, and what ONNX Runtime needs to use them."""
+    # "driver" and "driver_fault" are those of `ortlab.engine.devices.Driver`; "gpus" are those that torch sees, with
+    # free and total memory in bytes (None where it cannot be asked); "torch_cuda" is the CUDA that torch was built for,
+    # or None; "libraries" are `ortlab.engine.devices.Found`, none unless ORT has a CUDA provider.
     import onnxruntime
     import torch
 
@@ -75,10 +71,8 @@ def _gpu(index: int) -> Findings:
 
 
 def provider() -> Findings:
-    """Load ORT's CUDA provider, where there is a driver and every library; it ends the process if it cannot start.
-
-    "why" says why it was not tried.
-    """
+    """Load ORT's CUDA provider, where there is a driver and every library; it ends the process if it cannot start."""
+    # "why" says why it was not tried.
     file = cuda.provider()
     if file is None:
         return {"loaded": False, "why": "this ONNX Runtime has none"}
@@ -96,10 +90,8 @@ def provider() -> Findings:
 
 
 def on_gpu() -> Findings:
-    """Take the step of `train` on the first GPU, with ORT's memory from torch's pool; nothing where there is none.
-
-    "allocator" says what is wrong with the bridge to that pool; the rest is from `_compare`.
-    """
+    """Take the step of `train` on the first GPU, with ORT's memory from torch's pool; nothing where there is none."""
+    # "allocator" says what is wrong with the bridge to that pool; the rest is from `_compare`.
     import torch
 
     if not torch.cuda.is_available() or cuda.provider() is None:
@@ -147,11 +139,9 @@ def functions() -> Findings:
 
 
 def _compare(model: torch.nn.Module, value: torch.Tensor) -> Findings:
-    """Take a step with PyTorch and one with ORT; raises RuntimeError where it was not ORT that took it.
-
-    "difference" is the largest difference of the loss and the gradients, relative to the largest value of each; "nodes"
-    are the types of the nodes that call PyTorch back.
-    """
+    """Take a step with PyTorch and one with ORT; raises RuntimeError where it was not ORT that took it."""
+    # "difference" is the largest difference of the loss and the gradients, relative to the largest value of each;
+    # "nodes" are the types of the nodes that call PyTorch back.
     from ortlab import engine
 
     wrapped = engine.load().ORTModule(model)
@@ -186,10 +176,8 @@ STAGES: Final[dict[str, Callable[[], Findings]]] = {
 
 
 def main() -> int:
-    """Run the stages one after the other, and return 1 if a stage failed, otherwise 0.
-
-    The line of a stage that failed has "error" and "fix". Without ORTModule there are no more stages.
-    """
+    """Run the stages one after the other, and return 1 if a stage failed, otherwise 0."""
+    # The line of a stage that failed has "error" and "fix". Without ORTModule there are no more stages.
     failed = False
     for stage, run in STAGES.items():
         try:

@@ -21,10 +21,10 @@ import torch
 
 from ortlab.engine import build_environment, load
 from ortlab.engine.backward_guard import GuardedBackward
+from ortlab.engine.border import border_watched, take_error
 from ortlab.engine.build_environment import building_with
-from ortlab.engine.callback_error import border_watched, take_error
+from ortlab.engine.build_log import ortmodule_logger, runtime_lines, runtime_messages, user_code
 from ortlab.engine.diagnosis import explain_execution_failure
-from ortlab.engine.logs.build_log import ortmodule_logger, runtime_lines, runtime_messages, user_code
 from ortlab.engine.operators.torch_backward import TorchBackward
 from ortlab.engine.passes.training_graph import leaving_alone
 from ortlab.engine.patching import with_attributes
@@ -47,8 +47,8 @@ from onnxruntime.training.ortmodule._training_manager import TrainingManager
 from onnxruntime.training.ortmodule._utils import get_rank
 
 if TYPE_CHECKING:
-    from ortlab.engine.logs.runtime_log import Line
     from ortlab.engine.profiling import Profile
+    from ortlab.engine.runtime_log import Line
     from ortlab.options.options import Options
     from ortlab.records.messages import MessageLog
 
@@ -286,11 +286,7 @@ class _Training(_SessionOptions, TorchBackward, GuardedBackward, TrainingManager
             return self._asked(probe)
 
     def probe_places(self) -> tuple[list[Line], bytes, Answer]:
-        """Ask a session without plans where it would recompute, and have it explain every place.
-
-        Returns what ORT's memory optimizer said, the graph that the session executes, as a serialised ONNX model, and
-        what it answered, as `probe_memory`.
-        """
+        """Ask a session without plans where it would recompute, and have it explain every place."""
         with self._without_plans(explains_places=True), self.graph_written() as file:
             with runtime_lines("session"):
                 self.create_session([])
@@ -317,12 +313,11 @@ class _Inference(_SessionOptions, InferenceManager):  # type: ignore[misc] # unt
 
 
 class _FlattenedModule(_io._FlattenedModule):  # type: ignore[misc] # untyped base
-    """What ORTModule exports in the module's place; torch's exporter cannot switch the module's mode through it.
+    """What ORTModule exports in the module's place; torch's exporter cannot switch the module's mode through it."""
 
-    For an export with `TrainingMode.TRAINING`, torch calls `train(True)` on everything and leaves it so
-    (`torch.onnx.utils.select_model_mode_for_export`): a BatchNorm that the user keeps in eval while the model trains
-    would be trained from then on.
-    """
+    # For an export with `TrainingMode.TRAINING`, torch calls `train(True)` on everything and leaves it so
+    # (`torch.onnx.utils.select_model_mode_for_export`): a BatchNorm that the user keeps in eval while the model trains
+    # would be trained from then on.
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__(module)
@@ -341,11 +336,8 @@ class _FlattenedModule(_io._FlattenedModule):  # type: ignore[misc] # untyped ba
 def make_manager(
     module: torch.nn.Module, options: Options, log: MessageLog, *, training: bool, part: str = ""
 ) -> Any:
-    """Make the manager that ORTModule would make, with these options; it has not exported anything yet.
-
-    Call it inside `build_environment`: 1.19.2 reads most options from the environment in its constructor. `part` is the
-    module's path in the model that it is a part of; empty for a whole model.
-    """
+    """Make the manager that ORTModule would make, with these options; it has not exported anything yet."""
+    # Call it inside `build_environment`: 1.19.2 reads most options from the environment in its constructor.
     # 1.19.2 looks at permission bits only, and may trip over the folder in the export.
     check_onnx_folder(options)
     debug = DebugOptions(
@@ -392,10 +384,8 @@ def register_operators(opset: int) -> None:
 
 
 def seed(value: int) -> None:
-    """Seed ONNX Runtime's own generator, from which its Dropout draws; its state cannot be read, only set.
-
-    The value is at least 2: seeds 0 and 1 start the same stream on the CPU.
-    """
+    """Seed ONNX Runtime's own generator, from which its Dropout draws; its state cannot be read, only set."""
+    # The value is at least 2: seeds 0 and 1 start the same stream on the CPU.
     onnxruntime.set_seed(value)
 
 

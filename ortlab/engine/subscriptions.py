@@ -93,11 +93,9 @@ def is_exporting() -> bool:
 def seen_in_each_step(
     name: str, tensor: torch.Tensor, run: Any, module_index: int | None, forward: See, backward: See
 ) -> torch.Tensor:
-    """Return a tensor with its value, and let two functions see it and its gradient whenever they are computed.
-
-    They see copies. `run` is upstream's `RuntimeStates`; `module_index` is the number of the module that the tensor is
-    the output of, None for none.
-    """
+    """Return a tensor with its value, and let two functions see it and its gradient whenever they are computed."""
+    # They see copies. `run` is upstream's `RuntimeStates`; `module_index` is the number of the module that the tensor
+    # is the output of, None for none.
     inspect: Any = hooks()._statistics_subscriber._InspectActivation
     seen: torch.Tensor = inspect.apply(name, module_index, run, tensor, forward, backward)
     return seen
@@ -105,10 +103,7 @@ def seen_in_each_step(
 
 @contextmanager
 def subscribed(module: torch.nn.Module, subscribers: Sequence[Any]) -> Iterator[None]:
-    """Let subscribers see a module in the block; hooks and attributes are afterwards as they were.
-
-    The module is the one that steps call; subscribers are objects of upstream's `SubscriberBase`.
-    """
+    """Let subscribers see a module in the block; hooks and attributes are afterwards as they were."""
     # One of its own: upstream's shared one drops whoever is subscribed already.
     shared: Any = hooks()._subscriber_manager.SubscriberManager()
     parts = list(module.modules())

@@ -1,7 +1,4 @@
-"""Types and symbolic shapes of the values in an execution graph, from wherever they are known.
-
-Importing this module loads ONNX Runtime.
-"""
+"""Types and symbolic shapes of the values in an execution graph, from wherever they are known."""
 
 from __future__ import annotations
 
@@ -13,9 +10,8 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 from onnx import TensorProto, numpy_helper
-from onnxruntime.training.ortmodule import _graph_transition_manager as _transitions
 
-from ortlab.engine import load
+from ortlab.engine.build_log import shapes_inferred_quietly
 from ortlab.engine.passes.graph_edits import NAMESPACE, aten_operator
 from ortlab.engine.passes.shapes import called, with_sizes, without_memory
 from ortlab.memory.symbolic_sizes import Shape, shape_at, simplified
@@ -25,12 +21,10 @@ if TYPE_CHECKING:
 
     import onnx
 
-    from ortlab.engine.kept_values import ForwardOfGraph
+    from ortlab.engine.saved_activations import ForwardOfGraph
 
 _OWN: Final = re.compile(r"_o\d+__d\d+$")
 """Ends the names that shape inference makes up for dimensions of results."""
-
-load()
 
 _NORMALIZATIONS: Final = frozenset(
     {"LayerNormalization", "SimplifiedLayerNormalization", "SkipLayerNormalization"}
@@ -38,10 +32,9 @@ _NORMALIZATIONS: Final = frozenset(
 
 
 class Inferred:
-    """What is known of the graph that was exported: it is the same whatever plans are applied.
+    """What is known of the graph that was exported: it is the same whatever plans are applied."""
 
-    `processed` is that graph, with shapes; `symbols` has the present sizes of the input's dimensions.
-    """
+    # `processed` is that graph, with shapes; `symbols` has the present sizes of the input's dimensions.
 
     def __init__(self, processed: onnx.ModelProto, symbols: Mapping[str, int]) -> None:
         self.values = _values(processed.graph)
@@ -50,11 +43,10 @@ class Inferred:
 
 
 class ValueShapes:
-    """Looks up the types and shapes of values.
+    """Looks up the types and shapes of values."""
 
-    Where the execution graph does not hold them, the graph before its optimisation may, under the same name. The rest
-    is what ONNX Runtime puts in without a shape when it builds the gradient: for those there are rules.
-    """
+    # Where the execution graph does not hold them, the graph before its optimisation may, under the same name. The rest
+    # is what ONNX Runtime puts in without a shape when it builds the gradient: for those there are rules.
 
     def __init__(self, execution: onnx.ModelProto, inferred: Inferred, forward: ForwardOfGraph) -> None:
         self._forward = forward
@@ -78,7 +70,7 @@ class ValueShapes:
             return TensorProto.INT64
         if node.op_type in _NORMALIZATIONS and output:
             return TensorProto.FLOAT  # of the statistics, whatever the input is of
-        return self.element_type(node.input[0]) if node.op_type in _CHOOSING else 0
+        return self.element_type(node.input[0]) if node.op_type in _CHOOSING | _ARITHMETIC else 0
 
     def shape(self, name: str) -> Shape | None:
         """Return the symbolic shape of a value; None if it is not known."""
@@ -88,12 +80,10 @@ class ValueShapes:
         return self._found[name]
 
     def numbers(self, name: str) -> tuple[int, ...] | None:
-        """Return the shape of a value for the present sizes; None if it is not known.
-
-        What inference finds from numbers counts for more than a symbolic shape: that of a slice "the last 4095" has
-        4095, however many there are. But inference sees the exported graph, where a result may be larger: ORT's compute
-        optimizer moves slices ahead.
-        """
+        """Return the shape of a value for the present sizes; None if it is not known."""
+        # What inference finds from numbers counts for more than a symbolic shape: that of a slice "the last 4095" has
+        # 4095, however many there are. But inference sees the exported graph, where a result may be larger: ORT's
+        # compute optimizer moves slices ahead.
         shape = self.shape(name)
         told = None if shape is None else shape_at(shape, self._symbols)
         stated, exported = (_shape_of(known[name]) if name in known else None for known in self._known)
@@ -136,10 +126,21 @@ class ValueShapes:
             "Shape": lambda _node, inner: (len(inner),),
             "Gather": self._gathered,
             "Slice": self._sliced,
+            **dict.fromkeys(_ARITHMETIC, self._broadcast),
             _PACKING: lambda _node, inner: (simplified(f"ceiling(({_product(inner)})/8)"),),
         }
         operator = aten_operator(node) or node.op_type
         return rules[operator](node, inner) if operator in rules else None
+
+    def _broadcast(self, node: onnx.NodeProto, inner: Shape) -> Shape | None:
+        """Return the shape that two operands are broadcast to; None where a size of each may be 1 in some batch."""
+        other = self.shape(node.input[1])
+        if other is None:
+            return None
+        rank = max(len(inner), len(other))
+        pairs = zip(*((1,) * (rank - len(one)) + one for one in (inner, other)), strict=True)
+        sizes = [mine if theirs in {1, mine} else theirs if mine == 1 else None for mine, theirs in pairs]
+        return None if None in sizes else tuple(one for one in sizes if one is not None)
 
     def _gathered(self, node: onnx.NodeProto, inner: Shape) -> Shape | None:
         axis = _attribute(node, "axis", 0) % len(inner)
@@ -205,6 +206,9 @@ _EMBEDDINGS: Final = frozenset({"embedding", "aten::embedding"})
 
 _COUNTING: Final = frozenset({"Shape", "Size", "BroadcastGradientArgs"})
 
+_ARITHMETIC: Final = frozenset({"Add", "Sub", "Mul", "Div"})
+"""ORT moves a transpose behind such a node, whose result then has a name that only the graph that runs knows."""
+
 _CHOOSING: Final = frozenset({"Gather", "Slice"})
 
 _SAME_NUMBERS: Final = frozenset({"Unsqueeze", "Squeeze", "Reshape", "Identity", "Cast"})
@@ -224,10 +228,8 @@ def _values(graph: onnx.GraphProto) -> dict[str, onnx.ValueInfoProto]:
 
 
 def _numeric(processed: onnx.ModelProto, symbols: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-    """Infer shapes from the present sizes instead of from symbols.
-
-    What torch returns becomes an input: inference has names for its sizes, and no numbers.
-    """
+    """Infer shapes from the present sizes instead of from symbols."""
+    # What torch returns becomes an input: inference has names for its sizes, and no numbers.
     sized = with_sizes(processed, symbols)
     typed = {name: value for name, value in _values(sized.graph).items() if _numbers_of(value) is not None}
     nodes = []
@@ -240,9 +242,12 @@ def _numeric(processed: onnx.ModelProto, symbols: Mapping[str, int]) -> dict[str
     del sized.graph.value_info[:]
     del sized.graph.node[:]
     sized.graph.node.extend(nodes)
-    inferred = _transitions.SymbolicShapeInference.infer_shapes(
-        sized, auto_merge=True, guess_output_rank=True
-    )
+    from onnxruntime.training.ortmodule import _graph_transition_manager as _transitions
+
+    with shapes_inferred_quietly():
+        inferred = _transitions.SymbolicShapeInference.infer_shapes(
+            sized, auto_merge=True, guess_output_rank=True
+        )
     known = {value.name: _numbers_of(value) for value in (*sized.graph.input, *inferred.graph.value_info)}
     return {name: sizes for name, sizes in known.items() if sizes is not None}
 
@@ -268,11 +273,9 @@ def _shape_of(value: onnx.ValueInfoProto) -> tuple[int | str | None, ...] | None
 
 
 def call_sizes(model: onnx.ModelProto, symbols: Mapping[str, int]) -> dict[str, int]:
-    """Return the dimensions of torch's results in `model`, the exported graph, that have names of their own.
-
-    They are neither constant nor a dimension of an operand. `symbols` are the dimensions of the input, with their
-    present sizes; torch is called on tensors of these sizes without memory.
-    """
+    """Return the dimensions of torch's results in `model`, the exported graph, that have names of their own."""
+    # They are neither constant nor a dimension of an operand. `symbols` are the dimensions of the input, with their
+    # present sizes; torch is called on tensors of these sizes without memory.
     found = dict(symbols)
     values = _values(model.graph)
     constants = {one.name: one for one in model.graph.initializer}

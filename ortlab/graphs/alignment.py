@@ -152,11 +152,9 @@ class Alignment:
         self.forth[left], self.back[right] = right, left
 
     def _match(self, left: Key, right: Key, *, several: bool = False) -> None:
-        """Pair nodes of the same operator with the same key; a node whose key is None stays out.
-
-        With `several`, nodes that share a key are paired, too: those with equal names first, then in their order, as is
-        right for nodes that compute the same.
-        """
+        """Pair nodes of the same operator with the same key; a node whose key is None stays out."""
+        # With `several`, nodes that share a key are paired, too: those with equal names first, then in their order, as
+        # is right for nodes that compute the same.
         groups: dict[Hashable, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
         sides = (self.before, self.forth, left, 0), (self.after, self.back, right, 1)
         for graph, matched, key, side in sides:
@@ -306,10 +304,8 @@ class MatchedValues:
         return self.forth.get(left) == right if left else not right
 
     def other_outputs(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the outputs of each graph that the other does not have.
-
-        One that another node makes now is not among them: what became of the first node says it.
-        """
+        """Return the outputs of each graph that the other does not have."""
+        # One that another node makes now is not among them: what became of the first node says it.
         ours, theirs = list(self._before.outputs), list(self._after.outputs)
         pairs = {name: name for name in ours if name in self._after.outputs}
         if len(ours) == len(theirs):

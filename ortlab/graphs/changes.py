@@ -103,12 +103,11 @@ class Changes:
 
 
 class Sizes:
-    """Types and shapes of two graphs.
+    """Types and shapes of two graphs."""
 
-    ORT names a size that two inputs share after either of them, in one process after this and in another after that;
-    and names that shape inference makes up mean nothing. A name is another size only if the other graph does not have
-    it, while the name that it takes the place of is still there.
-    """
+    # ORT names a size that two inputs share after either of them, in one process after this and in another after that;
+    # and names that shape inference makes up mean nothing. A name is another size only if the other graph does not have
+    # it, while the name that it takes the place of is still there.
 
     def __init__(self, before: Mapping[str, Value], after: Mapping[str, Value]) -> None:
         self._values = before, after
@@ -152,13 +151,11 @@ def _is_nameless(size: int | str) -> bool:
 
 
 def _regions(both: Alignment, old: list[int], new: list[int]) -> tuple[_Rewritten, list[int], list[int]]:
-    """Part the nodes that are in one graph only into rewritten ones, removed ones and added ones.
-
-    Rewritten are nodes of the first graph together with those of the second that do their work: a node that makes a
-    value of the other graph stands for the nodes there that led to it, back to values that are in both graphs; nodes
-    are also together that hand on a value that the other graph does not have. `old` and `new` are the nodes of the
-    first and of the second graph that are not in the other.
-    """
+    """Part the nodes that are in one graph only into rewritten ones, removed ones and added ones."""
+    # Rewritten are nodes of the first graph together with those of the second that do their work: a node that makes a
+    # value of the other graph stands for the nodes there that led to it, back to values that are in both graphs; nodes
+    # are also together that hand on a value that the other graph does not have. `old` and `new` are the nodes of the
+    # first and of the second graph that are not in the other.
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
@@ -226,11 +223,10 @@ _TYPE: Final = "to"
 
 @dataclass(frozen=True)
 class Moved:
-    """A node that stands elsewhere: `before` in the one graph, `after` in the other, `past` in the first.
+    """A node that stands elsewhere: `before` in the one graph, `after` in the other, `past` in the first."""
 
-    It moved up where it now comes before the nodes that it followed. It is there several times where the nodes that it
-    has passed read several values.
-    """
+    # It moved up where it now comes before the nodes that it followed. It is there several times where the nodes that
+    # it has passed read several values.
 
     before: tuple[int, ...]
     after: tuple[int, ...]
@@ -239,10 +235,8 @@ class Moved:
 
 
 def moves(both: Alignment, old: list[int], new: list[int]) -> Iterator[Moved]:
-    """Find nodes that moved up, to read what stood before the nodes that they followed, or that moved down.
-
-    `old` and `new` are the nodes of the first and of the second graph that are not in the other.
-    """
+    """Find nodes that moved up, to read what stood before the nodes that they followed, or that moved down."""
+    # `old` and `new` are the nodes of the first and of the second graph that are not in the other.
     told: set[int] = set()
     come: set[int] = set()
     for up in (True, False):

@@ -33,11 +33,9 @@ _UNSEEN: Final = frozenset({"PythonOp", "PythonOpGrad", "If", "Loop", "Scan", "T
 def flops(
     operator: str, inputs: Sequence[Shape], outputs: Sequence[Shape], attributes: Mapping[str, Any]
 ) -> int | None:
-    """Count the operations of one node: 0 for what does not multiply matrices, None where it cannot be told.
-
-    The domain of `operator` does not matter; of an ATen node it is the name of PyTorch's operator. `inputs` and
-    `outputs` are the shapes of those that are there, in order.
-    """
+    """Count the operations of one node: 0 for what does not multiply matrices, None where it cannot be told."""
+    # The domain of `operator` does not matter; of an ATen node it is the name of PyTorch's operator. `inputs` and
+    # `outputs` are the shapes of those that are there, in order.
     name = _name(operator)
     if name in _UNSEEN:
         return None
@@ -50,10 +48,8 @@ def _name(operator: str) -> str:
 
 
 def _product(node: _Ran) -> int | None:
-    """Multiply: two operations for each result and each element of the inner dimension (ONNX, MatMul).
-
-    ``FusedMatMul`` of ORT may transpose the left operand first, and its batch dimensions (matmul_helper.h).
-    """
+    """Multiply: two operations for each result and each element of the inner dimension (ONNX, MatMul)."""
+    # ``FusedMatMul`` of ORT may transpose the left operand first, and its batch dimensions (matmul_helper.h).
     left = node.inputs[0]
     if not left:
         return None
@@ -74,10 +70,8 @@ def _transposed_convolution(node: _Ran) -> int:
 
 
 def _convolution_gradient(node: _Ran) -> int:
-    """Go back through a convolution: as much as forward for the gradient of the input, and of the weight.
-
-    Inputs are gradient, input and weight, of ORT's ``ConvGrad`` and of PyTorch's ``convolution_backward`` alike.
-    """
+    """Go back through a convolution: as much as forward for the gradient of the input, and of the weight."""
+    # Inputs are gradient, input and weight, of ORT's ``ConvGrad`` and of PyTorch's ``convolution_backward`` alike.
     gradient, given, weight = node.inputs[:3]
     wanted = sum(shape in (given, weight) for shape in node.outputs)
     return wanted * 2 * prod(gradient) * prod(weight[1:])
@@ -93,6 +87,17 @@ def _grouped_product(node: _Ran) -> int:
 def _grouped_product_gradient(node: _Ran) -> int:
     """Go back through a product of groups: as much as forward for each operand; the gradient comes before them."""
     return 2 * _grouped_product(_Ran(node.inputs[1:], node.outputs, node.attributes))
+
+
+def _grouped_linear(node: _Ran) -> int:
+    """Multiply groups of rows with a matrix each, shape (groups, n, k)."""
+    rows, matrices = node.inputs[:2]
+    return 2 * prod(rows) * matrices[1]
+
+
+def _grouped_linear_gradient(node: _Ran) -> int:
+    """Go back through it: as much as forward for each operand."""
+    return 2 * _grouped_linear(_Ran(node.inputs[1:], node.outputs, node.attributes))
 
 
 def _einsum(node: _Ran) -> int | None:
@@ -138,10 +143,8 @@ def _dot_product_attention(node: _Ran) -> int:
 
 
 def _dot_product_attention_gradient(node: _Ran) -> int:
-    """Score again, and four products for the gradients (torch.utils.flop_counter.sdpa_backward_flop_count).
-
-    The first input is the gradient of the result.
-    """
+    """Score again, and four products for the gradients (torch.utils.flop_counter.sdpa_backward_flop_count)."""
+    # The first input is the gradient of the result.
     scores, mixture = _scores_and_mixture(*node.inputs[1:4])
     return 3 * scores + 2 * mixture
 
@@ -179,10 +182,8 @@ def _sum_of_outer_products(node: _Ran) -> int:
 
 
 def _chunked_loss(node: _Ran) -> int:
-    """Multiply rows with the weight, and again for each of the two gradients that is wanted: one not wanted is empty.
-
-    Counted is each row, though those whose label is ignored are left out.
-    """
+    """Multiply rows with the weight, and again for each of the two gradients that is wanted and so not empty."""
+    # Counted is each row, though those whose label is ignored are left out.
     hidden, weight = node.inputs[:2]
     classes = prod(weight) // hidden[-1]
     products = 1 + sum(shape in (hidden, weight) for shape in node.outputs[1:3])
@@ -199,6 +200,8 @@ _OPERATORS: Final[dict[Formula, tuple[str, ...]]] = {
     _convolution_gradient: ("ConvGrad", "convolution_backward", "grouped_convolution_backward"),
     _grouped_product: ("_grouped_mm",),
     _grouped_product_gradient: ("_grouped_mm_vjp",),
+    _grouped_linear: ("grouped_linear",),
+    _grouped_linear_gradient: ("grouped_linear_backward",),
     _einsum: ("Einsum",),
     _attention: ("Attention",),
     _projected_attention: ("MultiHeadAttention",),

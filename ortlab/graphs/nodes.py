@@ -45,10 +45,8 @@ def value_of(info: ValueInfoProto) -> Value:
 
 
 def node_names(graph: GraphProto) -> list[str]:
-    """Return a name for each node, in order: its own; for a nameless one that of its first result.
-
-    ONNX does not ask for names to be unique. Those that repeat are numbered, as in "Add", "Add (2)".
-    """
+    """Return a name for each node, in order: its own; for a nameless one that of its first result."""
+    # ONNX does not ask for names to be unique. Those that repeat are numbered, as in "Add", "Add (2)".
     taken: set[str] = set()
     names = []
     for node in graph.node:
@@ -75,29 +73,23 @@ def executed_operator(node: NodeProto) -> str:
 
 
 def exported_name(name: str) -> str:
-    """Return the name of the exported node that a node stands for: its own without what ORT puts behind it.
-
-    ORT does so where it replaces a node by another, where it computes its gradient, and where it recomputes it:
-    "/fc/Concat/ConcatReplacement/", "/fc/Gemm_Grad/MatMul_0", "/fc/Gelu_recompute".
-    """
+    """Return the name of the exported node that a node stands for: its own without what ORT puts behind it."""
+    # ORT does so where it replaces a node by another, where it computes its gradient, and where it recomputes it:
+    # "/fc/Concat/ConcatReplacement/", "/fc/Gemm_Grad/MatMul_0", "/fc/Gelu_recompute".
     return _COPIED.sub("", _REPLACED.sub("", _COPIED.sub("", name).partition(_GRADIENT)[0]))
 
 
 def scopes_in(name: str) -> list[str]:
-    """Return the scopes in the name of a node or a result: "layers.0", "fc" of "/_original_module/layers.0/fc/MatMul".
-
-    Empty for a node outside all modules but the exported one.
-    """
+    """Return the scopes in the name of a node or result: "layers.0", "fc" of "/_original_module/layers.0/fc/MatMul"."""
+    # Empty for a node outside all modules but the exported one.
     return [part for part in exported_name(name).split("/")[:-1] if part and part != INSIDE]
 
 
 def path_in(names: Iterable[str], modules: Collection[str] | None, traced: str = "") -> str:
-    """Follow scopes from the traced module downwards, as far as they lead to modules, and return the path of the last.
-
-    The outermost scope comes first. A child of a `Sequential` has the name of its parent as a prefix: "head/head.0".
-    `modules` holds the paths of the modules that there are; None where that is not known, and every scope is taken for
-    one. `traced` is the path of the module that was exported; empty for the model itself.
-    """
+    """Follow scopes down from the traced module, as far as they lead to modules, and return the last one's path."""
+    # The outermost scope comes first. A child of a `Sequential` has the name of its parent as a prefix: "head/head.0".
+    # `modules` holds the paths of the modules that there are; None where that is not known, and every scope is taken
+    # for one. `traced` is the path of the module that was exported; empty for the model itself.
     path = traced
     for name in names:
         name = name.removeprefix(f"{INSIDE}.")  # noqa: PLW2901 - a child of a `Sequential` that is wrapped itself
@@ -121,11 +113,9 @@ _NUMBERED: Final = re.compile(r"(_\d+)?(_Grad)?$")
 
 
 def operators_before(path: str, operators: Collection[str]) -> str:
-    """Return the part of a path that stands before the first operator's name, of those of ONNX and these others.
-
-    In a graph from a file every scope passes for a module, also those that ORT's rewriting has put behind the name of
-    an operator: "encoder/MatMul_Grad/Gemm_1", "encoder/Concat/ConcatReplacement/".
-    """
+    """Return the part of a path that stands before the first operator's name, of those of ONNX and these others."""
+    # In a graph from a file every scope passes for a module, also those that ORT's rewriting has put behind the name of
+    # an operator: "encoder/MatMul_Grad/Gemm_1", "encoder/Concat/ConcatReplacement/".
     known = _onnx_operators()
     parts = path.split(".")
     names = [_NUMBERED.sub("", part) for part in parts]
@@ -154,12 +144,10 @@ YIELD: Final = "YieldOp"
 
 
 def phases(graph: GraphProto) -> list[Phase | None]:
-    """Return the pass of each node, in order; None for the border itself.
-
-    ORT lists what the outputs need before the border, and what needs a gradient from PyTorch behind it; a session saves
-    its graph in the order in which it executes it. Copies of nodes that are recomputed may stand anywhere, and so may
-    what hands kept values to them.
-    """
+    """Return the pass of each node, in order; None for the border itself."""
+    # ORT lists what the outputs need before the border, and what needs a gradient from PyTorch behind it; a session
+    # saves its graph in the order in which it executes it. Copies of nodes that are recomputed may stand anywhere, and
+    # so may what hands kept values to them.
     side: Phase = "forward"
     found: list[Phase | None] = []
     for node in graph.node:
@@ -177,11 +165,9 @@ def is_copy(node: NodeProto) -> bool:
 
 
 def repeats(node: NodeProto) -> str:
-    """Return the name of the node that a copy repeats; empty for one that is no copy.
-
-    An optimizer may have put a copy and its original together with their neighbours, and named both after that:
-    "/fc/MatMul_recompute/MatmulTransposeFusion/".
-    """
+    """Return the name of the node that a copy repeats; empty for one that is no copy."""
+    # An optimizer may have put a copy and its original together with their neighbours, and named both after that:
+    # "/fc/MatMul_recompute/MatmulTransposeFusion/".
     return _COPIED.sub("", node.name) if is_copy(node) else ""
 
 
@@ -223,11 +209,9 @@ UNKNOWN: Final = Origin("", "", "", "not known")
 
 
 def origins(graph: Graph) -> dict[str, Origin]:
-    """Return where each node of a graph comes from, by name as `node_names` gives it, in the order of the graph.
-
-    The names in a file lead to modules, too, but nobody there knows which of them exist: every scope of a name is taken
-    for a module.
-    """
+    """Return where each node of a graph comes from, by name as `node_names` gives it, in the order of the graph."""
+    # The names in a file lead to modules, too, but nobody there knows which of them exist: every scope of a name is
+    # taken for a module.
     return _Origins(graph).all()
 
 
@@ -275,19 +259,16 @@ class _Origins:
         return self._origin(path, "recorded", self._traced.lines.get(exported_name(name), ""))
 
     def _by_results(self, node: NodeProto) -> Origin | None:
-        """Go by the names of its results: a fused node gives its result the name that the last of the fused gave it.
-
-        The gradient of a value is made where the value is read, which may be in another module than where it is made.
-        """
+        """Go by the names of its results: a fused node gives its result the name that the last of the fused gave it."""
+        # The gradient of a value is made where the value is read, which may be in another module than where it is made.
         if any(_GRADIENT_OF.search(name) for name in node.output) and not node.name.startswith(_SUMS):
             return None
         return self._common({self._path(name) for name in node.output if name.startswith("/")})
 
     def _by_inlined_functions(self) -> None:
-        """Go by what the gradient of an operator reads: ORT builds some from functions, and inlines them without names.
-
-        All nodes of such a function are of the node whose gradient it is, if only one of that operator reads the same.
-        """
+        """Go by what the gradient of an operator reads: ORT inlines the functions of some without names."""
+        # All nodes of such a function are of the node whose gradient it is, if only one of that operator reads the
+        # same.
         groups: dict[tuple[str, str], list[int]] = {}
         for place, node in enumerate(self._nodes):
             for result in (*node.output, *node.input):
@@ -318,11 +299,9 @@ class _Origins:
                 self._found[place] = self._common({of.module})
 
     def _by_neighbours(self, node: NodeProto, known: list[Origin | None]) -> Origin | None:
-        """Go by what is around it: what stands between nodes of one module is of that module.
-
-        So is a constant that only one module reads. A parameter that it reads must be of the same module, or nothing is
-        said: the weight of an embedding may be read by the head, too.
-        """
+        """Go by what is around it: what stands between nodes of one module is of that module."""
+        # So is a constant that only one module reads. A parameter that it reads must be of the same module, or nothing
+        # is said: the weight of an embedding may be read by the head, too.
         makers = {self._maker[value] for value in node.input if value in self._maker}
         readers = {place for value in node.output if value for place in self._readers.get(value, ())}
         owned = {

@@ -239,10 +239,8 @@ _VALUES: Final = (
 
 
 def stripped(model: ModelProto, limit_bytes: int) -> tuple[ModelProto, int]:
-    """Return a copy of a model without the values of constants above a limit, and how many bytes were left out.
-
-    Constants are initializers and tensors in attributes, also those of inner graphs and of functions.
-    """
+    """Return a copy of a model without the values of constants above a limit, and how many bytes were left out."""
+    # Constants are initializers and tensors in attributes, also those of inner graphs and of functions.
     import onnx
 
     copy = onnx.ModelProto()

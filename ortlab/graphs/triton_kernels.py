@@ -236,10 +236,8 @@ def read_triton_kernels(folder: str | Path = FOLDER) -> TritonKernels:
 
 
 def fused_nodes(model: ModelProto) -> dict[int, tuple[str, ...]]:
-    """Name the nodes of an execution graph that run generated kernels, by key of the sub-graph.
-
-    The keys are in the order of the first node of each.
-    """
+    """Name the nodes of an execution graph that run generated kernels, by key of the sub-graph."""
+    # The keys are in the order of the first node of each.
     found: dict[int, list[str]] = {}
     for node in model.graph.node:
         for attribute in node.attribute if node.op_type == _OPERATOR else ():

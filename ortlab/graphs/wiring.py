@@ -39,10 +39,9 @@ class WiredNode:
 
 
 class Wiring:
-    """The nodes of a model, and what lies between them.
+    """The nodes of a model, and what lies between them."""
 
-    Constants are values, whether they are stored in the graph or made by a ``Constant`` node.
-    """
+    # Constants are values, whether they are stored in the graph or made by a ``Constant`` node.
 
     def __init__(self, model: ModelProto) -> None:
         graph = model.graph

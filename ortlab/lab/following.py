@@ -47,11 +47,7 @@ def shown_ranks(lab: Lab) -> Ranks | None:
 
 
 def recompute_places(lab: Lab, part: str | None = None) -> RecomputePlaces:
-    """Return every place where a plan recomputes, as ORT tells it for the present graph of a lab, or of a part.
-
-    Raises OptionError where there is no such part, or there are several; and BuildError where no step has run in this
-    lab yet, or ONNX Runtime cannot build the graph.
-    """
+    """Return every place where a plan recomputes, as ORT tells it for the present graph of a lab, or of a part."""
     from ortlab.analyses.builds import builds, engine_of  # brings torch along
 
     engine_of(lab._bench, part, "plans")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MethodType
 from typing import TYPE_CHECKING, Concatenate, Generic, ParamSpec, TypeVar, overload
 
@@ -10,6 +11,7 @@ from ortlab.analyses import graphs as stages
 from ortlab.analyses import memory as measuring
 from ortlab.analyses import profiling
 from ortlab.errors import OptionError
+from ortlab.options.catalogue import check_names
 from ortlab.parity import folder_comparison, parity_run
 from ortlab.records.runs import names
 from ortlab.records.status import rebuild, rebuild_of_switch
@@ -17,6 +19,7 @@ from ortlab.runs import bench, stepping
 from ortlab.runs.bench import Bench
 from ortlab.runs.interrupts import interrupts_kept
 from ortlab.runs.parts import PartsEngine
+from ortlab.runs.wrapping import check_wrappable, wrapped_whole
 from ortlab.shown import ShownAsPanel
 from ortlab.studies import (
     batch_size_run,
@@ -117,6 +120,7 @@ class Lab(ShownAsPanel):
         name: str = "model",
         **changes: object,
     ) -> None:
+        check_names(changes, Lab)
         self._bench = own = Bench(module, only=only, options=options, engine=engine, name=name, **changes)
         own.lab = self
         self._ranks: Ranks | None = None
@@ -190,6 +194,7 @@ class Lab(ShownAsPanel):
             If a step is running.
         """
         self._bench.check_usable("change options")
+        check_names(changes, Lab.set)
         wished = changes if engine is None else {**changes, "engine": engine}
         self._bench.configure(self._bench.configuration.changed(wished, self.have))
         return self
@@ -207,7 +212,7 @@ class Lab(ShownAsPanel):
         Returns
         -------
         Rebuild
-            With the first stage to be redone; `str(lab.rebuild())` says it in words.
+            With the first stage to be redone.
 
         Raises
         ------
@@ -220,7 +225,8 @@ class Lab(ShownAsPanel):
         Rebuild(stage='session', changed=('memory_level',), is_first=False, last_ms=412.6, run=2)
         """
         if switch is None:
-            return rebuild(self._bench.ort, self.runs, self.options.replace(**changes))
+            found = rebuild(self._bench.ort, self.runs, self.options.replace(**changes))
+            return found if changes or not self._bench.unchanged else replace(found, changed=())
         if changes:
             raise OptionError(
                 "A rebuild is asked for one switch by name, or for values.",
@@ -390,9 +396,11 @@ def wrap(
     InstallError
         If the installed packages cannot train with ONNX Runtime.
     """
-    lab = Lab(module, only=only, options=options, engine=engine, name=name, **changes)
-    lab._bench.note_wrapped()
-    return lab
+    check_wrappable(module)
+    with wrapped_whole(module), interrupts_kept():
+        lab = Lab(module, only=only, options=options, engine=engine, name=name, **changes)
+        lab._bench.note_wrapped()
+        return lab
 
 
 def latest() -> Lab | None:

@@ -81,7 +81,7 @@ def kept_buffers(activations: SavedActivations, earliest: Mapping[tuple[str, str
     """Make the buffers that saved activations name; activations of unknown size are left out.
 
     `earliest` is by part and value: the place of the first node in whose turn the memory can have been allocated, see
-    `ortlab.engine.kept_values`; the value's own node where nothing is told.
+    `ortlab.engine.saved_activations`; the value's own node where nothing is told.
     """
     return [
         KeptBuffer(

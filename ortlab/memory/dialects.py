@@ -11,16 +11,14 @@ import json
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ortlab.errors import OptionError
-from ortlab.memory import alleviation, feature_matrix, insight
+from ortlab.memory import insight
 
 if TYPE_CHECKING:
-    from ortlab.memory.alleviation import Alleviation
-    from ortlab.memory.feature_matrix import FeatureMatrix
     from ortlab.memory.insight import MemoryInsight
 
 _ONE_OPERATOR: Final = re.compile(r"(?P<operator>\w+)\+:(?P<strategy>[01]):-1")
@@ -84,13 +82,221 @@ def save(path: str | os.PathLike[str], plans: Iterable[str], dialect: str = "202
     return file
 
 
+# ---- the summary of 2022 --------------------------------------------------------------------------------------------
+
+_TITLE: Final = "MemoryAlleviation Summary:"
+_TYPE: Final = re.compile(r"(?<![\w-])([A-Za-z]\w*)-([012])(?=,|\s*$)")
+_SUBGRAPH: Final = re.compile(r"Subgraph: (?P<operators>\S.*?) \+\s+(?P<status>Recompute|Disabled)")
+_PATTERN: Final = re.compile(r"(?P<shape>\S.* x)\s+(?P<places>\d+)\s*$")
+_HEADING: Final = re.compile(r"^(?P<before>.*?)Shape\s+Frequency\s*$")
+_PREFIX: Final = re.compile(r"^.*[:\]>|]\s+")
+_RULE: Final = "=" * 33
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A shape that is kept."""
+
+    shape: tuple[str, ...]  #: Its sizes, which may be expressions over symbolic dimensions
+    places: int  #: How often it is kept ("Frequency")
+
+
+@dataclass(frozen=True)
+class Subgraph:
+    """Operators that are recomputed together."""
+
+    operators: tuple[str, ...]  #: Their types, in order
+    on: bool  #: Whether they are recomputed
+    patterns: tuple[Pattern, ...] = ()  #: What need not be kept then
+
+    @property
+    def config(self) -> str:
+        """The plan of today that does the same."""
+        return "".join(f"{operator}+" for operator in self.operators) + ":1:-1"
+
+
+@dataclass(frozen=True)
+class Alleviation:
+    """One summary."""
+
+    #: Operator type to the strategy that the user had asked for - 0 off, 1 recompute.
+    types: tuple[tuple[str, int], ...] = ()
+    subgraphs: tuple[Subgraph, ...] = ()  #: What could be recomputed
+    #: Whether the text went on to the summary's last line; a log that was cut off did not.
+    complete: bool = True
+
+
+def read_summaries(text: str) -> tuple[Alleviation, ...]:
+    """Read every summary of a log; the lines may have prefixes such as "worker-0: "."""
+    return tuple(_read_summary(part) for part in text.split(_TITLE)[1:])
+
+
+def _read_summary(text: str) -> Alleviation:
+    types: tuple[tuple[str, int], ...] = ()
+    subgraphs: list[Subgraph] = []
+    rules, column = 0, -1
+    for raw in text.splitlines():
+        line = raw.expandtabs(8)
+        if _RULE in line:
+            rules += 1
+            if rules == 2:  # noqa: PLR2004 - above the first subgraph, and below the last
+                break
+        elif found := _SUBGRAPH.search(line):
+            operators = tuple(found["operators"].split(" + "))
+            subgraphs.append(Subgraph(operators, found["status"] == "Recompute"))
+        elif not rules and (asked := _TYPE.findall(line)):
+            types = tuple((operator, int(strategy)) for operator, strategy in asked)
+        elif found := _HEADING.match(line):
+            column = len(found["before"])
+        elif subgraphs and (found := _PATTERN.search(_without_prefix(line, column))):
+            words = [word.strip() for word in found["shape"].removesuffix(" x").split(" x ")]
+            last = subgraphs[-1]
+            pattern = Pattern(tuple(words), int(found["places"]))
+            subgraphs[-1] = Subgraph(last.operators, last.on, (*last.patterns, pattern))
+    return Alleviation(types, tuple(subgraphs), rules > 1)
+
+
+def _without_prefix(line: str, column: int) -> str:
+    """Leave out what a log has put before a shape, which stands under its heading, or where the prefix ends."""
+    if column >= 0 and line[column : column + 1].strip() and not line[max(column - 1, 0) : column].strip():
+        return line[column:]
+    return _PREFIX.sub("", line, count=1)
+
+
+# ---- the feature matrix ---------------------------------------------------------------------------------------------
+
+_COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
+_MODE: Final = re.compile(r"features ON/OFF for \[(?P<mode>\w+)\] mode")
+_FEATURE: Final = re.compile(
+    r"(?P<part> - )?(?P<name>\w+(?:[ /]\w+)*)\s*:\s+(?P<on>ON|OFF)\s+:\s+(?P<about>.*\S)"
+)
+_PLAN: Final = re.compile(
+    r"(?P<config>\S+:[012]:(?:-1|\d+))\s+(?P<places>\d+)\s+(?P<bytes>[\d,]+)\s+(?P<formula>.*\S)"
+)
+_TOTAL: Final = re.compile(
+    r"initialization overhead is (?P<total>[\d.]+)s where export takes (?P<export>[\d.]+)s"
+)
+_OTHER: Final = re.compile(
+    r"graph builder init takes (?P<builder>[\d.]+)s, runtime detection takes (?P<detection>[\d.]+)s, "
+    r"graph building takes (?P<graph>[\d.]+)s, session creation takes (?P<session>[\d.]+)s"
+)
+_VERSIONS: Final = re.compile(r"Versions: (?P<all>.*\S)")
+_SYMBOL: Final = re.compile(r"(\w+)=(\d+),")
+
+_START: Final = "features ON/OFF for ["
+_END: Final = re.compile(r"\*{20}")
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A row that is no plan: "Compute Optimizer", on, and what it says about it."""
+
+    name: str  #: The feature
+    on: bool  #: Whether it is on
+    about: str  #: The text beside it
+    #: Whether it is a part of the feature above, as "FLOPReduction" of "Compute Optimizer".
+    part: bool = False
+
+
+@dataclass(frozen=True)
+class LoggedPlan:
+    """A row of the plan table."""
+
+    config: str  #: `<cluster>:<strategy>:<count>`, or several, with commas
+    on: bool  #: Whether the plan was applied
+    places: int  #: How often its cluster occurs ("Freq")
+    saving_bytes: int  #: What ORT predicted that it saves for the first batch, in bytes; not measured
+    saving_symbolic: str  #: The same over symbolic dimensions
+
+
+@dataclass(frozen=True)
+class StartUp:
+    """Seconds that the parts of the start took."""
+
+    total: float  #: All of it
+    #: The export; the graph builder's making; the detection of the first batch's properties; the gradient graph; the
+    #: session.
+    export: float
+    builder: float
+    detection: float
+    graph: float
+    session: float
+
+
+@dataclass(frozen=True)
+class FeatureMatrix:
+    """What ORTModule said when it started, of release 1.17 or 1.19."""
+
+    mode: str = ""  #: "training" or "inference"
+    features: tuple[Feature, ...] = ()  #: The rows, in order
+    plans: tuple[LoggedPlan, ...] = ()  #: The recompute plans, in order
+    symbols: tuple[tuple[str, int], ...] = ()  #: Symbolic dimension to its size in the first batch
+    start_up: StartUp | None = None  #: Seconds; None if the log does not say
+    versions: str = ""  #: The line of versions, as printed
+    #: Whether the text went on to the line of stars that ends it; a log that was cut off did not.
+    complete: bool = field(default=True, compare=False)
+
+
+def read_matrix(text: str) -> FeatureMatrix:
+    """Read the matrix from a log with other lines, prefixes and colours; without features if the text holds none."""
+    text = _COLOURS.sub("", text)
+    features: list[Feature] = []
+    plans: list[LoggedPlan] = []
+    _, found, body = text.partition(_START)
+    body, _, _ = body.partition(_START)  # one for each mode, or for each process
+    for line in body.splitlines() if found else ():
+        feature = _FEATURE.search(line)
+        if feature is None:
+            continue
+        on, about = feature["on"] == "ON", feature["about"]
+        plan = _PLAN.fullmatch(about) if feature["part"] else None
+        if plan:
+            size = int(plan["bytes"].replace(",", ""))
+            plans.append(LoggedPlan(plan["config"], on, int(plan["places"]), size, plan["formula"]))
+        else:
+            features.append(Feature(feature["name"], on, about, part=feature["part"] is not None))
+    mode, versions = _MODE.search(text), _VERSIONS.search(body)
+    return FeatureMatrix(
+        mode["mode"] if mode else "",
+        tuple(features),
+        tuple(plans),
+        _symbols(body),
+        _start_up(body),
+        versions["all"] if versions else "",
+        complete=not found or _END.search(body) is not None,
+    )
+
+
+def _symbols(text: str) -> tuple[tuple[str, int], ...]:
+    _, found, rest = text.partition("1st batch symbolic dim values:")
+    if not found:
+        return ()
+    values, _, _ = rest.partition("***")
+    return tuple((name, int(size)) for name, size in _SYMBOL.findall(values))
+
+
+def _start_up(text: str) -> StartUp | None:
+    total, other = _TOTAL.search(text), _OTHER.search(text)
+    if total is None or other is None:
+        return None
+    return StartUp(*(float(seconds) for seconds in (*total.groups(), *other.groups())))
+
+
+# ---- a whole log ----------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Log:
-    """What a log says about recomputation."""
+    """What a log says about recomputation; false where it has no table of plans."""
 
     alleviations: tuple[Alleviation, ...]  #: The summaries of 2022
     matrix: FeatureMatrix  #: The feature matrix, without features if there is none
     insight: MemoryInsight  #: The MemoryInsight table, without rows if there is none
+    tables: str = field(default="", compare=False)  #: Their lines, as they stand in the log
+
+    def __bool__(self) -> bool:
+        """Tell whether there is any table, whole or cut off."""
+        return bool(self.alleviations or self.matrix.features or self.insight.rows)
 
     @property
     def complete(self) -> bool:
@@ -100,40 +306,25 @@ class Log:
         )
 
 
-def has_tables(text: str) -> bool:
-    """Tell whether a text is a log with a table of plans, whole or cut off, rather than a configuration."""
-    log = _tables(text)
-    return bool(log.alleviations or log.matrix.features or log.insight.rows)
+_RULES: Final = r"(?:.*?(?<!=)={33,}){2}"
+_TABLE: Final = re.compile(
+    rf"^[^\n]*(?:(?:MemoryAlleviation|MemoryInsight) Summary(?:{_RULES}|.*)"
+    r"|features ON/OFF for \[(?:.*?\*{20,}|.*))[^\n]*",
+    re.DOTALL | re.MULTILINE,
+)
+"""A table from its title on, to its end or to that of a log that was cut off."""
 
 
 def read_log(text: str) -> Log:
-    """Read an old log, whichever release wrote it; raise OptionError where it holds none of the tables."""
-    log = _tables(text)
-    if not (log.alleviations or log.matrix.features or log.insight.rows):
-        raise OptionError(
-            "This text holds no table of recompute plans.",
-            why="Looked for were a MemoryAlleviation summary, ORTModule's feature matrix and a MemoryInsight table.",
-            fix="Paste the log from the line with their title on, written with log level INFO.",
-        )
-    return log
-
-
-def _tables(text: str) -> Log:
-    log = Log(alleviation.read(text), feature_matrix.read(text), insight.read(text))
+    """Read an old log, whichever release wrote it."""
+    tables = "\n\n".join(one.group() for one in _TABLE.finditer(text))
+    log = Log(read_summaries(text), read_matrix(text), insight.read(text), tables)
     if log.complete or text.endswith("\n") or "\n" not in text:
         return log
-    return _tables(text[: text.rindex("\n") + 1])  # the line in which it was cut may hold half a number
+    return read_log(text[: text.rindex("\n") + 1])  # the line in which it was cut may hold half a number
 
 
-def write_log(log: Log) -> str:
-    """Write the tables of a log again, as their release printed them, without its other lines."""
-    tables = [alleviation.write(summary) for summary in log.alleviations]
-    if log.matrix.features:
-        tables.append(feature_matrix.write(log.matrix))
-    if log.insight.rows:
-        tables.append(insight.write(log.insight))
-    return "\n\n".join(tables)
-
+# ---- plain words ----------------------------------------------------------------------------------------------------
 
 _WORDS: Final = {
     "Gelu": "GELU",

@@ -1,14 +1,13 @@
-"""MemoryInsight: ORT's table of what is kept for backward and of the ways to recompute it, read and written.
+"""MemoryInsight: ORT's table of what is kept for backward and of the ways to recompute it.
 
 Two releases write it: 1.17 with shapes as products (`[batch x 32 x ]`) and a hint how to enable an option, 1.19 with
-one expression (`[((batch)*(32))]`) and no hint. What is read is written back as it was.
+one expression (`[((batch)*(32))]`) and no hint.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -24,10 +23,7 @@ _OUTPUT = re.compile(
     r"- Output (?P<number>\d+)\s*: \[(?P<shape>.+)\], byte/elem: (?P<bytes>\d+), (?P<percent>\d+)% saved"
 )
 
-_HEADING: Final = "Memory Optimization Opportunities (Clustered by node-level activation patterns)"
-_EXCLUSIVE: Final = "For each row options are mutually exclusive, only one of them can be enabled."
 _ROW: Final = "For each row options"
-_HINT: Final = " Enable with export ORTMODULE_MEMORY_OPT_CONFIG="
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,6 @@ class Option:
     #: Output to the number of places in which its buffer is another's, reused - recomputing saves nothing there.
     reused: tuple[tuple[int, int], ...] = ()
     outputs: tuple[SavedOutput, ...] = ()  #: What is not kept any more
-    hinted: bool = False  #: Whether the text says how to enable it, as 1.17 does
 
     @property
     def config(self) -> str:
@@ -165,7 +160,7 @@ def _read_line(left: str, right: str, rows: list[Row]) -> None:
     if "Status " in right:
         enabled = _ENABLED.search(right)
         requested, applied = map(int, enabled.groups()) if enabled else (None, None)
-        option = replace(option, requested=requested, applied=applied, hinted=_HINT in right)
+        option = replace(option, requested=requested, applied=applied)
     elif "ReuseFreq" in right:
         reused = tuple((int(output), int(count)) for output, count in _REUSED.findall(right))
         option = replace(option, reused=reused)
@@ -174,42 +169,3 @@ def _read_line(left: str, right: str, rows: list[Row]) -> None:
         saved = SavedOutput(int(kept["number"]), kept["shape"], *sizes)
         option = replace(option, outputs=(*option.outputs, saved))
     rows[-1] = Row(row.places, (*row.options[:-1], option))
-
-
-def write(insight: MemoryInsight) -> str:
-    """Write the table as ORT does, without a line break at its end."""
-    lines = [("Freq", _HEADING)]
-    for row in insight.rows:
-        lines += [("", "---"), *_row_lines(row)]
-    width = max(len(right) for _, right in lines) + 2
-    lines[0] = "Freq", f" {_HEADING}"
-    rule = "=" * (width + 10)
-    written = [f"MemoryInsight Summary - {insight.applied}", rule]
-    for left, right in [*lines, ("", "---")]:
-        if right == "---":
-            written.append(f"|_ _ _ _|{('_ ' * width)[:width]}|")
-        else:
-            written.append(f"|{left:<7}|{right:<{width}}|")
-    return "\n".join([*written, rule])
-
-
-def _row_lines(row: Row) -> Iterator[tuple[str, str]]:
-    yield str(row.places), _EXCLUSIVE
-    words = {strategy: word for word, strategy in STRATEGIES.items()}
-    for number, option in enumerate(row.options, start=1):
-        yield "", ""
-        yield "", f">>Option {number}     : {words[option.strategy]} subgraph {option.cluster}"
-        yield "", f"  Status       : {_status(option)}"
-        yield "", "  Stashed Activations:"
-        if option.reused:
-            reused = ", ".join(f"Output {output}({count})" for output, count in option.reused)
-            yield "", f"   - ReuseFreq :  {reused},"
-        for activations in option.outputs:
-            size = f"byte/elem: {activations.element_bytes}, {activations.saved_percent}% saved"
-            yield "", f"   - Output {activations.output}  : [{activations.shape}], {size}"
-
-
-def _status(option: Option) -> str:
-    if option.requested is not None:
-        return f"Enabled, requested count={option.requested}, actual applied count={option.applied}"
-    return f"Disabled.{_HINT}{option.config}" if option.hinted else "Disabled."

@@ -200,5 +200,6 @@ class MemoryMeasurement(Shown):
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> MemoryMeasurement:
-        """Rebuild a measurement from `to_dict`."""
-        return record_files.rebuilt(cls, record)
+        """Rebuild a measurement from `to_dict`; a LedgerError says what is wrong with one that cannot be read."""
+        with record_files.explained("This measurement of memory"):
+            return record_files.checked(record_files.rebuilt(cls, record))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ortlab.errors import OptionError
-from ortlab.memory import alleviation, dialects, feature_matrix, formulas, insight
+from ortlab.memory import dialects, formulas, insight
 from ortlab.memory.dialects import sentence
 from ortlab.memory.plan import without_count
 from ortlab.options import variables
@@ -125,8 +125,8 @@ class SavedPlans(Shown):
         return dialects.save(path, self.enabled, dialect)
 
     def tables(self) -> str:
-        """Write the log's tables again, as its release printed them; empty for a configuration."""
-        return "" if self.log is None else dialects.write_log(self.log)
+        """Return the lines of the log's tables; empty for a configuration."""
+        return "" if self.log is None else self.log.tables
 
     def table(self) -> pd.DataFrame:
         """One row per plan; savings in bytes, as the log predicted them for its own batch."""
@@ -183,7 +183,8 @@ def read_saved(source: str | os.PathLike[str]) -> SavedPlans:
         raise OptionError(
             f"{_begun(name)} is empty.", fix="Give a configuration, or a log with a table of plans."
         )
-    if not dialects.has_tables(text):
+    log = dialects.read_log(text)
+    if not log:
         try:
             plans, dialect = variables.read_plans(text), variables.dialect_of(text)
         except OptionError as error:
@@ -194,7 +195,6 @@ def read_saved(source: str | os.PathLike[str]) -> SavedPlans:
                 "ON/OFF, or MemoryInsight Summary.",
             ) from None
         return SavedPlans(name, dialect, tuple(SavedPlan(plan, on=True) for plan in plans), {})
-    log = dialects.read_log(text)
     symbols = dict(log.matrix.symbols)
     rows = {row.config: row for row in (*_of_2022(log.alleviations), *_of_matrix(log.matrix, symbols))}
     for row in _of_insight(log.insight, symbols):
@@ -215,7 +215,7 @@ def read_saved(source: str | os.PathLike[str]) -> SavedPlans:
     return SavedPlans(name, dialect, tuple(rows.values()), symbols, log, log.complete)
 
 
-def _of_2022(summaries: tuple[alleviation.Alleviation, ...]) -> list[SavedPlan]:
+def _of_2022(summaries: tuple[dialects.Alleviation, ...]) -> list[SavedPlan]:
     return [
         SavedPlan(
             one.config,
@@ -228,7 +228,7 @@ def _of_2022(summaries: tuple[alleviation.Alleviation, ...]) -> list[SavedPlan]:
     ]
 
 
-def _of_matrix(matrix: feature_matrix.FeatureMatrix, symbols: Mapping[str, int]) -> list[SavedPlan]:
+def _of_matrix(matrix: dialects.FeatureMatrix, symbols: Mapping[str, int]) -> list[SavedPlan]:
     return [
         SavedPlan(
             plan.config,

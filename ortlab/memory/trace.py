@@ -135,8 +135,12 @@ class Trace(Shown):
         rows = [(node.module, 1, node.ms, 0.0) for node in self.nodes]
         rows += [(path, 0, 0.0, ms) for path, ms in self.eager.items()]
         frame = pd.DataFrame(rows, columns=["path", "nodes", "time [ms]", "eager [ms]"])
-        frame["module"] = [in_any_layer(path) for path in frame.pop("path")]
-        frame["class"] = [self.classes.get(row[0], "") for row in rows]
+        frame["class"] = [self.classes.get(path, "") for path in frame["path"]]
+        alike: dict[tuple[str, str], set[str]] = {}
+        for path, kind in zip(frame["path"], frame["class"], strict=True):
+            alike.setdefault((in_any_layer(path), kind), set()).add(path)
+        together = {path: name for (name, _), paths in alike.items() if len(paths) > 1 for path in paths}
+        frame["module"] = [together.get(path, path) for path in frame.pop("path")]
         frame = frame.groupby(["module", "class"], as_index=False).sum()
         order = frame["time [ms]"] - frame["eager [ms]"]
         frame = frame.iloc[order.sort_values(ascending=False, kind="stable").index].reset_index(drop=True)

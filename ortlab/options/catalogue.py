@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -47,17 +48,31 @@ def declaration(name: str) -> Switch:
         raise OptionError(f"There is no option {name!r}.", fix=fix) from None
 
 
+def check_names(names: Iterable[str], call: Callable[..., object]) -> None:
+    """Refuse a name that is no option; the error says what the call takes beside options."""
+    own = [
+        one.name
+        for one in inspect.signature(call).parameters.values()
+        if one.default is not one.empty and one.kind is not one.POSITIONAL_ONLY
+    ]
+    for name in names:
+        if name not in _by_name() and name != "engine":
+            meant = did_you_mean(name, [*own, "engine", *_by_name()], cutoff=0.5)
+            beside = (
+                f"Beside options it takes {', '.join(own)}; ortlab.options.options.table() lists the options."
+            )
+            raise OptionError(f"There is no option {name!r}.", fix=f"{meant} {beside}".strip())
+
+
 def variable_names() -> frozenset[str]:
     """Return every environment variable that an option stands for and 1.19.2 reads."""
     return frozenset(one.env for one in switches() if one.env)
 
 
 def unmet(name: str, have: Collection[Need]) -> str:
-    """Say in one sentence why a switch cannot act here; "" if it can.
-
-    The sentence names what is missing first and how to get it, or what is broken in 1.19.2. `have` is what
-    `ortlab.engine.installation.have()` returns. Raises OptionError where there is no such option.
-    """
+    """Say in one sentence why a switch cannot act here; "" if it can."""
+    # The sentence names what is missing first and how to get it, or what is broken in 1.19.2. `have` is what
+    # `ortlab.engine.installation.have()` returns.
     one = declaration(name)
     if one.broken:
         return f"{name} {one.broken}."

@@ -38,12 +38,7 @@ class Configuration:
         return {name: value for name, value in values.items() if value}
 
     def changed(self, changes: Mapping[str, object], have: Collection[Need]) -> Configuration:
-        """Return the configuration after some changes, if it can act in this process.
-
-        `changes` are options by name, "engine" may be among them; `have` is what `ortlab.engine.installation.have()`
-        returns. Raises OptionError where an option or the engine is unknown, has a wrong value, contradicts another, or
-        cannot act here.
-        """
+        """Return the configuration after some changes, if it can act in this process."""
         wished = dict(changes)
         engine = check_engine(wished.pop("engine", self.engine))
         options = with_files(self.options.replace(**wished), changes)
@@ -51,11 +46,9 @@ class Configuration:
         return Configuration(engine, options)
 
     def tried(self, changes: Mapping[str, object], have: Collection[Need]) -> Configuration:
-        """Return the configuration after changes that are for one call.
-
-        A memory level and a list of plans are two ways to choose plans, so the one that is named takes the place of the
-        other that the lab has. For changes that stay, `changed` refuses that, as it would undo a choice unasked.
-        """
+        """Return the configuration after changes that are for one call."""
+        # A memory level and a list of plans are two ways to choose plans, so the one that is named takes the place of
+        # the other that the lab has. For changes that stay, `changed` refuses that, as it would undo a choice unasked.
         wished = dict(changes)
         if "memory_plan" not in wished and _is_level(wished.get("memory_level")):
             wished["memory_plan"] = ()
@@ -70,13 +63,10 @@ def _is_level(value: object) -> bool:
 
 
 def check_engine(engine: object) -> str:
-    """Return the name of an engine in its usual spelling: without spaces, and the budget as Python writes it.
-
-    "compile:0.5" is `torch.compile` with an activation memory budget of 0.5; "checkpoint:encoder.block+decoder.block"
-    checkpoints these modules, paths as `named_modules()` gives them, each of which may be a pattern, with a plus sign
-    between them. Raises OptionError, which says what there is, where it is none of `ENGINES`, or is told something that
-    it does not take.
-    """
+    """Return the name of an engine in its usual spelling: without spaces, and the budget as Python writes it."""
+    # "compile:0.5" is `torch.compile` with an activation memory budget of 0.5; "checkpoint:encoder.block+decoder.block"
+    # checkpoints these modules, paths as `named_modules()` gives them, each of which may be a pattern, with a plus sign
+    # between them.
     text = engine.strip() if isinstance(engine, str) else ""
     kind, colon, told = (part.strip() for part in text.partition(":"))
     if kind not in ENGINES:

@@ -56,9 +56,9 @@ class Compute:
         default=True,
         effect=Effect.EXPORT,
         help=(
-            "Computes the cross entropy of 256 classes and more with PyTorch's kernels on the CPU, where ORT's "
-            "take one number at a time. Saves time with large vocabularies; numbers change by rounding only. Where "
-            "`label_sparse_optimizer` leaves rows out, ORT's operator stays."
+            "Computes the cross entropy of 256 classes, or 32,768 scores, and more with PyTorch's kernels on the CPU, "
+            "where ORT's take one number at a time. Saves time with large vocabularies; numbers change by rounding "
+            "only. Where `label_sparse_optimizer` leaves rows out, ORT's operator stays."
         ),
         when="you want ONNX Runtime's own cross entropy, to compare with another build of it",
         unless="you train: off is slower with every large vocabulary",

@@ -148,9 +148,3 @@ def table() -> pd.DataFrame:
     import pandas as pd
 
     return pd.DataFrame([_cells(level) for level in LOG_LEVELS], columns=list(_HEADS)).set_index("level")
-
-
-def markdown() -> str:
-    """Write the same table in Markdown, for the documentation."""
-    rows = [_HEADS, ("---",) * len(_HEADS), *(_cells(level) for level in LOG_LEVELS)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows) + "\n"

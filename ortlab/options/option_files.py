@@ -54,11 +54,10 @@ _EXAMPLE: Final = '{"ops": {"Add": {"versions": [13, 14]}}, "initializer": "scal
 
 
 class TritonConfig(str):  # noqa: SLOT000 - text cannot have slots for the content
-    """The path of a configuration, with what the file held when it was read.
+    """The path of a configuration, with what the file held when it was read."""
 
-    It is a value of the option `triton_config_file`: two are equal if path and content are. A path without content,
-    as a saved run has it, is plain text.
-    """
+    # It is a value of the option `triton_config_file`: two are equal if path and content are. A path without content,
+    # as a saved run has it, is plain text.
 
     content: str  # JSON
 
@@ -85,11 +84,8 @@ class TritonConfig(str):  # noqa: SLOT000 - text cannot have slots for the conte
 
 
 def read_triton_config(path: str) -> TritonConfig:
-    """Read and check a file for `triton_config_file`.
-
-    It is JSON with the keys `ops`, `initializer`, `min_nodes` and `symbolic_shape_hint`; each may be left out. Raises
-    OptionError where the file is absent, unreadable, not JSON, or says something that 1.19.2 cannot use.
-    """
+    """Read and check a file for `triton_config_file`."""
+    # It is JSON with the keys `ops`, `initializer`, `min_nodes` and `symbolic_shape_hint`; each may be left out.
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -97,7 +93,7 @@ def read_triton_config(path: str) -> TritonConfig:
         raise _unusable(path, f"It cannot be read: {reason}.") from None
     try:
         config = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         hint = " JSON writes true and false in small letters." if re.search(r"\b(True|False)\b", text) else ""
         raise _unusable(path, f"It is not JSON: {error}.{hint}") from None
     wrong = next(_faults(config), "")
@@ -216,11 +212,8 @@ def _near(name: object, known: Collection[str]) -> str:
 
 
 def with_files(options: Options, changed: Collection[str]) -> Options:
-    """Read what changed options name, refuse what cannot be used, and return the options with the Triton configuration.
-
-    `changed` names the options that somebody has given a value. A file that was read before is not read again. Raises
-    OptionError where a file is absent, unreadable or wrong, or a folder cannot be written.
-    """
+    """Read what changed options name, refuse what cannot be used, and return the options with what was read."""
+    # `changed` names the options that somebody has given a value. A file that was read before is not read again.
     if options.triton_config_file and not isinstance(options.triton_config_file, TritonConfig):
         options = options.replace(triton_config_file=read_triton_config(options.triton_config_file))
     if options.tuning_results_path and {"tuning_results_path", "tuning"} & set(changed):
@@ -276,10 +269,8 @@ def _is_own_group(number: int) -> bool:
 
 
 def with_usable_export_folder(options: Options) -> tuple[Options, str]:
-    """Return options whose ORTMODULE_CACHE_DIR can be used, and a note about it.
-
-    The variable may be set for other programs, so a folder that cannot be written is no reason not to train here.
-    """
+    """Return options whose ORTMODULE_CACHE_DIR can be used, and a note about it."""
+    # The variable may be set for other programs, so a folder that cannot be written is no reason not to train here.
     try:
         check_export_folder(options)
     except OptionError as error:
@@ -318,10 +309,7 @@ def _no_file_in(folder: Path, *, make: bool = False) -> str:
 
 
 def triton_configuration(options: Options) -> dict[str, object]:
-    """Return what the Triton configuration of these options holds; empty for ORT's own.
-
-    Raises OptionError where it has not been read yet, and cannot be.
-    """
+    """Return what the Triton configuration of these options holds; empty for ORT's own."""
     value = options.triton_config_file
     if not value:
         return {}
@@ -344,7 +332,7 @@ def _check_tuning_results(folder: Path, *, write: bool) -> None:
         json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise _refusal(folder, f"{file} cannot be read: {error.strerror}.", write=write) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _refusal(folder, f"{file} is not JSON: {error}.", write=write) from None
 
 
@@ -354,3 +342,10 @@ def _refusal(folder: Path, why: str, *, write: bool) -> OptionError:
     else:
         fix = "Set tuning=True as well to write results there first, or tuning_results_path='' to use none."
     return OptionError(f"tuning_results_path {str(folder)!r} cannot be used.", why=why, fix=fix)
+
+
+def text_of(path: Path) -> str:
+    """Read a file; raise OSError for a device such as /dev/zero, which has no end, and a pipe, which waits."""
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is no file")
+    return path.read_text(encoding="utf-8")

@@ -245,11 +245,9 @@ def _defaults() -> Options:
 
 
 def check_needs(options: Options, have: Collection[Need]) -> None:
-    """Raise OptionError, with what to install, for options that somebody has switched on and that cannot act here.
-
-    A default that cannot act (`embedding_sparse_optimizer` without a GPU) does no harm and passes. `have` is what
-    `ortlab.engine.installation.have()` returns.
-    """
+    """Raise OptionError, with what to install, for options that somebody has switched on and that cannot act here."""
+    # A default that cannot act (`embedding_sparse_optimizer` without a GPU) does no harm and passes. `have` is what
+    # `ortlab.engine.installation.have()` returns.
     for name in options.changed(_defaults()):
         reason = unmet(name, have)
         if getattr(options, name) and reason:

@@ -229,11 +229,8 @@ class Switch:
         return f"Change it when {self.when}.", f"Leave it when {self.unless}."
 
     def read(self, value: object) -> Value:
-        """Turn what a user, a magic or an environment variable gave into a value that this switch allows.
-
-        Text may spell one: "1", "true", "off", "info", "a,b". Raises OptionError, which names what is expected and an
-        example, where the value does not fit.
-        """
+        """Turn what a user, a magic or an environment variable gave into a value that this switch allows."""
+        # Text may spell one: "1", "true", "off", "info", "a,b".
         if type(value) is str:  # and not a path that knows what was read there: `ortlab.options.option_files`
             value = value.strip()
         if self.type is bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from ortlab.errors import OptionError
 from ortlab.options.catalogue import declaration, switches
+from ortlab.options.option_files import text_of
 from ortlab.options.switches import PLAN, shown
 
 if TYPE_CHECKING:
@@ -22,11 +23,9 @@ _OLD_PLANS: Final = "ORTMODULE_ENABLE_MEMORY_ALLEVIATION"
 
 
 def read(environ: Mapping[str, str]) -> tuple[dict[str, Value], tuple[str, ...]]:
-    """Read the variables that are set: options by name, and notes.
-
-    A note is one sentence for each variable that is translated, ignored or sets something. Variables that do not begin
-    with "ORTMODULE_" are ignored. Raises OptionError, which names the variable, where a value makes no sense.
-    """
+    """Read the variables that are set: options by name, and notes."""
+    # A note is one sentence for each variable that is translated, ignored or sets something. Variables that do not
+    # begin with "ORTMODULE_" are ignored.
     changes: dict[str, Value] = {}
     notes: list[str] = []
     for one in switches():
@@ -82,19 +81,12 @@ def _read_fallback_policy(text: str) -> list[str] | None:
     return None if policy == "DISABLE" else [policy]
 
 
-def _text_of(path: Path) -> str:
-    """Read a file; a device such as /dev/zero has no end, and a pipe waits for who writes to it."""
-    if path.exists() and not path.is_file():
-        raise OSError(f"{path} is no file")
-    return path.read_text(encoding="utf-8")
-
-
 def _read_plans(text: str) -> object:
     """Read plans from the JSON file that 1.19.2 wants, or from the text itself, as releases before 1.19 had it."""
     if re.search(r":[012]:(-1|\d+)$", text):
         return text
     try:
-        plans = json.loads(_text_of(Path(text)))
+        plans = json.loads(text_of(Path(text)))
     except (OSError, ValueError, RecursionError) as error:
         raise OptionError(
             f"{shown(text)} cannot be read.", why=f"It is not a readable JSON file: {error}."
@@ -108,11 +100,8 @@ _OLD_PLAN: Final = re.compile(r"(?P<operators>[\w.]+(?:\+[\w.]+)*)\+?:(?P<strate
 
 
 def read_plans(text: str) -> tuple[str, ...]:
-    """Read a configuration in any of the three dialects into plans as `Options.memory_plan` takes them.
-
-    Operators that the first dialect switches off (`Dropout:0`) are left out. Raises OptionError, which names the entry,
-    where one is of none of the three.
-    """
+    """Read a configuration in any of the three dialects into plans as `Options.memory_plan` takes them."""
+    # Operators that the first dialect switches off (`Dropout:0`) are left out.
     text = text.strip()
     plans: list[str] = []
     for entry in _json_entries(text) if text.startswith("[") else text.split(","):
@@ -178,11 +167,9 @@ def _unknown(environ: Mapping[str, str]) -> list[str]:
 
 
 def write(values: Mapping[str, Value], memory_plan_file: Path | None) -> dict[str, str]:
-    """Write options as the variables that 1.19.2 reads.
-
-    A variable that is left out has to be unset: where 1.19.2 takes even an empty text for a path or for "on", only its
-    absence means the default. The caller has written the plans, as a JSON list, to `memory_plan_file`.
-    """
+    """Write options as the variables that 1.19.2 reads."""
+    # A variable that is left out has to be unset: where 1.19.2 takes even an empty text for a path or for "on", only
+    # its absence means the default. The caller has written the plans, as a JSON list, to `memory_plan_file`.
     written: dict[str, str] = {}
     for one in switches():
         text = _WRITERS.get(one.name, _write_plain)(values[one.name])
@@ -248,13 +235,9 @@ _ENUMERATIONS: Final = {
 
 
 def read_json_config(path: Path) -> dict[str, Value]:
-    """Read options by name from a file that `load_from_json` of ORTModule takes.
-
-    Raises OptionError where the file cannot be read, is not a JSON object, or has an unknown key or a value that makes
-    no sense.
-    """
+    """Read options by name from a file that `load_from_json` of ORTModule takes."""
     try:
-        data = json.loads(_text_of(path))
+        data = json.loads(text_of(path))
     except (OSError, ValueError, RecursionError) as error:
         raise _refusal(path, f"It is not a readable JSON file: {error}.") from None
     if not isinstance(data, dict):

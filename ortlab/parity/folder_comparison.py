@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from ortlab import units
 from ortlab.errors import LedgerError, OptionError
 from ortlab.parity.parity import (
     DIFFERS,
@@ -81,9 +82,7 @@ def compare_folders(
     --------
     >>> ortlab.parity.compare_folders("pt_out", "ort_out").first
     """
-    if tolerance is not None and (
-        isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance >= 0
-    ):
+    if tolerance is not None and not units.is_tolerance(tolerance):
         raise OptionError(
             f"The tolerance must be a number from 0 on, not {tolerance!r}.", fix="tolerance=1e-4"
         )
@@ -349,9 +348,7 @@ def StatisticsSubscriber(  # noqa: N802 - upstream's name for what it makes
     """
     first, last = 0 if start_step is None else start_step, end_step
     numbers = [one for one in (first, last) if one is not None]
-    if any(isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in numbers) or (
-        last is not None and last <= first
-    ):
+    if not all(units.is_whole(one, 0) for one in numbers) or (last is not None and last <= first):
         raise OptionError(
             f"Steps from {start_step!r} to {end_step!r} (exclusive) are no range.",
             fix="Whole numbers from 0 on, as in start_step=10, end_step=12.",

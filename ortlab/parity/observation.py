@@ -68,11 +68,10 @@ _WHOLE: Final = "_ortlab_whole"
 
 
 class Observation:
-    """Watches one run of a model, and gives its tensors to `receive`.
+    """Watches one run of a model, and gives its tensors to `receive`."""
 
-    `capture` is what ONNX Runtime hands over; None where PyTorch runs the model. `change` changes each tensor that a
-    module of the model returns.
-    """
+    # `capture` is what ONNX Runtime hands over; None where PyTorch runs the model. `change` changes each tensor that a
+    # module of the model returns.
 
     def __init__(
         self,
@@ -235,10 +234,8 @@ class Observation:
         tensor.register_hook(take)
 
     def _tell_uses_apart(self, tensor: Any, alias: Any, site: Site) -> None:
-        """Note in the backward whether a returned tensor was used within its module, and whether behind it.
-
-        The module has used `tensor`, if it has; its caller gets `alias` instead. `site` is that of the output.
-        """
+        """Note in the backward whether a returned tensor was used within its module, and whether behind it."""
+        # The module has used `tensor`, if it has; its caller gets `alias` instead. `site` is that of the output.
         outside: list[torch.Tensor] = []
         values = tensor.detach()  # which counts what is written into the tensor
         version = values._version  # noqa: SLF001 - torch has no public name for it

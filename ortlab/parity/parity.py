@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final
 
 from ortlab.records.activation_statistics import TensorStatistics, blocks
+from ortlab.records.comparison import largest_difference
 from ortlab.records.record_files import JsonRecord
 from ortlab.shown import Shown
 
@@ -201,12 +202,8 @@ class Parity(Shown, JsonRecord, noun="comparison of tensors", layout=1):
     @property
     def loss_difference(self) -> float:
         """Largest relative difference of two losses of the same step; nan where no step has two."""
-        apart = [
-            abs(ours - theirs) / max(abs(theirs), abs(ours)) if ours != theirs else 0.0
-            for theirs, ours in self.losses
-            if theirs is not None and ours is not None
-        ]
-        return max(apart, default=math.nan)
+        found = largest_difference(self.losses)
+        return math.nan if found is None else found
 
     def table(self) -> pd.DataFrame:
         """One row per pair.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from ortlab import units
 from ortlab.errors import BuildError, ExecutionError, StepError
 from ortlab.parity.observation import Observation
 from ortlab.parity.parity import OUTPUT, Parity, Site, TensorPair
@@ -125,11 +126,9 @@ def compared(
 
 @contextmanager
 def _apart(bench: Bench, **changes: object) -> Iterator[Callable[[], None]]:
-    """Let ONNX Runtime build anew in the block, with other options if there are some, and forget that at its end.
-
-    Yields what frees the sessions only.
-    """
-    from ortlab.engine.building import built_apart
+    """Let ONNX Runtime build anew in the block, with other options if there are some, and forget that at its end."""
+    # Yields what frees the sessions only.
+    from ortlab.engine.kept_builds import built_apart
 
     with ExitStack() as stack:
         engines = bench.engines(None).values()
@@ -368,6 +367,7 @@ def _notes(compared: Sequence[TensorPair], eager: Run) -> tuple[str, ...]:
     unseen = len([one for one in compared if one.distance is None])
     if unseen:
         notes.append(
-            f"{unseen} of {len(compared)} tensors are not compared; each says why in lab.parity().table()."
+            f"{units.count(unseen)} of {units.count(len(compared))} tensors are not compared; each says why in "
+            "lab.parity().table()."
         )
     return tuple(notes)

@@ -40,14 +40,12 @@ _KINDS: Final = {"forward": FORWARD, "backward": BACKWARD}
 
 
 class Locating:
-    """Finds the first divergence of each phase, in one look or in two.
+    """Finds the first divergence of each phase, in one look or in two."""
 
-    The compute optimizer moves a slice ahead of the operators before it: what these compute in ONNX Runtime is the
-    slice of what they compute in PyTorch, and is not compared. A fault among them shows only behind them. With the
-    compute optimizer off, the same computation has whole tensors.
-
-    The pairs are in the order of the reference; `describe` returns class and source line of a module, by its path.
-    """
+    # The compute optimizer moves a slice ahead of the operators before it: what these compute in ONNX Runtime is the
+    # slice of what they compute in PyTorch, and is not compared. A fault among them shows only behind them. With the
+    # compute optimizer off, the same computation has whole tensors. The pairs are in the order of the reference;
+    # `describe` returns class and source line of a module, by its path.
 
     def __init__(
         self, pairs: Sequence[TensorPair], structure: Structure, describe: Callable[[str], tuple[str, str]]
@@ -72,12 +70,10 @@ class Locating:
         )
 
     def look_at(self, whole: Compared) -> None:
-        """Look again, with what a run without the compute optimizer shows of the tensors that were not compared.
-
-        `whole` is that run, held against the same reference. What was compared stays as it is. Where `whole` agrees
-        with the reference, the first verdict stays, too: what the compute optimizer makes of the graph is what differs
-        then.
-        """
+        """Look again, with what a run without the compute optimizer shows of the tensors that were not compared."""
+        # `whole` is that run, held against the same reference. What was compared stays as it is. Where `whole` agrees
+        # with the reference, the first verdict stays, too: what the compute optimizer makes of the graph is what
+        # differs then.
         completed = tuple(
             replace(pair, distance=whole.distances.get(pair.site)) if pair.distance is None else pair
             for pair in self._pairs
@@ -130,14 +126,11 @@ class Locating:
 def find(
     pairs: Sequence[TensorPair], structure: Structure, describe: Callable[[str], tuple[str, str]]
 ) -> tuple[Divergence | None, Divergence | None, Divergence | None]:
-    """Return the first divergence of the forward, of the backward and of the update.
-
-    A module whose inputs agree and whose output differs is at fault itself. An input that differs, though no module has
-    returned it so, was computed by the caller, between the calls. In the backward it is the other way round: a gradient
-    goes into a module right and comes out wrong.
-
-    The pairs are in the order of the reference. `describe` returns class and source line of a module, by its path.
-    """
+    """Return the first divergence of the forward, of the backward and of the update."""
+    # A module whose inputs agree and whose output differs is at fault itself. An input that differs, though no module
+    # has returned it so, was computed by the caller, between the calls. In the backward it is the other way round: a
+    # gradient goes into a module right and comes out wrong. The pairs are in the order of the reference. `describe`
+    # returns class and source line of a module, by its path.
     verdicts = {pair.site: pair.verdict for pair in pairs}
 
     def first(kinds: Iterable[str]) -> TensorPair | None:

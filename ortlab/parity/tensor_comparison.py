@@ -138,10 +138,9 @@ class Reference:
 
 
 class Compared:
-    """Receives the tensors of another run, and notes how far they are from those in `store`.
+    """Receives the tensors of another run, and notes how far they are from those in `store`."""
 
-    Its own tensors go to `own`, if given; with `facts` it keeps their facts, too.
-    """
+    # Its own tensors go to `own`, if given; with `facts` it keeps their facts, too.
 
     def __init__(self, store: TensorStore, own: TensorStore | None = None, *, facts: bool = False) -> None:
         self.distances: dict[Site, Distance] = {}
@@ -177,22 +176,19 @@ class Compared:
 
 
 class _Recent:
-    """The last tensors that were taken, kept alive so that no later tensor gets their memory.
+    """The last tensors that were taken, kept alive so that no later tensor gets their memory."""
 
-    What the model returns is kept until its next step: ONNX Runtime hands over what the last module returned, which is
-    the same, only in backward.
-    """
+    # What the model returns is kept until its next step: ONNX Runtime hands over what the last module returned, which
+    # is the same, only in backward.
 
     def __init__(self) -> None:
         self._last: deque[tuple[Site, torch.Tensor, int]] = deque(maxlen=8)
         self._returned: list[tuple[Site, torch.Tensor, int]] = []
 
     def site_of(self, tensor: torch.Tensor) -> Site | None:
-        """Return where the same numbers were seen, if nothing has been written into them since.
-
-        What ONNX Runtime hands over can be a copy. Finding two large tensors equal takes a tenth of the time that facts
-        of one take, and tensors that are not equal mostly differ in their first numbers.
-        """
+        """Return where the same numbers were seen, if nothing has been written into them since."""
+        # What ONNX Runtime hands over can be a copy. Finding two large tensors equal takes a tenth of the time that
+        # facts of one take, and tensors that are not equal mostly differ in their first numbers.
         for site, known, version in (*self._last, *self._returned):
             if (
                 known.shape == tensor.shape
@@ -300,10 +296,9 @@ def deterministic() -> Iterator[None]:
 
 
 class Jitter:
-    """Moves each number of a tensor, and of its gradient, by a few units of rounding, at random.
+    """Moves each number of a tensor, and of its gradient, by a few units of rounding, at random."""
 
-    What differs after that differs by rounding alone; the random numbers are its own.
-    """
+    # What differs after that differs by rounding alone; the random numbers are its own.
 
     def __init__(self) -> None:
         self._generators: dict[torch.device, torch.Generator] = {}
@@ -352,17 +347,13 @@ MOST: Final = 256.0
 def limits(
     reference: Reference, rounded: Compared, repeated: Iterable[Compared], own_use: Collection[Site] = ()
 ) -> dict[Site, tuple[float, float]]:
-    """Return the floor and the limit of each site, both relative distances.
-
-    Two orders of a sum of n numbers differ by sqrt(n) units with a probability near one, since each of the two is off
-    by up to sqrt(n) / 2 (Higham and Mary, "A new approach to probabilistic rounding error analysis", 2019). How long
-    the sums of a step are is told by the largest of its tensors: at most as long as its last dimension, or as the
-    others together.
-
-    `rounded` is the run with other rounding; what the `repeated` runs differ by is chance. `own_use` has the sites of
-    outputs that their modules have used, too: there the run with other rounding moves only what others get, a part of
-    the gradient.
-    """
+    """Return the floor and the limit of each site, both relative distances."""
+    # Two orders of a sum of n numbers differ by sqrt(n) units with a probability near one, since each of the two is off
+    # by up to sqrt(n) / 2 (Higham and Mary, "A new approach to probabilistic rounding error analysis", 2019). How long
+    # the sums of a step are is told by the largest of its tensors: at most as long as its last dimension, or as the
+    # others together. `rounded` is the run with other rounding; what the `repeated` runs differ by is chance. `own_use`
+    # has the sites of outputs that their modules have used, too: there the run with other rounding moves only what
+    # others get, a part of the gradient.
     in_part = {replace(site, kind=OUTPUT_GRADIENT) for site in own_use}
     chances = [one.distances for one in repeated]
     by_call = _by_call(rounded)
@@ -377,11 +368,10 @@ def limits(
 
 
 def _by_call(rounded: Compared) -> Mapping[tuple[object, ...], float]:
-    """Return the middle floor of each call's forward and backward.
-
-    It serves tensors that the run with other rounding does not have. The gradient of what a module returns and has used
-    itself before, such as the probabilities of an attention, is one: what is moved is the tensor that is returned.
-    """
+    """Return the middle floor of each call's forward and backward."""
+    # It serves tensors that the run with other rounding does not have. The gradient of what a module returns and has
+    # used itself before, such as the probabilities of an attention, is one: what is moved is the tensor that is
+    # returned.
     found: dict[tuple[object, ...], list[float]] = {}
     for site, distance in rounded.distances.items():
         found.setdefault(_call(site), []).append(distance.relative)

@@ -65,10 +65,8 @@ class Activation:
 
     @property
     def std_is_impossible(self) -> bool:
-        """Whether the standard deviation is beyond what any values between minimum and maximum have.
-
-        That of 1.19.2 takes a sum for a mean, so this tells files of upstream's own writer.
-        """
+        """Whether the standard deviation is beyond what any values between minimum and maximum have."""
+        # That of 1.19.2 takes a sum for a mean, so this tells files of upstream's own writer.
         facts, size = self.statistics, self.statistics.size
         if size < 2 or facts.nan or facts.inf or not math.isfinite(facts.std):  # noqa: PLR2004 - n - 1
             return False
@@ -81,19 +79,14 @@ class Activation:
 
 
 def output_of(name: str) -> tuple[str, int | None]:
-    """Return the module of a name, with its number in the tree, and which of its outputs it is.
-
-    For a name that `inspect_activation` was given: that name, and None.
-    """
+    """Return the module of a name, with its number in the tree, and which of its outputs it is."""
+    # For a name that `inspect_activation` was given: that name, and None.
     parts = _OUTPUT.fullmatch(name)
     return (f"{parts['module']}_{parts['index']}", int(parts["output"])) if parts else (name, None)
 
 
 def read_blocks(text: str) -> Iterator[Activation]:
-    """Yield the statistics in a file of one tensor, or in a merged file of many.
-
-    Raises UnreadableFileError, after what came before, if a block is cut short or has another form.
-    """
+    """Yield the statistics in a file of one tensor, or in a merged file of many."""
     lines = text.splitlines()
     start = 0
     for number, line in enumerate(lines):

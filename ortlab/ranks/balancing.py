@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from ortlab import units
 from ortlab.errors import OptionError
 from ortlab.records.record_files import JsonRecord
 from ortlab.shown import Shown
@@ -439,7 +440,7 @@ def _timed(cluster: Cluster, make_step: MakeStep, epochs: Sequence[Epoch]) -> It
 
 
 def _positive(number: object, name: str, example: str) -> int:
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+    if not units.is_whole(number, 1):
         raise OptionError(
             f"{name} is {number!r}.", fix=f"Give a whole number above 0, for example {example}."
         )

@@ -38,10 +38,7 @@ class Call:
     recalled: frozenset[int] = frozenset()  # ranks that were told to stop, since another had failed
 
     def results(self) -> list[Any]:
-        """Return what each rank returned, by rank.
-
-        Raises ExecutionError where a rank has raised: of several errors, one that does not only follow from another.
-        """
+        """Return what each rank returned, by rank."""
         causes = {rank: cause for rank, one in self.replies.items() if (cause := one.exception()) is not None}
         if not causes:
             return [one.get() for one in self.replies.values()]
@@ -70,13 +67,9 @@ def call(
     ask: Callable[[Any], Any],
     look: Callable[[], None] = lambda: None,
 ) -> Call:
-    """Ask ranks for something, and wait until all have answered.
-
-    `ask` is given ipyparallel's view of a rank, and returns its pending result. `look` is called again and again while
-    the ranks work. Raises RankDiedError where a rank dies or has died before; RanksStuckError where ranks do not come
-    back after another has failed, and the cluster has ended then; ExecutionError where the cluster does not run; and
-    KeyboardInterrupt, once the ranks have come back or, on a second Ctrl-C, have ended.
-    """
+    """Ask ranks for something, and wait until all have answered."""
+    # `ask` is given ipyparallel's view of a rank, and returns its pending result. `look` is called again and again
+    # while the ranks work.
     with lifetime.calling:
         held = lifetime.processes
         if held is None:
@@ -119,14 +112,13 @@ def _rank_error(cause: BaseException) -> RankError:
 
 
 class Waiting:
-    """Follows one request to each rank until all have answered.
+    """Follows one request to each rank until all have answered."""
 
-    Ranks that wait in a collective operation for one that has failed cannot be interrupted: they wait in C++. So after
-    a failure or an interrupt they are given some seconds, are sent a SIGINT, and then lose their connections, which
-    ends the operation with an error. Those that still run are sent another now and then: a rank that had not yet begun
-    its cell has ignored the first. The user's second interrupt ends the waiting. `look` is called at each turn, to show
-    what has been printed.
-    """
+    # Ranks that wait in a collective operation for one that has failed cannot be interrupted: they wait in C++. So
+    # after a failure or an interrupt they are given some seconds, are sent a SIGINT, and then lose their connections,
+    # which ends the operation with an error. Those that still run are sent another now and then: a rank that had not
+    # yet begun its cell has ignored the first. The user's second interrupt ends the waiting. `look` is called at each
+    # turn, to show what has been printed.
 
     def __init__(
         self,
@@ -146,11 +138,7 @@ class Waiting:
         self.recalled: frozenset[int] = frozenset()
 
     def finish(self) -> None:
-        """Wait until all ranks have answered.
-
-        Raises RankDiedError where the process of a rank has ended, RanksStuckError where ranks do not come back, and
-        KeyboardInterrupt where the user interrupts a second time.
-        """
+        """Wait until all ranks have answered."""
         while True:
             try:
                 while not self._is_over():

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from ortlab import units
 from ortlab.errors import OptionError
 from ortlab.ranks.call import call
 from ortlab.ranks.cluster_records import ClusterStatus, RankOutput, rank_output, rank_status
@@ -69,11 +70,11 @@ class Cluster(Shown):
         backend: str | None = None,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
-        if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        if not units.is_whole(ranks, 1):
             raise OptionError(
                 f"A cluster of {ranks!r} ranks.", fix="Give a whole number above 0: Cluster(2)."
             )
-        if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
+        if threads is not None and not units.is_whole(threads, 1):
             raise OptionError(f"Ranks of {threads!r} threads.", fix="Give a whole number above 0, or none.")
         self.ranks = ranks
         self.threads = threads or max(1, cores() // ranks)
@@ -281,10 +282,7 @@ def cores() -> int:
 
 
 def chosen_backend(wished: str | None, ranks: int) -> str:
-    """Choose how ranks exchange gradients: as wished, or NCCL where there is a GPU for each rank, gloo otherwise.
-
-    Raises OptionError where there is no such backend, or too few GPUs for it.
-    """
+    """Choose how ranks exchange gradients: as wished, or NCCL where there is a GPU for each rank, gloo otherwise."""
     if wished is not None and wished not in BACKENDS:
         raise OptionError(
             f"There is no backend {wished!r}.", fix=f"Give one of {', '.join(BACKENDS)}, or none."
@@ -304,10 +302,8 @@ def chosen_backend(wished: str | None, ranks: int) -> str:
 
 
 def check_memory(ranks: int) -> None:
-    """Raise OptionError where so many processes would take more memory than is free.
-
-    A machine that runs out of memory may end any process.
-    """
+    """Raise OptionError where so many processes would take more memory than is free."""
+    # A machine that runs out of memory may end any process.
     import psutil
 
     free = psutil.virtual_memory().available

@@ -30,18 +30,13 @@ def command(module: str) -> list[str]:
 
 
 def variables(folder: Path) -> dict[str, str]:
-    """Return the environment variables by which processes know that they belong to this one.
-
-    The cluster's folder is removed with its processes.
-    """
+    """Return the environment variables by which processes know that they belong to this one."""
+    # The cluster's folder is removed with its processes.
     return {NOTEBOOK: json.dumps([os.getpid(), str(folder)])}
 
 
 def watch() -> None:
-    """Start the guard of this process, and of those that it will fork.
-
-    Raises KeyError where no variable says whose process it is.
-    """
+    """Start the guard of this process, and of those that it will fork."""
     process, folder = json.loads(os.environ[NOTEBOOK])
 
     def start() -> None:

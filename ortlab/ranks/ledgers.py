@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 SCHEMA: Final = 1
 """Version of the JSON layout of `RankLedger.to_dict`."""
 
+_MOST: Final = 1_000_000
+"""Ranks of one training: a file that names more is damaged."""
+
 PATTERN: Final = "rank-*-of-*.json"
 """Names of the files in a folder of ledgers: "rank-00003-of-00008.json"."""
 
@@ -80,21 +83,18 @@ class RankLedger:
         LedgerError
             If the record has another layout, or lacks a field.
         """
-        fields = record_files.without_layout(record, SCHEMA, "This ledger of a rank")
-        try:
-            return record_files.checked(record_files.rebuilt(cls, fields))
-        except (KeyError, TypeError) as error:
-            raise LedgerError(
-                "This ledger of a rank cannot be read.", why=f"A field is missing or unknown: {error}."
-            ) from error
+        with record_files.explained("This ledger of a rank"):
+            fields = record_files.without_layout(record, SCHEMA, "This ledger of a rank")
+            read = record_files.checked(record_files.rebuilt(cls, fields))
+            if not 0 <= read.rank < read.ranks <= _MOST:
+                raise ValueError(f"rank is {read.rank} of {read.ranks}")
+            return read
 
 
 def rank_ledger(runs: Iterable[Run]) -> RankLedger:
-    """Make the ledger of this rank.
-
-    The rank comes from `torch.distributed`, or, where no process group is there any more, from the variables that
-    torchrun, accelerate and Slurm set; a process without either is rank 0 of 1.
-    """
+    """Make the ledger of this rank."""
+    # The rank comes from `torch.distributed`, or, where no process group is there any more, from the variables that
+    # torchrun, accelerate and Slurm set; a process without either is rank 0 of 1.
     rank, ranks, backend = _place()
     return RankLedger(rank, ranks, platform.node(), os.getpid(), backend, tuple(runs))
 

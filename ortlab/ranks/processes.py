@@ -63,10 +63,9 @@ class RankDiedError(ExecutionError):
 
 
 class Lifetime:
-    """The processes of one cluster, which end with this object and with the interpreter at the latest.
+    """The processes of one cluster, which end with this object and with the interpreter at the latest."""
 
-    `tell` is called with a sentence when a rank dies between two calls.
-    """
+    # `tell` is called with a sentence when a rank dies between two calls.
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self.processes: Processes | None = None
@@ -134,11 +133,7 @@ def _watch(lifetime: weakref.ref[Lifetime], held: Processes) -> None:
 
 
 class Processes:
-    """What has to be ended: the controller, the engines, and what they started.
-
-    Raises InstallError where ipyparallel is missing, and ExecutionError, with the end of their log, where the engines
-    do not start.
-    """
+    """What has to be ended: the controller, the engines, and what they started."""
 
     def __init__(self, ranks: int, threads: int, backend: str) -> None:
         try:
@@ -281,12 +276,10 @@ def _loopback() -> str:
 
 
 def _quiet_client() -> Any:
-    """Return the class of a client whose connection registers no magics.
-
-    The first client in a notebook registers ``%px``, ``%autopx``, ``%pxresult`` and ``%pxconfig`` for its own engines
-    (``ipyparallel/client/client.py``, `Client.__init__`). They would stay when ortlab is unloaded, and would run on the
-    ranks what the user means for a cluster of their own; here, ``%%ort_ranks`` is what runs a cell on all.
-    """
+    """Return the class of a client whose connection registers no magics."""
+    # The first client in a notebook registers ``%px``, ``%autopx``, ``%pxresult`` and ``%pxconfig`` for its own engines
+    # (``ipyparallel/client/client.py``, `Client.__init__`). They would stay when ortlab is unloaded, and would run on
+    # the ranks what the user means for a cluster of their own; here, ``%%ort_ranks`` is what runs a cell on all.
     from ipyparallel import Client
 
     class QuietClient(Client):  # type: ignore[misc] # Client is Any: ipyparallel has no stubs
@@ -311,10 +304,9 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 
 class _Started:
-    """Those processes below this one whose environment has a mark, whoever has started them.
+    """Those processes below this one whose environment has a mark, whoever has started them."""
 
-    The mark is environment variables that they, and what they start, have and no other process has.
-    """
+    # The mark is environment variables that they, and what they start, have and no other process has.
 
     def __init__(self, mark: Mapping[str, str]) -> None:
         self._mark = mark.items()
@@ -330,10 +322,8 @@ class _Started:
                     self._noted.append(one)
 
     def end(self, seconds: float, only: Collection[int] | None = None) -> None:
-        """Ask processes to end, and kill those that have not ended after so many seconds.
-
-        `only` holds the ids of those that are meant; without it, all that were noted are.
-        """
+        """Ask processes to end, and kill those that have not ended after so many seconds."""
+        # `only` holds the ids of those that are meant; without it, all that were noted are.
         import psutil
 
         meant = [one for one in self._noted if only is None or one.pid in only]
@@ -358,10 +348,8 @@ def lives(pid: int) -> bool:
 
 
 def how_ended(engine: Any) -> str:
-    """Say how an engine has ended; `engine` is ipyparallel's own `psutil.Process` of it.
-
-    A thread of ipyparallel waits for the process, and this object keeps the status.
-    """
+    """Say how an engine has ended; `engine` is ipyparallel's own `psutil.Process` of it."""
+    # A thread of ipyparallel waits for the process, and this object keeps the status.
     import psutil
 
     deadline = time.monotonic() + _STATUS_SECONDS

@@ -47,10 +47,8 @@ def place() -> Place | None:
 
 
 def join(here: Place, threads: int) -> int:
-    """Become a rank, and return the process id.
-
-    It joins the first process group, follows the notebook's requests, and loads the magics.
-    """
+    """Become a rank, and return the process id."""
+    # It joins the first process group, follows the notebook's requests, and loads the magics.
     import torch
     from IPython.core.getipython import get_ipython
 
@@ -69,10 +67,8 @@ def join(here: Place, threads: int) -> int:
 
 
 def renew(group: int) -> None:
-    """Leave the process group, whatever state it is in, and enter a new one with all ranks.
-
-    `group` is the number of the new one; each is used once.
-    """
+    """Leave the process group, whatever state it is in, and enter a new one with all ranks."""
+    # `group` is the number of the new one; each is used once.
     import torch.distributed as dist
 
     if _place is None:
@@ -84,10 +80,8 @@ def renew(group: int) -> None:
 
 
 def position() -> int:
-    """Return how many collective operations this rank has begun; ranks that differ would never meet again.
-
-    Where that cannot be told, the number is negative, and another one on each rank.
-    """
+    """Return how many collective operations this rank has begun; ranks that differ would never meet again."""
+    # Where that cannot be told, the number is negative, and another one on each rank.
     import torch.distributed as dist
 
     try:
@@ -124,10 +118,7 @@ def set_variables(variables: dict[str, Any]) -> None:
 
 
 def ledger(name: str | None) -> dict[str, Any]:
-    """Return the ledger of the lab of that name, or of the one wrapped last, as plain JSON types.
-
-    Raises LedgerError where there is no lab.
-    """
+    """Return the ledger of the lab of that name, or of the one wrapped last, as plain JSON types."""
     from ortlab.ranks.ledgers import rank_ledger
     from ortlab.records.runs import Ledger
     from ortlab.runs.bench import latest
@@ -146,11 +137,9 @@ def ledger(name: str | None) -> dict[str, Any]:
 
 
 def request_break(folder: Path, number: int, processes: Sequence[int]) -> None:
-    """Ask all ranks to break their connections, which they do within some tenths of a second.
-
-    The request is a file in the cluster's folder, with the process ids of all ranks. `number` counts requests from 1
-    on; each is followed once.
-    """
+    """Ask all ranks to break their connections, which they do within some tenths of a second."""
+    # The request is a file in the cluster's folder, with the process ids of all ranks. `number` counts requests from 1
+    # on; each is followed once.
     written = folder / f"of-{_REQUEST}{number}"
     written.write_text(json.dumps(processes), encoding="utf-8")
     written.rename(folder / f"{_REQUEST}{number}")  # whole when it appears
@@ -162,10 +151,8 @@ def follow_requests(folder: Path, backend: str) -> None:
 
 
 def pass_over_requests(folder: Path) -> None:
-    """Count the requests made so far as followed, once one that is being followed is over.
-
-    A rank that came back by itself may not have looked yet, and would break the connections of its next group.
-    """
+    """Count the requests made so far as followed, once one that is being followed is over."""
+    # A rank that came back by itself may not have looked yet, and would break the connections of its next group.
     with _following:
         _followed.update(request.name for request in folder.glob(f"{_REQUEST}*"))
 
@@ -182,11 +169,9 @@ def _follow(folder: Path, backend: str) -> None:
 
 
 def _break(backend: str, processes: list[int]) -> None:
-    """Let every collective operation that waits for another rank fail at once.
-
-    NCCL's can be aborted. gloo's `abort` does nothing in torch 2.4 to 2.13, and its timeout is half an hour; but it
-    gives up when the connection to a peer ends, so the connections between the ranks are shut down.
-    """
+    """Let every collective operation that waits for another rank fail at once."""
+    # NCCL's can be aborted. gloo's `abort` does nothing in torch 2.4 to 2.13, and its timeout is half an hour; but it
+    # gives up when the connection to a peer ends, so the connections between the ranks are shut down.
     import psutil
     import torch.distributed as dist
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from ortlab.errors import LedgerError
 from ortlab.options.options import Options, setting_words
-from ortlab.records.runs import least_step_memory, median_parts, names
+from ortlab.records.runs import least_step_memory, names, part_columns
 from ortlab.records.verdicts import (
     FASTER,
     FELL_BACK,
@@ -181,13 +181,7 @@ def compare(runs: Sequence[Run], baseline: Run | None = None) -> Comparison:
 
 
 def compare_in_turns(sweep: Sweep) -> Comparison:
-    """Hold the points of a sweep against its baseline.
-
-    Raises
-    ------
-    LedgerError
-        If the baseline or all others failed; the message says why.
-    """
+    """Hold the points of a sweep against its baseline."""
     base, others = sweep.baseline, [point for point in sweep.points if point is not sweep.baseline]
     failed = tuple(
         (sweep.name(point), point.failure or point.skipped) for point in others if not point.measured
@@ -234,14 +228,14 @@ def short_name(run: Run) -> str:
 
 
 def loss_difference(base: Run, run: Run) -> float | None:
-    """Return the largest relative difference of the losses, step by step; None where no step has both.
+    """Return the largest relative difference of the losses, step by step; None where no step has both."""
+    return largest_difference(zip(base.losses, run.losses, strict=False))
 
-    Losses that are both nan, or both infinite with one sign, are equal; one of them alone is infinitely far.
-    """
-    pairs = [(a, b) for a, b in zip(base.losses, run.losses, strict=False) if a is not None and b is not None]
-    if not pairs:
-        return None
-    return max(_apart(a, b) for a, b in pairs)
+
+def largest_difference(losses: Iterable[tuple[float | None, float | None]]) -> float | None:
+    """Return the largest relative difference of two losses of a step; None where no step has both."""
+    # Losses that are both nan, or both infinite with one sign, are equal; one of them alone is infinitely far.
+    return max((_apart(a, b) for a, b in losses if a is not None and b is not None), default=None)
 
 
 def same_losses(one: Run, other: Run) -> bool:
@@ -254,7 +248,11 @@ def same_losses(one: Run, other: Run) -> bool:
 
 def remarks(base: Run, run: Run) -> list[str]:
     """Say what a reader must know before believing a comparison of two runs; usually nothing."""
-    found = [f"run {one.number} {caution}" for one in (base, run) for caution in cautions(one)]
+    # An iterator that the batches come from is what the other data are said for, below.
+    same_data = run.data_digest == base.data_digest
+    found = [
+        f"run {one.number} {caution}" for one in (base, run) for caution in cautions(one, repeats=same_data)
+    ]
     found += [
         f"run {one.number} did not call the wrapped part {names(one.coverage.uncalled)}"
         for one in (base, run)
@@ -266,7 +264,7 @@ def remarks(base: Run, run: Run) -> list[str]:
         found.append(f"other mode: {run.mode} and {base.mode}")
     if len(run.steps) != len(base.steps):
         found.append(f"other number of steps: {len(run.steps)} and {len(base.steps)}")
-    if run.data_digest != base.data_digest:
+    elif not same_data:  # of another number of steps, the data are never the same
         found.append("other data: the model did not see the same inputs")
     if run.device != base.device:
         found.append(f"other device: {run.device} and {base.device}")
@@ -384,7 +382,7 @@ def _row(comparison: Comparison, contrast: Contrast | None) -> dict[str, object]
         "run": (contrast.name if contrast else comparison.name) + _fallen_words(runs),
         "title": runs[0].title,
         "step [ms]": side.step_ms,
-        **median_parts(warm),
+        **part_columns(warm, side.step_ms),
         "time ratio": contrast.time_ratio if contrast else 1.0,
         "low": contrast.time_low if contrast else 1.0,
         "high": contrast.time_high if contrast else 1.0,

@@ -27,13 +27,7 @@ _SIZE: Final = re.compile(r"\| (?P<name>[a-z][a-z ]*?): (?P<mib>-?\d+)(?= |$)")
 
 
 def is_read(step: int) -> bool:
-    """Tell whether memory is read in a step.
-
-    Parameters
-    ----------
-    step
-        Its number in its run, from 1.
-    """
+    """Tell whether memory is read in a step."""
     from_zero = step - 1
     return from_zero < ALWAYS_READ or not from_zero & (from_zero - 1)
 
@@ -86,13 +80,7 @@ class MemoryPhases(Shown):
         )
 
     def log(self, prefix: str = "") -> str:
-        """Write the lines that ORTModule logs, which count steps from 0 and round to MiB, without a last line break.
-
-        Parameters
-        ----------
-        prefix
-            What each line begins with, such as "rank-0 ".
-        """
+        """Write the lines that ORTModule logs, which count steps from 0 and round to MiB, without a last line break."""
         return "\n".join(
             f"{prefix}step {reading.step - 1} memory (MiB) | phase: {reading.phase}"
             + "".join(f" | {name}: {size / _MIB:.0f}" for name, size in reading.sizes.items())
@@ -131,13 +119,7 @@ class MemoryPhases(Shown):
 
 
 def read_phases(path: str | Path) -> MemoryPhases:
-    """Read the memory statistics in a log file.
-
-    Raises
-    ------
-    OptionError
-        If the file cannot be read, or has none in it.
-    """
+    """Read the memory statistics in a log file."""
     try:
         text = Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError as error:

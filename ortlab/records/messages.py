@@ -82,13 +82,6 @@ def reason_harmless(source: str, text: str) -> str:
     return ""
 
 
-def known_markdown() -> str:
-    """Write the list in Markdown, for the documentation."""
-    rows = [("who", "begins with", "why nobody has to act"), ("---",) * 3]
-    rows += [(one.source, f"`{one.begins}`".replace("|", "\\|"), one.reason) for one in KNOWN]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows) + "\n"
-
-
 _NAMES: Final = re.compile(r"'[^'\n]*'|\"[^\"\n]*\"")
 """Names in a text, which are quoted."""
 
@@ -229,17 +222,9 @@ class Messages(Shown, Sequence[Message]):
 
 
 class MessageLog:
-    """The messages of one lab while it lives; what is added gets the present stage, run and time.
+    """The messages of one lab while it lives; what is added gets the present stage, run and time."""
 
-    Attributes
-    ----------
-    run
-        Number of the run under way; None outside runs.
-    stage
-        What is being done.
-    file
-        See `Messages`.
-    """
+    # `run` is the number of the run under way, None outside runs; `stage` is what is being done.
 
     def __init__(self) -> None:
         self.run: int | None = None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import builtins
 import json
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields as fields_of
 from dataclasses import is_dataclass
 from functools import cache
@@ -27,6 +29,7 @@ from typing import (
 )
 
 from ortlab.errors import LedgerError
+from ortlab.options.option_files import text_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -76,14 +79,8 @@ class JsonRecord:
         LedgerError
             If the record was written by another layout, or a field is missing or unknown.
         """
-        fields = without_layout(record, cls._layout, f"This {cls._noun}")
-        try:
-            return checked(cls._of_fields(fields))
-        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-            raise LedgerError(
-                f"This {cls._noun} cannot be read.",
-                why=f"A field is missing, unknown or of another kind: {error}.",
-            ) from error
+        with explained(f"This {cls._noun}"):
+            return checked(cls._of_fields(without_layout(record, cls._layout, f"This {cls._noun}")))
 
     def save(self, path: str | Path) -> Path:
         """Write it as JSON, and return the path."""
@@ -125,10 +122,7 @@ def _plain_fields(record: Any) -> dict[str, Any]:
 
 
 def rebuilt(kind: type[_Record], found: Mapping[str, Any]) -> _Record:
-    """Make a record of its fields as plain JSON types; what they hold is rebuilt as the record declares it.
-
-    Raises KeyError for a field that it does not have, and TypeError where one is missing.
-    """
+    """Make a record of its fields as plain JSON types; what they hold is rebuilt as the record declares it."""
     kinds = _kinds(cast("Any", kind))
     return kind(**{name: _value(kinds[name], value) for name, value in found.items()})
 
@@ -155,6 +149,17 @@ def _value(kind: Any, value: Any) -> Any:
     return rebuilt(cast("type[Any]", kind), value) if is_dataclass(kind) else value
 
 
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Let what a damaged record raises, while it is made of JSON, be a LedgerError; `what` names it: "This budget"."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise LedgerError(
+            f"{what} cannot be read.", why=f"A field is missing, unknown or of another kind: {error}."
+        ) from error
+
+
 # ---- what a file may hold ---------------------------------------------------------------------------------------
 
 
@@ -165,11 +170,9 @@ def checked(record: _Record) -> _Record:
 
 
 def shown(record: _Record, file: str) -> _Record:
-    """Return a record that was read; raise LedgerError where its values are such that it cannot be shown.
-
-    Each field may be of its kind, and yet a part be named that is not there. That is said where the file is read, not
-    in the cell where the record is looked at. `file` names it, as in "The file runs.json".
-    """
+    """Return a record that was read; raise LedgerError where its values are such that it cannot be shown."""
+    # Each field may be of its kind, and yet a part be named that is not there. That is said where the file is read, not
+    # in the cell where the record is looked at. `file` names it, as in "The file runs.json".
     try:
         _ = repr(record), str(record)
     except Exception as error:
@@ -229,6 +232,8 @@ def _is_of(kind: Any, value: object) -> bool:  # noqa: C901, PLR0911 - one kind 
     if origin is tuple and inner and inner[-1] is not Ellipsis:
         return isinstance(value, tuple | list) and len(value) == len(inner) and all(map(_is_of, inner, value))
     wanted = origin or kind
+    if not _is_usual(value):
+        return False
     if wanted is float:
         return isinstance(value, float | int)
     if wanted in {_Anything, Any} or not isinstance(wanted, type):
@@ -248,6 +253,18 @@ def _is_of(kind: Any, value: object) -> bool:  # noqa: C901, PLR0911 - one kind 
     return True
 
 
+def _is_usual(value: object) -> bool:
+    """Tell whether a number fits into 64 bits, and a text into a file: what computes and draws with them insists."""
+    if isinstance(value, int):
+        return -_LARGEST <= value < _LARGEST
+    return not isinstance(value, str) or value.isascii() or not _HALF.search(value)
+
+
+_LARGEST: Final = 2**63
+_HALF: Final = re.compile("[\ud800-\udfff]")
+"""One half of a pair that stands for a character in UTF-16; JSON can write it alone, UTF-8 cannot."""
+
+
 def write(path: str | Path, content: object) -> Path:
     """Write plain JSON types to a file, and return its path."""
     target = Path(path)
@@ -258,11 +275,7 @@ def write(path: str | Path, content: object) -> Path:
 def read(
     path: str | Path, kind: type[_Content] | tuple[type, ...], *, file: str, other: str, fix: str
 ) -> _Content:
-    """Read a file that `write` wrote, whose content is a `dict`, a `list` or either of them.
-
-    `file` names it in an error, as in "The sweep file runs.json"; `other` and `fix` are what an error says of other
-    content. Raises LedgerError where the file cannot be read, is no JSON, or has other content.
-    """
+    """Read a file that `write` wrote, whose content is a `dict`, a `list` or either of them."""
     try:
         content = json.loads(text_of(Path(path)))
     except (OSError, ValueError) as error:
@@ -274,21 +287,10 @@ def read(
     return cast("_Content", content)
 
 
-def text_of(path: Path) -> str:
-    """Read a file; raise OSError for a device such as /dev/zero, which has no end, and a pipe, which waits."""
-    if path.exists() and not path.is_file():
-        raise OSError(f"{path} is no file")
-    return path.read_text(encoding="utf-8")
-
-
 def without_layout(
     record: Mapping[str, Any], layout: int, what: str, fix: str = "Read it with the ortlab that wrote it."
 ) -> dict[str, Any]:
-    """Return a record's fields, once its layout (field "schema") is known to be the present one.
-
-    `what` names the record in an error, as in "This budget". Raises LedgerError where the layout is another, and
-    TypeError where it is no record at all.
-    """
+    """Return a record's fields, once its layout (field "schema") is known to be the present one."""
     if not isinstance(record, Mapping):
         raise TypeError(f"it is {str(record)[:_LONGEST]!r}")
     fields = dict(record)

@@ -95,7 +95,7 @@ _FORMER: Final = 1
 
 NOT_MEASURED: Final = "It was not asked for."
 NO_FORMER: Final = "An ortlab that did not measure it wrote this run."
-_STAGE_ORDER = ("export", "graph", "session")
+STAGE_ORDER = ("export", "graph", "session")
 EXECUTED_BY_ORT = "ort"
 EXECUTED_BY_FALLBACK = "fallback"
 EXECUTED_BY_EAGER = "eager"
@@ -152,7 +152,7 @@ class Initialization:
         """Add up two builds of one run, for example one for training and one for evaluation."""
         words = ("stage", "reason")
         times = {name: getattr(self, name) + getattr(later, name) for name in vars(self) if name not in words}
-        stage = min(self.stage, later.stage, key=_STAGE_ORDER.index)
+        stage = min(self.stage, later.stage, key=STAGE_ORDER.index)
         reasons = dict.fromkeys(one for one in (self.reason, later.reason) if one)
         return Initialization(stage=stage, **times, reason="; ".join(reasons))
 
@@ -360,7 +360,7 @@ class Ledger(Shown, Sequence[Run]):
                     "first loss": run.losses[0],
                     "last loss": run.losses[-1],
                     "step [ms]": run.step_ms,
-                    **median_parts(run.warm_steps),
+                    **part_columns(run.warm_steps, run.step_ms),
                     "initialisation [ms]": run.initialization.total_ms if run.initialization else 0.0,
                     "step memory [bytes]": run.step_memory_bytes,
                 }
@@ -394,19 +394,29 @@ class Ledger(Shown, Sequence[Run]):
         return record_files.shown(ledger, f"The ledger file {path}")
 
 
-def median_parts(steps: Sequence[Step]) -> dict[str, float]:
-    """Return the median time of a step inside forward, backward and optimizer, by the columns of tables."""
-    parts = ("forward", "backward", "optimizer")
-    return {
-        f"{part} [ms]": statistics.median(getattr(step, f"{part}_ms") for step in steps) for part in parts
+def step_parts(steps: Sequence[Step], step_ms: float) -> dict[str, float]:
+    """Return the ms that each part takes of a step of `step_ms`, the median of these; they add up to it."""
+    # Medians of the parts would not: a slow forward and a slow backward need not be in the same step. So each part has
+    # its share of all steps together.
+    whole = sum(step.total_ms for step in steps) or 1.0
+    spent = {
+        "forward": sum(step.forward_ms for step in steps),
+        "backward": sum(step.backward_ms for step in steps),
+        "optimizer": sum(step.optimizer_ms for step in steps),
+        "everything else": sum(step.other_ms for step in steps),
     }
+    return {name: step_ms * ms / whole for name, ms in spent.items()}
+
+
+def part_columns(steps: Sequence[Step], step_ms: float) -> dict[str, float]:
+    """Return the ms of a step inside forward, backward and optimizer, by the columns of tables."""
+    parts = step_parts(steps, step_ms)
+    return {f"{name} [ms]": parts[name] for name in ("forward", "backward", "optimizer")}
 
 
 def least_step_memory(runs: Sequence[Run]) -> int | None:
-    """Return the step memory of one configuration, in bytes: the least that its runs have read, None if none has.
-
-    What else happens in the process while a step is read adds to that reading, and takes nothing away.
-    """
+    """Return the step memory of one configuration, in bytes: the least that its runs have read, None if none has."""
+    # What else happens in the process while a step is read adds to that reading, and takes nothing away.
     return min((run.step_memory_bytes for run in runs if run.step_memory_bytes is not None), default=None)
 
 
@@ -417,19 +427,9 @@ _PATHS: Final = ("fused", "foreach")
 
 
 def optimizer_name(optimizer: object) -> str:
-    """Name an optimizer.
-
-    Parameters
-    ----------
-    optimizer
-        One of torch's, of `ortlab.optim`, or any other.
-
-    Returns
-    -------
-    str
-        "AdamW"; "AdamW, fused" where the user asked torch for that; "FusedAdam by ORT's fused_ops"; or
-        "FusedAdam by PyTorch's fused kernel: ..." with the reason why it is not ORT's.
-    """
+    """Name an optimizer."""
+    # "AdamW"; "AdamW, fused" where the user asked torch for that; "FusedAdam by ORT's fused_ops"; or "FusedAdam by
+    # PyTorch's fused kernel: ..." with the reason why it is not ORT's.
     words = type(optimizer).__name__
     groups = getattr(optimizer, "param_groups", ())
     asked = next((path for path in _PATHS if any(group.get(path) for group in groups)), "")

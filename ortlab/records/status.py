@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ortlab.errors import OptionError
 from ortlab.options.options import Effect, Options, declaration
-from ortlab.records.runs import EXECUTED_BY_ORT, Coverage, Initialization, Run
+from ortlab.records.runs import EXECUTED_BY_ORT, STAGE_ORDER, Coverage, Initialization, Run
 from ortlab.shown import Shown
 
 if TYPE_CHECKING:
@@ -41,14 +41,14 @@ class Rebuild:
     #: What is redone first: "export", "graph" or "session"; "step" if the next step acts differently and nothing is
     #: redone, "" if nothing changes.
     stage: str
-    changed: tuple[str, ...] = ()  #: Options that make the difference
+    #: Options that make the difference; empty where a call ran others, and what it put aside is made again.
+    changed: tuple[str, ...] = ()
     is_first: bool = False  #: Whether nothing has been built yet, so that every stage is made in any case
     #: What that took when it was last measured in this lab, in ms; None if it was not. It is not a prediction.
     last_ms: float | None = None
     run: int | None = None  #: Number of the run in which it was measured
 
 
-_STAGES = ("export", "graph", "session")
 _OF_EFFECT = {Effect.GRAPH: "graph", Effect.SESSION: "session", Effect.STEP: "step"}
 """Every other effect means a new export."""
 
@@ -74,10 +74,7 @@ def rebuild(builder: Builder, runs: Iterable[Run], options: Options) -> Rebuild:
 
 
 def rebuild_of_switch(builder: Builder, runs: Iterable[Run], options: Options, name: str) -> Rebuild:
-    """Say what a call would redo if one switch had another value; which one makes no difference.
-
-    Raises OptionError where there is no such switch.
-    """
+    """Say what a call would redo if one switch had another value; which one makes no difference."""
     one = declaration(name)
     try:
         return rebuild(builder, runs, options.replace(**{name: _other_value(one, getattr(options, name))}))
@@ -88,15 +85,17 @@ def rebuild_of_switch(builder: Builder, runs: Iterable[Run], options: Options, n
 
 
 def last_measured(runs: Iterable[Run], stage: str) -> tuple[float | None, int | None]:
-    """Return what a stage and those after it took, in ms, in the newest run that went through them, and its number.
-
-    Both are None if no run has built that.
-    """
-    if stage not in _STAGES:
+    """Return what a stage and those after it took, in ms, in the newest run that went through them, and its number."""
+    # Both are None if no run has built that.
+    if stage not in STAGE_ORDER:
         return None, None
     for run in reversed(tuple(runs)):
         done = run.initialization
-        if run.engine != EXECUTED_BY_ORT or done is None or _STAGES.index(done.stage) > _STAGES.index(stage):
+        if (
+            run.engine != EXECUTED_BY_ORT
+            or done is None
+            or STAGE_ORDER.index(done.stage) > STAGE_ORDER.index(stage)
+        ):
             continue
         return _spent(done, stage), run.number
     return None, None

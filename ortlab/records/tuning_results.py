@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ortlab.errors import LedgerError
+from ortlab.options.option_files import text_of
+from ortlab.records.record_files import checked
 from ortlab.shown import Shown
 
 if TYPE_CHECKING:
@@ -70,17 +72,17 @@ def read_tuning_results(
     """
     file = Path(folder) / f"tuning_results_{mode}.json"
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(text_of(file))
     except OSError as error:
         raise LedgerError(
             f"There are no tuning results: {file} cannot be read ({error.strerror}).",
             fix="Train with lab.set(tuning=True, tuning_results_path=...) first; that needs an NVIDIA GPU.",
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise LedgerError(f"{file} is not JSON.", why=f"{error}.", fix="Delete it and tune again.") from None
     try:
-        return TuningResults(str(file), tuple(_operators(content)), _validators(content))
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        return checked(TuningResults(str(file), tuple(_operators(content)), _validators(content)))
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise LedgerError(
             f"{file} holds no tuning results.",
             why=f"{type(error).__name__}: {error}.",

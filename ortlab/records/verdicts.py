@@ -105,12 +105,10 @@ class TimeRatio:
 
 
 def settled(run: Run) -> tuple[Step, ...]:
-    """Return the warm steps of a run from the one on at which page faults a step have settled.
-
-    PyTorch's heap is trimmed in another engine's turn, and its first step then takes up to twice as long. A step counts
-    from where a step asks for as many pages as is usual in the second half of the run; if faults keep falling until the
-    end, the last step is left.
-    """
+    """Return the warm steps of a run from the one on at which page faults a step have settled."""
+    # PyTorch's heap is trimmed in another engine's turn, and its first step then takes up to twice as long. A step
+    # counts from where a step asks for as many pages as is usual in the second half of the run; if faults keep falling
+    # until the end, the last step is left.
     warm = run.warm_steps
     faults = [step.page_faults for step in warm]
     usual = [count for count in faults[len(faults) // 2 :] if count is not None]
@@ -132,10 +130,8 @@ def step_ms(run: Run) -> float:
 
 
 def compare_times(base: Sequence[Run], runs: Sequence[Run]) -> TimeRatio:
-    """Compare the times of a configuration with those of the baseline; each side has one run for each round.
-
-    With fewer than three rounds the runs count as made one after another.
-    """
+    """Compare the times of a configuration with those of the baseline; each side has one run for each round."""
+    # With fewer than three rounds the runs count as made one after another.
     rounds = min(len(base), len(runs))
     if rounds >= MINIMUM_ROUNDS:
         return _in_turns(base[:rounds], runs[:rounds])
@@ -143,10 +139,8 @@ def compare_times(base: Sequence[Run], runs: Sequence[Run]) -> TimeRatio:
 
 
 def times_of_pytorch(engine: str, base: str, time: TimeRatio) -> float:
-    """Return how many times PyTorch's time ONNX Runtime takes, where one is held against the other and that is shown.
-
-    `time` is of the engine over that of the base. Returns nan where these are no such two, or there is no verdict.
-    """
+    """Return how many times PyTorch's time ONNX Runtime takes, where the two are compared and a verdict is shown."""
+    # `time` is of the engine over that of the base. Returns nan where these are no such two, or there is no verdict.
     if (engine, base, time.verdict) in {("ort", "eager", SLOWER), ("ort", "eager", FASTER)}:
         return time.ratio
     if (engine, base, time.verdict) in {("eager", "ort", SLOWER), ("eager", "ort", FASTER)}:
@@ -162,10 +156,8 @@ def memory_verdict(base: int | None, other: int | None) -> str:
 
 
 def interval(values: Sequence[float], base: Sequence[float]) -> tuple[float, float]:
-    """Return the ends of the 95 % bootstrap confidence interval of a ratio of medians of times, in any one unit.
-
-    Both are nan with fewer than 3 times on a side.
-    """
+    """Return the ends of the 95 % bootstrap confidence interval of a ratio of medians of times, in any one unit."""
+    # Both are nan with fewer than 3 times on a side.
     if min(len(values), len(base)) < MINIMUM_STEPS:
         return math.nan, math.nan
     import numpy as np
@@ -292,8 +284,11 @@ FELL_BACK: Final = "fell back"
 """The verdict on a run that PyTorch executed, in part or as a whole: no result of ONNX Runtime or of a switch."""
 
 
-def cautions(run: Run) -> tuple[str, ...]:
-    """Say what must be known of a run, a clause each; usually nothing."""
+def cautions(run: Run, *, repeats: bool = True) -> tuple[str, ...]:
+    """Say what must be known of a run, a clause each; usually nothing.
+
+    Without `repeats`, it is not said that the run cannot be repeated.
+    """
     found = []
     if run.is_partial:
         found.append(f"is partial: Ctrl-C stopped it after {len(run.steps):,} of {run.planned_steps:,} steps")
@@ -305,7 +300,7 @@ def cautions(run: Run) -> tuple[str, ...]:
         found.append(
             "trained in eval mode: without dropout, and with the running statistics of batch normalisation"
         )
-    if run.unkept:
+    if run.unkept and repeats:
         found.append(f"cannot be repeated from its start: nothing puts back {'; '.join(run.unkept)}")
     strange = first_strange_loss(run)
     if strange is not None:

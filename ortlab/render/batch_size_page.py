@@ -62,7 +62,8 @@ def batch_size_page(search: BatchSizeSearch) -> Page:
             )
         )
     best = search.best
-    blocks += [Note(sentence) for sentence in (closing_sentence(search), best_sentence(search)) if sentence]
+    said = closing_sentence(search), largest_sentence(search), best_sentence(search)
+    blocks += [Note(sentence) for sentence in said if sentence]
     if search.points:
         order = sorted(search.points, key=lambda one: (_place(search, one), one.size))
         blocks.append(Table("", _COLUMNS, tuple(_row(search, one, best) for one in order)))
@@ -130,6 +131,17 @@ def best_sentence(search: BatchSizeSearch) -> str:
         return ""
     with_what = f", recomputing {plans_name(best.plans)}" if best.plans else ""
     return f"Most samples per second: batch {units.count(best.size)}{with_what}, {units.rate(best.samples_per_s)}."
+
+
+def largest_sentence(search: BatchSizeSearch) -> str:
+    """Say which batch is the largest that fits, where it is another than the ones that the other sentences name."""
+    named = [one.size for one in (search.largest(()), search.best_with_plans, search.best) if one]
+    timed = [one for one in search.points if one.timed]
+    largest = max(timed, key=lambda one: (one.size, one.samples_per_s), default=None)
+    if largest is None or largest.size <= max(named):
+        return ""
+    what = f"Largest batch: {units.count(largest.size)}, recomputing {plans_name(largest.plans)}"
+    return f"{what}, {units.rate(largest.samples_per_s)}."
 
 
 def closing_sentence(search: BatchSizeSearch) -> str:

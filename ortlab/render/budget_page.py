@@ -39,6 +39,12 @@ _NAME: Final = 32
 _CALLED: Final = 3
 """Plans that a call writes out; of more, the record has them."""
 
+_LAST: Final = "lab.budgets[-1]"
+"""That record, also where a magic's result has no name."""
+
+_ROUNDED_UP: Final = 1.005
+"""Times a size that is then shown with three digits: what is shown is no less than the size."""
+
 _BECAUSE: Final = {
     "cheapest": "cheapest that is predicted to fit",
     "lowest": "lowest that is predicted",
@@ -138,7 +144,9 @@ def plans_words(prediction: Prediction) -> str:
     """Name plans in a sentence: "3 plans (Gelu, FusedMatMul -> Add, Where)"."""
     if prediction.setting:
         return prediction.setting
-    names = list(dict.fromkeys(units.fold(plans_name((plan,)), _NAME) for plan in prediction.plans))
+    names = [
+        units.fold(name, _NAME) for name in dict.fromkeys(plans_name((plan,)) for plan in prediction.plans)
+    ]
     shown = names if len(names) <= _NAMED else [*names[:_NAMED], f"{len(names) - _NAMED} more"]
     plans = units.many(prediction.plans, "plan")
     return f"{plans} ({', '.join(shown)})" if names else "no plan"
@@ -193,7 +201,9 @@ def _state(budget: Budget) -> str:
     if budget.applied:
         none = _off(switches)
         many = len(before.get("memory_plan", ())) > _CALLED
-        back = _call(none if many else {**none, **before})
+        back = f"**{_LAST}.before" if many else _call({**none, **before})
+        if many and (more := {name: value for name, value in none.items() if name not in before}):
+            back = f"{_call(more)}, {back}"
         now = "The plans are switched on" + (", and the engine is ONNX Runtime now" if engine else "")
         return f"{was}{now}. Back: lab.set({back})."
     if budget.outcome == outcomes.NO_PLANS_NEEDED:
@@ -205,8 +215,14 @@ def _state(budget: Budget) -> str:
     wished = {"engine": "ort", **switches} if engine else switches
     floor = ""
     if budget.outcome in {outcomes.TOO_SMALL, outcomes.MISSED}:
-        measured = "measured" if budget.trials else "predicted"
-        floor = f" Ask for {units.size(budget.floor_bytes)} ({measured}) or more, or take a smaller batch."
+        reached = budget.best.step_memory_bytes if budget.best else budget.floor_bytes
+        floor = f" Ask for {units.size(reached * _ROUNDED_UP)} or more"
+        if budget.obstacle is not None and not budget.obstacle.live:
+            floor += "; lab.memory() shows the phase that needs the rest, outside of the model's forward and backward."
+        else:
+            floor += ", or take a smaller batch."
+            if "looked at" in budget.no_blocks:
+                floor += " Logits may be much of what is left: lab.set(chunked_loss=True), and ask again."
     which = "the closest" if floor else "these plans"
     return f"{was}The lab is as it was.{floor} Switch {which} on: lab.set({_call(wished)})."
 
@@ -233,7 +249,7 @@ def _call(switches: Mapping[str, Any]) -> str:
     plans = switches.get("memory_plan", ())
     if len(plans) > _CALLED:
         rest = {name: value for name, value in switches.items() if name != "memory_plan"}
-        return ", ".join(filter(None, (_call(rest), "**budget.switches")))
+        return ", ".join(filter(None, (_call(rest), f"**{_LAST}.switches")))
     return ", ".join(
         f"{name}={value if isinstance(value, bool) else json.dumps(value)}"
         for name, value in switches.items()
@@ -299,10 +315,13 @@ def _trials(budget: Budget) -> Table:
         told = trial.prediction
         met = trial.step_memory_bytes <= budget.limit_bytes
         closest = trial is budget.best
+        because = _BECAUSE.get(trial.why, trial.why)
+        if told.setting and trial.why in _BECAUSE:
+            because += f": {told.setting}"
         rows.append(
             row(
                 f"trial {number}",
-                _BECAUSE.get(trial.why, trial.why),
+                because,
                 units.count(len(told.plans)) if told.plans else "",
                 units.size(told.step_memory_bytes),
                 units.size(trial.step_memory_bytes),

@@ -24,10 +24,8 @@ _OTHERS: Final = "others"
 
 
 def budget_states(budget: Budget, activations: SavedActivations, places: Mapping[str, int]) -> dict[str, Any]:
-    """Return the states of the slider, the largest first; plain JSON types, empty where no plan saves anything.
-
-    `activations` knows what each plan removes, `places` in how many places each can act.
-    """
+    """Return the states of the slider, the largest first; plain JSON types, empty where no plan saves anything."""
+    # `activations` knows what each plan removes, `places` in how many places each can act.
     predicted = _worth_it([*budget.curve, budget.prediction, budget.floor])
     whole = budget.without.step_memory_bytes
     if len(predicted) < 2:  # noqa: PLR2004 - with none but "keep all" there is nothing to choose

@@ -75,10 +75,9 @@ def compared_cells(one: Outcome, memory_ratio: float | None, *, is_base: bool) -
 
 
 def verdict_cell(time: str, memory: str = "") -> Cell:
-    """Say what holds of time and of memory; what is not comparable has no colour, and neither has a trade.
-
-    `time` is an `ortlab.records.verdicts.TimeRatio.verdict` or `FELL_BACK`, `memory` a `memory_verdict` of that module.
-    """
+    """Say what holds of time and of memory; what is not comparable has no colour, and neither has a trade."""
+    # `time` is an `ortlab.records.verdicts.TimeRatio.verdict` or `FELL_BACK`, `memory` a `memory_verdict` of that
+    # module.
     if time == FELL_BACK:
         return Cell(time, Mark.BAD)
     said = [words for words in (time, memory) if words and (words != NO_DIFFERENCE or not memory)]
@@ -89,10 +88,8 @@ def verdict_cell(time: str, memory: str = "") -> Cell:
 
 
 def reasons(found: Iterable[tuple[str, str]], call: str) -> list[Block]:
-    """Say why times are not comparable, each reason once, and the call that would tell.
-
-    `found` has names of what was compared, each with its reason, empty where there is none.
-    """
+    """Say why times are not comparable, each reason once, and the call that would tell."""
+    # `found` has names of what was compared, each with its reason, empty where there is none.
     names: dict[str, list[str]] = {}
     for name, reason in found:
         if reason:
@@ -129,8 +126,9 @@ def _unsettled(comparison: Comparison) -> list[Block]:
     if not comparison.unsettled:
         return []
     numbers = ", ".join(map(str, comparison.unsettled))
-    words = f"Page faults had not settled in runs {numbers}: some of their time is for memory. More steps, n=20, tell."
-    return [Note(words, Mark.WARN)]
+    runs, their = ("runs", "their") if len(comparison.unsettled) > 1 else ("run", "its")
+    words = f"Page faults had not settled in {runs} {numbers}: some of {their} time is for memory."
+    return [Note(f"{words} More steps, n=20, tell.", Mark.WARN)]
 
 
 def comparison_page(comparison: Comparison) -> Page:

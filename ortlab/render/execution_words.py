@@ -61,10 +61,8 @@ def badge(coverage: Coverage) -> str:
 
 
 def extent(coverage: Coverage) -> str:
-    """Name the parts that ONNX Runtime executed, how many of all that is, and their share of the parameters.
-
-    "encoder, pooler (2 of 3 parts, 91.0 % of the parameters)"; before the first call, all parts.
-    """
+    """Name the parts that ONNX Runtime executed, how many of all that is, and their share of the parameters."""
+    # "encoder, pooler (2 of 3 parts, 91.0 % of the parameters)"; before the first call, all parts.
     total = len(coverage.parts)
     share = f"{units.percent(coverage.share)} of the parameters"
     noun = "part" if total == 1 else "parts"

@@ -90,13 +90,14 @@ class _Level:
 
     @cached_property
     def start(self) -> int:
-        """Where it begins, for the order of rows: the median of its nodes, as small ones may run early."""
-        starts: list[int] = []
+        """Where its forward begins, for the order of rows: the median of its nodes, as small ones may run early."""
+        sides: list[tuple[list[int], list[int]]] = []
         waiting = [self]
         while waiting:
             one = waiting.pop()
-            starts += [min(ahead or back) for ahead, back in one.own.values()]
+            sides += one.own.values()
             waiting += one.inner.values()
+        starts = [min(ahead) for ahead, _ in sides if ahead] or [min(back) for _, back in sides]
         return sorted(starts)[len(starts) // 2]
 
 
@@ -111,12 +112,10 @@ class _Kept:
 def graph_map(
     graph: Graph, difference: GraphDiff | None = None, *, marks: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Return what a map of a graph shows, in plain JSON types: rows in order, what is kept, and a legend.
-
-    Bytes are there where the saved activations were read, times where a step was profiled. With a difference, which is
-    of this graph to another before, what is only in the other comes as well, marked as removed. Or `marks` has one of
-    `MARKS` for names of nodes.
-    """
+    """Return what a map of a graph shows, in plain JSON types: rows in order, what is kept, and a legend."""
+    # Bytes are there where the saved activations were read, times where a step was profiled. With a difference, which
+    # is of this graph to another before, what is only in the other comes as well, marked as removed. Or `marks` has one
+    # of `MARKS` for names of nodes.
     return _Map(graph, difference, marks or {}).told()
 
 
@@ -518,10 +517,8 @@ def _number(name: str) -> tuple[str, int] | None:
 def _grouped(
     modules: Mapping[str, _Level],
 ) -> tuple[list[tuple[str, _Level]], list[tuple[str, list[tuple[str, _Level]]]]]:
-    """Put the layers of a long list that are neither the first nor the last together, under a title of their own.
-
-    Returns the modules that stand alone, and the lists with their titles.
-    """
+    """Put the layers of a long list that are neither the first nor the last together, under a title of their own."""
+    # Returns the modules that stand alone, and the lists with their titles.
     found: dict[str, list[tuple[int, str]]] = {}
     for name in modules:
         if (numbered := _number(name)) is not None:

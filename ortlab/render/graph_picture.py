@@ -47,10 +47,8 @@ _Side = Literal["f", "b"]
 
 
 def picture(drawn: Mapping[str, Any], title: str) -> str:
-    """Draw what `graph_map` returned as SVG: a row for each module, bands for what is kept, a legend.
-
-    What is marked gives the bars their colours; without marks the kinds of operators do.
-    """
+    """Draw what `graph_map` returned as SVG: a row for each module, bands for what is kept, a legend."""
+    # What is marked gives the bars their colours; without marks the kinds of operators do.
     return _Picture(drawn).svg(title)
 
 
@@ -69,10 +67,8 @@ def tree(drawn: Mapping[str, Any]) -> str:
 
 
 def opened(rows: Sequence[Mapping[str, Any]], room: int = ROWS) -> list[int]:
-    """Return the rows that are seen if what has most nodes is opened first, as long as all rows fit.
-
-    What is the same in each layer is opened in all or in none; single operators stay folded. So does `graph_map.js`.
-    """
+    """Return the rows that are seen if what has most nodes is opened first, as long as all rows fit."""
+    # What is the same in each layer is opened in all or in none; single operators stay folded. So does `graph_map.js`.
     inner: dict[int, list[int]] = defaultdict(list)
     for at, row in enumerate(rows):
         inner[row["p"]].append(at)

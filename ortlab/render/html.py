@@ -109,11 +109,9 @@ def table(content: Table) -> str:
 
 
 def image(svg: str, said: str) -> str:
-    """Write an SVG as an image that carries it.
-
-    JupyterLab takes ``<svg>`` elements out of the HTML of a notebook that is not trusted, and leaves the words in them
-    as a line of digits; so do GitHub and others. They keep images.
-    """
+    """Write an SVG as an image that carries it."""
+    # JupyterLab takes ``<svg>`` elements out of the HTML of a notebook that is not trusted, and leaves the words in
+    # them as a line of digits; so do GitHub and others. They keep images.
     carried = base64.b64encode(svg.encode()).decode()
     return (
         f'<img alt="{escape(said)}" src="data:image/svg+xml;base64,{carried}" '

@@ -58,10 +58,8 @@ def messages_page(messages: Messages) -> Page:
     blocks: list[Block] = [Note(summary(messages), Mark.PLAIN if len(messages) else Mark.QUIET)]
     blocks += [run_fold(messages.of(run=run or 0), run) for run in runs[:RUNS_SHOWN]]
     if len(runs) > RUNS_SHOWN:
-        hidden = units.count(len(runs) - RUNS_SHOWN)
-        blocks.append(
-            Note(f"{hidden} earlier runs: lab.messages.of(run=...) has their messages.", Mark.QUIET)
-        )
+        hidden = units.many(len(runs) - RUNS_SHOWN, "earlier run")
+        blocks.append(Note(f"{hidden}: lab.messages.of(run=...) has the messages.", Mark.QUIET))
     if messages.forgotten:
         dropped = units.count(messages.forgotten)
         blocks.append(Note(f"{dropped} earlier messages were dropped: a lab keeps the latest.", Mark.WARN))
@@ -102,10 +100,8 @@ def run_title(run: int | None) -> str:
 
 
 def run_fold(messages: Messages, run: int | None, first: int = 0, limit: int = MESSAGES_SHOWN) -> Folded:
-    """Fold messages of one run, or those outside runs if `run` is None, under their count.
-
-    It shows `limit` kinds of messages, from position `first` on.
-    """
+    """Fold messages of one run, or those outside runs if `run` is None, under their count."""
+    # It shows `limit` kinds of messages, from position `first` on.
     kinds = messages.kinds
     shown = kinds[first : first + limit]
     left_out = ""
@@ -303,26 +299,26 @@ _NAMES_SHOWN: Final = 4
 
 
 def pending_note(pending: Rebuild) -> Note | None:
-    """Say why the next step rebuilds something, and what that took last time; None if there is nothing to say.
-
-    What is rebuilt stands in the line of the status, above.
-    """
+    """Say why the next step rebuilds something, and what that took last time; None if there is nothing to say."""
+    # What is rebuilt stands in the line of the status, above.
     if pending.is_first or pending.stage not in STAGE_NAMES:
         return None
     shown = ", ".join(pending.changed[:_NAMES_SHOWN])
     more = len(pending.changed) - _NAMES_SHOWN
     names = f"{shown} and {more} more" if more > 0 else shown
-    sentences = [f"Changed since the last build: {names}."] if names else []
-    if pending.last_ms is not None:
-        sentences.append(f"Such a rebuild took {_measured(pending)}.")
-    return Note(" ".join(sentences), Mark.WARN) if sentences else None
+    took = "" if pending.last_ms is None else f"; that took {_measured(pending)}"
+    if not names:
+        again = STAGE_NAMES[pending.stage]
+        return Note(
+            f"Other switches ran in between: the next step makes the {again} again{took}.", Mark.QUIET
+        )
+    took = "" if pending.last_ms is None else f" Such a rebuild took {_measured(pending)}."
+    return Note(f"Changed since the last build: {names}.{took}", Mark.WARN)
 
 
 def switch_words(rebuild: Rebuild, pending: Rebuild) -> str:
-    """Say what it takes to change one switch now; "" where it takes nothing beyond what is to be built anyway.
-
-    `rebuild` is what a step would rebuild with the switch changed, `pending` what the next step rebuilds as it is.
-    """
+    """Say what it takes to change one switch now; "" where it takes nothing beyond what is to be built anyway."""
+    # `rebuild` is what a step would rebuild with the switch changed, `pending` what the next step rebuilds as it is.
     if rebuild.is_first:
         return ""
     if rebuild.stage in STAGE_NAMES:
@@ -330,7 +326,7 @@ def switch_words(rebuild: Rebuild, pending: Rebuild) -> str:
             return ""
         took = "" if rebuild.last_ms is None else f", {_measured(rebuild)}"
         return f"rebuilds the {STAGE_NAMES[rebuild.stage]}{took}"
-    if pending.stage in STAGE_NAMES:
+    if pending.stage in STAGE_NAMES and pending.changed:
         return "no rebuild if changed back"
     return "no rebuild, from the next step on" if rebuild.stage else "no rebuild"
 

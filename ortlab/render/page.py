@@ -111,10 +111,8 @@ class Page:
     blocks: tuple[Block, ...]
 
     def __post_init__(self) -> None:
-        """Refuse what is no block here, where the traceback names the culprit.
-
-        mypy finds most of them; in `*((one,) if there else ())` it takes `one` for anything, so write lists there.
-        """
+        """Refuse what is no block here, where the traceback names the culprit."""
+        # mypy finds most of them; in `*((one,) if there else ())` it takes `one` for anything, so write lists there.
         held: tuple[object, ...] = self.blocks
         for block in held:
             if not isinstance(block, Block):

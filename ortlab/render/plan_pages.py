@@ -361,7 +361,7 @@ def saved_plans_page(saved: SavedPlans) -> Page:
         blocks.append(Note("It names no plan.", Mark.QUIET))
     blocks += _notes(saved)
     if saved.log is not None:
-        blocks.append(Folded("Its tables, written again", saved.tables(), repeats=True))
+        blocks.append(Folded("Its tables, as they stand in it", saved.tables(), repeats=True))
     return Page(title, tuple(blocks))
 
 

@@ -12,7 +12,7 @@ from xml.sax.saxutils import quoteattr
 
 from ortlab import units
 from ortlab.options.configuration import engine_kind
-from ortlab.records.runs import EXECUTED_BY_FALLBACK, Run, Step
+from ortlab.records.runs import EXECUTED_BY_FALLBACK, Run, Step, step_parts
 from ortlab.render.execution_words import ENGINE_NAMES, title
 from ortlab.render.page import Drawing
 
@@ -112,10 +112,8 @@ def inline(figure: Figure, description: str) -> str:
 
 
 def _compact(body: str) -> str:
-    """Remove from an SVG what nobody sees: a notebook is saved with its figures.
-
-    Coordinates keep tenths of a point, and only elements that others refer to keep their name.
-    """
+    """Remove from an SVG what nobody sees: a notebook is saved with its figures."""
+    # Coordinates keep tenths of a point, and only elements that others refer to keep their name.
     body = _BETWEEN.sub("", body)
     used = set(_REFERENCE.findall(body))
 
@@ -171,7 +169,7 @@ def _draw_losses(axes: Axes, runs: list[Run]) -> None:
 def _draw_times(axes: Axes, runs: list[Run]) -> None:
     rows = [_label(run) for run in runs]
     left = [0.0] * len(runs)
-    parts = [step_parts(run) for run in runs]
+    parts = [step_parts(run.warm_steps, run.step_ms) for run in runs]
     for name, colour in zip(_PARTS, COLOURS, strict=False):
         widths = [of_run[name] for of_run in parts]
         axes.barh(rows, widths, left=left, label=name, color=colour, height=0.6)
@@ -277,20 +275,3 @@ def _mark_fallbacks(axes: Axes, runs: list[Run]) -> None:
 def say(axes: Any, sentence: str) -> None:
     """Write a sentence where a figure has nothing to draw."""
     axes.text(0.5, 0.5, sentence, transform=axes.transAxes, ha="center", va="center", color=INK, fontsize=9)
-
-
-def step_parts(run: Run) -> dict[str, float]:
-    """Return the ms that each part takes of the median step; they add up to it.
-
-    Medians of the parts would not: a slow forward and a slow backward need not be in the same step. So each part has
-    its share of all warm steps together.
-    """
-    steps = run.warm_steps
-    whole = sum(step.total_ms for step in steps) or 1.0
-    spent = {
-        "forward": sum(step.forward_ms for step in steps),
-        "backward": sum(step.backward_ms for step in steps),
-        "optimizer": sum(step.optimizer_ms for step in steps),
-        "everything else": sum(step.other_ms for step in steps),
-    }
-    return {name: run.step_ms * ms / whole for name, ms in spent.items()}

@@ -49,7 +49,7 @@ def trace_page(trace: Trace) -> Page:
         for one in table.head(OPERATORS_SHOWN).to_dict("records")
     )
     more = len(table) - len(rows)
-    left_out = f"{units.count(more)} more rows: trace.table() has them." if more else ""
+    left_out = f"{units.many(more, 'more row')}: trace.table() has them." if more else ""
     again = f", {units.duration(trace.recomputed_ms)} of it a second time" if trace.recomputed_ms else ""
     found = lifetimes(trace)
     at = trace.nodes[found.peak_at]
@@ -123,7 +123,7 @@ def _modules(trace: Trace) -> list[Block]:
             "Beside PyTorch, module by module: what ONNX Runtime loses most on comes first",
             columns,
             rows,
-            left_out=f"{units.count(more)} more rows: trace.by_module() has them." if more else "",
+            left_out=f"{units.many(more, 'more row')}: trace.by_module() has them." if more else "",
         ),
         Note(words, Mark.QUIET),
     ]

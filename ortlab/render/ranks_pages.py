@@ -11,6 +11,7 @@ from ortlab.records.runs import EXECUTED_BY_FALLBACK
 from ortlab.render.execution_words import engine_words
 from ortlab.render.page import Block, Cell, Column, Mark, Note, Page, Table, row
 from ortlab.render.plots import COLOURS, INK, MIB, drawing, dress, key, new_figure, say
+from ortlab.render.run_pages import TIMES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,7 +24,7 @@ RANK_COLUMNS = (
     Column("rank", meaning="number of the process, from 0 on"),
     Column("executed by"),
     Column("steps", numeric=True),
-    Column("step", numeric=True, meaning="measured: median wall time of a warm step, start-up left out"),
+    TIMES[0],
     Column(
         "computing",
         numeric=True,

@@ -7,13 +7,12 @@ import statistics
 
 from ortlab import units
 from ortlab.options.options import Options
-from ortlab.records.runs import EXECUTED_BY_PARTS, Initialization, Ledger, Run, median_parts
+from ortlab.records.runs import EXECUTED_BY_PARTS, Initialization, Ledger, Run, part_columns, step_parts
 from ortlab.records.verdicts import cautions, fallen_share
 from ortlab.render.density_page import density_table
 from ortlab.render.execution_words import coverage_blocks, engine_words, extent, name_cell, title
 from ortlab.render.memory_pages import phases_table
 from ortlab.render.page import Block, Cell, Column, Folded, Mark, Note, Page, Table, row
-from ortlab.render.plots import step_parts
 
 ROWS_SHOWN = 50
 """Runs that the ledger's page shows: the latest ones."""
@@ -88,7 +87,7 @@ def ledger_page(ledger: Ledger, rows_shown: int = ROWS_SHOWN) -> Page:
     runs = [run for group in shown for run in group]
     hidden = len(ledger) - len(runs)
     rows = tuple(_swept(group) if group[0].sweep else listed(group[0]) for group in shown)
-    left_out = f"{units.count(hidden)} earlier runs: lab.runs.table() has them." if hidden else ""
+    left_out = f"{units.many(hidden, 'earlier run')}: lab.runs.table() has all runs." if hidden else ""
     sweeps = dict.fromkeys(group[0].sweep for group in shown if group[0].sweep)
     marked = [
         Note(f"Sweep {number}: lab.sweeps[{number - 1}] shows its points.", Mark.QUIET) for number in sweeps
@@ -104,7 +103,7 @@ def _groups(ledger: Ledger) -> list[list[Run]]:
 
 def listed(run: Run) -> tuple[Cell, ...]:
     """Say in one line what a run has measured, in the columns of `LISTED`."""
-    whole, *parts = _medians(run)
+    whole, *parts = _listed_times(run)
     return row(
         name_cell(run),
         units.count(len(run.steps)),
@@ -152,9 +151,20 @@ def _executed(run: Run) -> Note:
 def _fallbacks(runs: list[Run]) -> list[Block]:
     """Give, in red, the reason of every fallback among `runs`, and then what else is to be known of each run."""
     fallen: list[Block] = [Note(f"#{run.number} {_fallback(run)}", Mark.BAD) for run in runs if run.fell_back]
-    return fallen + [
-        Note(f"#{run.number}: {note.text}", note.mark) for run in runs for note in _cautions(run)
-    ]
+    told: dict[Note, list[int]] = {}
+    for run in runs:
+        for note in _cautions(run):
+            told.setdefault(note, []).append(run.number)
+    return fallen + [Note(f"{_numbers(numbers)}: {note.text}", note.mark) for note, numbers in told.items()]
+
+
+def _numbers(of: list[int]) -> str:
+    """Name runs by their numbers: "#1", "#1, #2", "#1 to #26", or the first and how many more."""
+    if len(of) <= 2:  # noqa: PLR2004 - two are named
+        return ", ".join(f"#{number}" for number in of)
+    if of == list(range(of[0], of[-1] + 1)):
+        return f"#{of[0]} to #{of[-1]}"
+    return f"#{of[0]} and {units.many(len(of) - 1, 'other run')}"
 
 
 def _fallback(run: Run) -> str:
@@ -171,7 +181,7 @@ def _times(run: Run) -> Table:
     rows = [row("step", units.duration(whole), units.percent(1.0))]
     rows += [
         row(name, units.duration(ms), units.percent(ms / whole if whole else None))
-        for name, ms in step_parts(run).items()
+        for name, ms in step_parts(run.warm_steps, whole).items()
     ]
     columns = (Column("part"), Column("time", numeric=True), Column("share", numeric=True))
     warm = units.count(len(run.warm_steps))
@@ -199,8 +209,7 @@ def _initialization(initialization: Initialization) -> Table:
 def _memory_row(run: Run) -> tuple[Cell, ...]:
     if run.step_memory_bytes is None:
         return row("step memory", units.MISSING, run.no_step_memory or "it was not measured")
-    source = "measured: how far a step rises above its start"
-    return row("step memory", units.size(run.step_memory_bytes), source)
+    return row("step memory", units.size(run.step_memory_bytes), STEP_MEMORY.meaning)
 
 
 def _machine_rows(run: Run) -> list[tuple[Cell, ...]]:
@@ -232,8 +241,8 @@ def _changed(run: Run) -> str:
     return ", ".join(f"{name}={getattr(run.options, name)}" for name in names) or "none, all defaults"
 
 
-def _medians(run: Run) -> list[str]:
-    return [units.duration(ms) for ms in (run.step_ms, *median_parts(run.warm_steps).values())]
+def _listed_times(run: Run) -> list[str]:
+    return [units.duration(ms) for ms in (run.step_ms, *part_columns(run.warm_steps, run.step_ms).values())]
 
 
 def sources(runs: list[Run]) -> Note:

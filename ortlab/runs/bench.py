@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet, ref
 
 from ortlab.engine.baselines import Baseline, baseline
+from ortlab.engine.build_log import step_messages
 from ortlab.engine.installation import have as installed_needs
-from ortlab.engine.logs.build_log import step_messages
-from ortlab.engine.logs.runtime_log import crashed_processes
 from ortlab.engine.ort import OrtEngine
+from ortlab.engine.runtime_log import crashed_processes
 from ortlab.errors import OptionError, StepError, WrapError
 from ortlab.memory.recompute import KnownCosts
 from ortlab.options.configuration import Configuration, check_engine, engine_kind
@@ -79,10 +79,12 @@ def _check_options(module: torch.nn.Module, options: Options, have: Collection[N
 
 
 class Bench:
-    """One wrapped model, and all that is needed to run its steps; `Lab` is what a user holds of it.
+    """One wrapped model, and all that is needed to run its steps; `Lab` is what a user holds of it."""
 
-    What a lab can do is a function of a bench. It calls `check_usable` first, and does its work inside `as_before`.
-    """
+    # What a lab can do is a function of a bench. It calls `check_usable` first, and does its work inside `as_before`.
+
+    # Whether all was built for the present switches, until a call ran others: what it put aside is made again.
+    unchanged = False
 
     def __init__(
         self,
@@ -156,14 +158,11 @@ class Bench:
         return Configuration(self.engine.name, self.options)
 
     @protected
-    def configure(self, configuration: Configuration) -> None:
-        """Take over an engine and switches as a whole.
-
-        Raises OptionError where the model has no layers to checkpoint, or not what `recompute` names; nothing is
-        changed then.
-        """
+    def configure(self, configuration: Configuration, *, unchanged: bool = False) -> None:
+        """Take over an engine and switches as a whole; `unchanged` is what `Bench.unchanged` is then."""
         self.check_usable("change options")
         _check_options(self.module, configuration.options, self.have)
+        self.unchanged = unchanged
         self.engine = self.choose(configuration.engine)
         self.options = self.ort.options = configuration.options
         self.notify("options")
@@ -184,10 +183,7 @@ class Bench:
         return chosen
 
     def engines(self, part: str | None) -> dict[str, OrtEngine]:
-        """Return what builds graphs, by path of the part; the path is empty where the whole model is wrapped.
-
-        Raises OptionError where no part has that path.
-        """
+        """Return what builds graphs, by path of the part; the path is empty where the whole model is wrapped."""
         whole = {} if isinstance(self.ort, PartsEngine) else {"": self.ort}
         parts = self.ort.engines if isinstance(self.ort, PartsEngine) else {}
         if part is None:
@@ -210,13 +206,11 @@ class Bench:
         memory: bool | Run | None = None,
         before: Snapshot | None = None,
     ) -> Run:
-        """Run an experiment and keep the run.
-
-        If a step fails or Ctrl-C stops it, `before` is put back, or without it the start of the experiment. With
-        `before`, the run begins by putting that start back. `sweep` is the number of a sweep, 0 for none. `memory` says
-        whether to measure the step memory (None: unless the step draws from an iterator), or is a run of the same
-        configuration that has it.
-        """
+        """Run an experiment and keep the run."""
+        # If a step fails or Ctrl-C stops it, `before` is put back, or without it the start of the experiment. With
+        # `before`, the run begins by putting that start back. `sweep` is the number of a sweep, 0 for none. `memory`
+        # says whether to measure the step memory (None: unless the step draws from an iterator), or is a run of the
+        # same configuration that has it.
         self.recording = recording = self.recorder(experiment)
         number = self.runs.next_number
         try:
@@ -229,23 +223,24 @@ class Bench:
                 if recording.interrupt is not None:
                     drop()
         except BaseException as error:
+            self.recording = None
             (before or experiment.start).put_back()
             if isinstance(error, KeyboardInterrupt):
                 say(error, NOT_BEGUN)
             raise
-        finally:
-            self.recording = None
-        run = replace(run, sweep=sweep)
-        self.experiment = experiment
-        if recording.interrupt is not None:
-            (before or experiment.start).put_back()
-            self.keep(replace(run, no_step_memory="Ctrl-C stopped the run."))
-            raise say(recording.interrupt, _stopped(run))
         try:
+            self.recording, self.experiment, run = None, experiment, replace(run, sweep=sweep)
+            if recording.interrupt is not None:
+                raise recording.interrupt
             run = with_step_memory(self, run, experiment, memory)
         except KeyboardInterrupt as interrupt:
-            run = replace(run, no_step_memory="You interrupted its measurement.")
-            say(interrupt, f"Stopped the measurement of step memory; all steps are kept as run {number}.")
+            if recording.interrupt is not None:
+                (before or experiment.start).put_back()
+                run = replace(run, no_step_memory="Ctrl-C stopped the run.")
+                say(interrupt, _stopped(run))
+            else:
+                run = replace(run, no_step_memory="You interrupted its measurement.")
+                say(interrupt, f"Stopped the measurement of step memory; all steps are kept as run {number}.")
             raise
         finally:  # the steps have been made, whatever becomes of the measurement
             self.keep(run)
@@ -273,11 +268,10 @@ class Bench:
 
     @contextmanager
     def as_before(self, experiment: Experiment, now: Snapshot | None = None) -> Iterator[Snapshot]:
-        """Let the block run an experiment, and leave the bench as it is now, however the block ends.
-
-        Puts back what `set_as_before` does, and weights, buffers, gradients, random state, and the optimizers that the
-        experiment names. The snapshot is yielded, so that more can be included; `now` is one that there is already.
-        """
+        """Let the block run an experiment, and leave the bench as it is now, however the block ends."""
+        # Puts back what `set_as_before` does, and weights, buffers, gradients, random state, and the optimizers that
+        # the experiment names. The snapshot is yielded, so that more can be included; `now` is one that there is
+        # already.
         before = Snapshot(self.module, experiment.start.stateful) if now is None else now
         # A second Ctrl-C that comes before the start is put back, means the first.
         with interrupts_kept(errors=False), self.set_as_before():
@@ -289,16 +283,25 @@ class Bench:
     @contextmanager
     def set_as_before(self) -> Iterator[None]:
         """Put back engine, switches, last step and who executed it, however the block ends."""
-        configuration, last, executed_by = self.configuration, self.experiment, self.executed_by
-        recording = self.recording
+        recording, last, executed_by = self.recording, self.experiment, self.executed_by
+        with self.configured_as_before():
+            try:
+                yield
+            finally:
+                self.recording, self.experiment, self.executed_by = recording, last, executed_by
+
+    @contextmanager
+    def configured_as_before(self) -> Iterator[None]:
+        """Put back engine and switches, however the block ends."""
+        configuration, unchanged = self.configuration, self.unchanged or not self.engine.pending_stage()
         try:
             yield
         finally:
-            self.recording, self.experiment, self.executed_by = recording, last, executed_by
             if self.configuration != configuration:
-                self.configure(configuration)
+                self.configure(configuration, unchanged=unchanged)
             elif isinstance(self.ort, PartsEngine):
                 self.choose(configuration.engine)  # parts may have been given back, and not been taken again
+            self.unchanged = unchanged
             self.notify("status")
 
     def last_experiment(self) -> Experiment:
@@ -334,10 +337,12 @@ class Bench:
             state = "unwrapped"
         elif engine.fallback_reason:
             state = "fallback"
-        elif not pending:
+        elif not pending or self.unchanged:
             state = "ready"
         else:
-            ran = self.executed_by in (engine.name, EXECUTED_BY_PARTS)
+            # What ran last may be another engine's, of a rerun, while a build of this one is there.
+            built = getattr(engine, "built_options", None) is not None
+            ran = built or self.executed_by in (engine.name, EXECUTED_BY_PARTS)
             state = "rebuild pending" if ran else "not built"
         reason = engine.fallback_reason or getattr(engine, "rebuild_reason", "")
         coverage = engine.coverage if self.wrapped else Coverage()
@@ -398,10 +403,8 @@ class Bench:
 def _options_of_environment(
     changes: Mapping[str, object], have: frozenset[Need]
 ) -> tuple[Options, tuple[str, ...], tuple[str, ...]]:
-    """Read the switches that environment variables set, what the user is told of them, and which can do nothing here.
-
-    A variable of a GPU's job stays set where the same script runs on a CPU: it is passed over, and that is said.
-    """
+    """Read the switches that environment variables set, what the user is told of them, and which do nothing here."""
+    # A variable of a GPU's job stays set where the same script runs on a CPU: it is passed over, and that is said.
     options, notes = Options.from_environment(os.environ)
     if options.export_cache_dir and "export_cache_dir" not in changes:
         options, note = with_usable_export_folder(options)

@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 from torch.utils._pytree import tree_leaves
 
+from ortlab import units
 from ortlab.engine.random_state import RandomState
 from ortlab.errors import StepError
 from ortlab.runs.interrupts import protected, undisturbed
@@ -41,20 +42,14 @@ class Experiment:
         watch: Iterable[object],
         source: str,
     ) -> Experiment:
-        """Make an experiment that starts where everything stands now.
-
-        Raises StepError where the step cannot be called, or the count is no whole number from 1 on.
-        """
+        """Make an experiment that starts where everything stands now."""
         if not callable(step):
             raise StepError(
                 f"A step must be something to call, not a {type(step).__name__}.",
                 fix="Pass a function: lab.step(lambda: train(batch), n=20).",
             )
         check_count(count)
-        python = PythonState(step, module, is_stateful)
-        stateful = [thing for thing in (*watch, *mentioned(step), *python.found) if is_stateful(thing)]
-        stateful.append(python)  # last: it refers to what the others hold
-        return cls(step, count, Snapshot(module, stateful), source)
+        return cls(step, count, start_of(step, module, watch), source)
 
     def times(self, count: int | None) -> Experiment:
         """Return the same experiment with another number of steps, which `check_count` checks; None leaves it."""
@@ -66,7 +61,7 @@ class Experiment:
 
 def check_count(count: object) -> None:
     """Raise StepError for a number of steps that is no whole number from 1 on."""
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+    if not units.is_whole(count, 1):
         raise StepError(f"The number of steps must be a whole number from 1 on, not {count!r}.")
 
 
@@ -125,11 +120,10 @@ class _Module:
 
 
 class _Optimizer:
-    """The groups of an optimizer of torch and their parameters.
+    """The groups of an optimizer of torch and their parameters."""
 
-    Its own ``load_state_dict`` casts states to the dtype of their parameter, which loses digits of what an optimizer
-    keeps in float32 for a parameter of bfloat16, and refuses other groups than there are.
-    """
+    # Its own ``load_state_dict`` casts states to the dtype of their parameter, which loses digits of what an optimizer
+    # keeps in float32 for a parameter of bfloat16, and refuses other groups than there are.
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -157,21 +151,33 @@ class _Optimizer:
             self._optimizer.state[numbered.get(key, key)] = held
 
 
-class Snapshot:
-    """Everything that decides how the next steps go, as far as Python can reach it.
+class _Scaler:
+    """What a gradient scaler knows of its optimizers between its updates, which its ``state_dict`` leaves out."""
 
-    What cannot be put back is an iterator that a step draws its batches from: it goes on where it stands, and the
-    runs' data digests then differ; `unkept` says what else. Besides the module's parameters, gradients, buffers and
-    training flags, the states of the objects in `stateful` are kept: optimizers, schedulers, gradient scalers, other
-    modules, and what the step has in Python.
-    """
+    def __init__(self, scaler: Any) -> None:
+        self._scaler = scaler
+        self._known = copy.deepcopy(vars(scaler).get("_per_optimizer_states"))  # one that is off has none
+
+    def put_back(self) -> None:
+        """Let optimizers be unscaled again that were not when it was read."""
+        if self._known is not None:
+            self._scaler._per_optimizer_states = copy.deepcopy(self._known)  # noqa: SLF001 - nothing else does it
+
+
+class Snapshot:
+    """Everything that decides how the next steps go, as far as Python can reach it."""
+
+    # What cannot be put back is an iterator that a step draws its batches from: it goes on where it stands, and the
+    # runs' data digests then differ; `unkept` says what else. Besides the module's parameters, gradients, buffers and
+    # training flags, the states of the objects in `stateful` are kept: optimizers, schedulers, gradient scalers, other
+    # modules, and what the step has in Python.
 
     def __init__(self, module: torch.nn.Module, stateful: Iterable[Any] = ()) -> None:
         self._module = module
         self._whole = _Module(module)
         self._tensors = self._whole.tensors
         self._states: dict[int, tuple[Any, Any]] = {}
-        self._inside: dict[int, _Module | _Optimizer] = {}
+        self._inside: dict[int, _Module | _Optimizer | _Scaler] = {}
         self._random = RandomState.read()
         for thing in stateful:
             self.include(thing)
@@ -198,6 +204,8 @@ class Snapshot:
             self._inside[id(thing)] = _Module(thing)
         elif _Optimizer.suits(thing):
             self._inside[id(thing)] = _Optimizer(thing)
+        elif isinstance(thing, torch.amp.GradScaler):
+            self._inside[id(thing)] = _Scaler(thing)
 
     @property
     def stateful(self) -> list[Any]:
@@ -206,11 +214,9 @@ class Snapshot:
 
     @protected
     def put_back(self) -> None:
-        """Make everything what it was, in place: parameters and optimizers stay the objects they are.
-
-        Ctrl-C is raised afterwards: half of the weights would be those of another step. Where one object refuses its
-        state, all others get theirs, and the error says which did not.
-        """
+        """Make everything what it was, in place: parameters and optimizers stay the objects they are."""
+        # Ctrl-C is raised afterwards: half of the weights would be those of another step. Where one object refuses its
+        # state, all others get theirs, and the error says which did not.
         refused: list[str] = []
         with undisturbed():
             self._whole.put_back()
@@ -333,11 +339,18 @@ _NAMED: Final = 3
 """Parameters that an error names."""
 
 
-def check_weights(module: torch.nn.Module) -> None:
-    """Raise StepError for weights that are nan, infinite or without values: every later step would give nan.
+def not_called(why: str) -> StepError:
+    """Make the error of a step that did not call the model."""
+    return StepError(
+        "The step did not call the wrapped model.",
+        why=why,
+        fix="Call the model that was wrapped in the step: loss = model(**batch).loss.",
+    )
 
-    A frozen parameter may be infinite, as a mask is.
-    """
+
+def check_weights(module: torch.nn.Module) -> None:
+    """Raise StepError for weights that are nan, infinite or without values: every later step would give nan."""
+    # A frozen parameter may be infinite, as a mask is.
     kind = type(module).__name__
     for name, parameter in module.named_parameters():
         if parameter.is_meta:
@@ -369,6 +382,14 @@ def _fault(parameter: torch.Tensor) -> str:
     return f"infinite in {infinite:,} of {values.numel():,} values" if infinite else ""
 
 
+def start_of(step: Callable[..., object], module: torch.nn.Module, watch: Iterable[object] = ()) -> Snapshot:
+    """Return where everything stands now that a step of a module reaches, and what else is to be watched."""
+    python = PythonState(step, module, is_stateful)
+    stateful = [thing for thing in (*watch, *mentioned(step), *python.found) if is_stateful(thing)]
+    stateful.append(python)  # last: it refers to what the others hold
+    return Snapshot(module, stateful)
+
+
 # ---- what a step names ----------------------------------------------------------------------------------------------
 
 
@@ -389,10 +410,8 @@ _DEEPEST: Final = 3
 
 
 def iterator_of(step: Callable[..., object]) -> object | None:
-    """Return an iterator that a step, or a function that it names, draws from; None if none is found.
-
-    What is drawn from an iterator is gone, so steps that ortlab runs for its own sake must not draw.
-    """
+    """Return an iterator that a step, or a function that it names, draws from; None if none is found."""
+    # What is drawn from an iterator is gone, so steps that ortlab runs for its own sake must not draw.
     return next((one for one in named_by(step) if hasattr(type(one), "__next__")), None)
 
 

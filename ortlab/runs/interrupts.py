@@ -29,17 +29,16 @@ _raised_at = -_TWICE_SECONDS
 
 @contextmanager
 def interrupts_kept(*, errors: bool = True) -> Iterator[Callable[[], None]]:
-    """Raise an interrupt that got lost, and yield the function that does so.
-
-    Python raises `KeyboardInterrupt` wherever the main thread is. In a finaliser, in a callback from C++ that frees a
-    tensor, and in imports under a bare ``except`` of another library nobody passes it on, and the program runs on; in a
-    callback whose result C++ code needs, another error follows. So the handler of the signal is wrapped: it writes the
-    interrupt down before it raises it, and whoever runs many steps calls the yielded function before each. An error
-    that leaves this context while an interrupt is written down is its consequence, and leaves as that interrupt, unless
-    `errors` is False because somebody inside answers interrupts. An interrupt that leaves this context has been heard,
-    and is forgotten. A second Ctrl-C while the first is on its way out is the same one. One that comes while something
-    is put back (`protected`) is raised after that, and one that nobody has heard at the latest where this context ends.
-    """
+    """Raise an interrupt that got lost, and yield the function that does so."""
+    # Python raises `KeyboardInterrupt` wherever the main thread is. In a finaliser, in a callback from C++ that frees a
+    # tensor, and in imports under a bare ``except`` of another library nobody passes it on, and the program runs on; in
+    # a callback whose result C++ code needs, another error follows. So the handler of the signal is wrapped: it writes
+    # the interrupt down before it raises it, and whoever runs many steps calls the yielded function before each. An
+    # error that leaves this context while an interrupt is written down is its consequence, and leaves as that
+    # interrupt, unless `errors` is False because somebody inside answers interrupts. An interrupt that leaves this
+    # context has been heard, and is forgotten. A second Ctrl-C while the first is on its way out is the same one. One
+    # that comes while something is put back (`protected`) is raised after that, and one that nobody has heard at the
+    # latest where this context ends.
     global _pending, _raised_at  # noqa: PLW0603 - signals are the process's
     hook, handler = sys.unraisablehook, signal.getsignal(signal.SIGINT)
     # Python lets only the main thread set handlers, and only it is interrupted.
@@ -98,11 +97,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def protected(function: Function) -> Function:
-    """Let Ctrl-C that comes in this function, or what it calls, wait until it has come to its end.
-
-    For what puts something back: half of it would be neither the one state nor the other. It holds inside
-    `interrupts_kept`, which raises the interrupt later.
-    """
+    """Let Ctrl-C that comes in this function, or what it calls, wait until it has come to its end."""
+    # For what puts something back: half of it would be neither the one state nor the other. It holds inside
+    # `interrupts_kept`, which raises the interrupt later.
     _protected.add(inspect.unwrap(function).__code__)
     return function
 
@@ -153,10 +150,8 @@ def _raise_lost(words: str = "") -> None:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Hold Ctrl-C back until the block ends, such as one that puts weights back, and raise it then.
-
-    Where the block is itself an answer to Ctrl-C, another one means the same and is dropped.
-    """
+    """Hold Ctrl-C back until the block ends, such as one that puts weights back, and raise it then."""
+    # Where the block is itself an answer to Ctrl-C, another one means the same and is dropped.
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield

@@ -297,10 +297,8 @@ class TokenLoss(torch.nn.Module):
 
 
 def _classes(logits: torch.Tensor) -> int:
-    """Return the number of classes as a constant of a trace: the weights of the head have that size.
-
-    ORT moves its gather ahead of a Reshape only if the shape is constant (upstream_reshape.cc).
-    """
+    """Return the number of classes as a constant of a trace: the weights of the head have that size."""
+    # ORT moves its gather ahead of a Reshape only if the shape is constant (upstream_reshape.cc).
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TracerWarning)
         return int(logits.shape[-1])

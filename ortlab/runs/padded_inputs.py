@@ -40,10 +40,9 @@ class PaddedInput:
 
 
 class DensityProbe:
-    """Counts the inputs of each step, which it finds by running the model once, without gradients, when they are new.
+    """Counts the inputs of each step, which it finds by one run of the model, without gradients, when they are new."""
 
-    The search puts the model's buffers and the random state back.
-    """
+    # The search puts the model's buffers and the random state back.
 
     def __init__(self, module: torch.nn.Module, original_forward: Callable[..., Any]) -> None:
         self._module = module

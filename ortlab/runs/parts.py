@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 
-from ortlab.engine.building import BuildingEngine
+from ortlab.engine.inspection.build import BuildingEngine
 from ortlab.engine.ort import OrtEngine
 from ortlab.errors import OrtlabError, WrapError
 from ortlab.records.messages import MessageLog
@@ -66,11 +66,15 @@ def find_parts(model: torch.nn.Module, only: Wishes) -> dict[str, torch.nn.Modul
 
 def _listed(only: object) -> list[object]:
     if not isinstance(only, Iterable):
-        raise WrapError(
-            f"`only` takes paths of sub-modules, not a {type(only).__name__}.",
-            fix='Write for example ortlab.wrap(model, only=["encoder", "decoder.layers.3"]).',
-        )
+        raise _no_paths(only)
     return list(only)
+
+
+def _no_paths(given: object) -> WrapError:
+    return WrapError(
+        f"`only` takes paths of sub-modules, not a {type(given).__name__}.",
+        fix='Write for example ortlab.wrap(model, only=["encoder", "decoder.layers.3"]).',
+    )
 
 
 def _paths(model: torch.nn.Module, wish: object, known: dict[str, torch.nn.Module]) -> Iterator[str]:
@@ -88,10 +92,7 @@ def _paths(model: torch.nn.Module, wish: object, known: dict[str, torch.nn.Modul
         if not matching:
             raise _unknown(model, wish, known)
     else:
-        raise WrapError(
-            f"`only` takes paths of sub-modules, not a {type(wish).__name__}.",
-            fix='Write for example ortlab.wrap(model, only=["encoder", "decoder.layers.3"]).',
-        )
+        raise _no_paths(wish)
     for path in matching:
         if known[path] is model:
             raise WrapError(
@@ -201,11 +202,10 @@ class _Wrapped:
 
 
 class PartsEngine:
-    """Run the model's own forward in PyTorch, and some of its sub-modules on ONNX Runtime.
+    """Run the model's own forward in PyTorch, and some of its sub-modules on ONNX Runtime."""
 
-    Each part has an `OrtEngine`, with its own exports, graphs and sessions; the switches are the same for all.
-    No part lies inside another. Gradients flow through a part as through any autograd function.
-    """
+    # Each part has an `OrtEngine`, with its own exports, graphs and sessions; the switches are the same for all. No
+    # part lies inside another. Gradients flow through a part as through any autograd function.
 
     name = "ort"
 
@@ -260,11 +260,7 @@ class PartsEngine:
             part.takeover.release()
 
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run the model's forward, with its parts on ONNX Runtime.
-
-        Raises BuildError where export, graph or session of a part fails, and ExecutionError where ONNX Runtime fails
-        while it runs a part; both name the part.
-        """
+        """Run the model's forward, with its parts on ONNX Runtime."""
         for part in self._parts.values():
             part.last = _Tally()
         outputs = self._original_forward(*args, **kwargs)
@@ -410,10 +406,8 @@ class PartsEngine:
         return "" if stage == "step" else stage
 
     def stage_of(self, options: Options) -> str:
-        """Return what these options redo first in any part; see `OrtEngine.stage_of`.
-
-        A part that has not been called does not count once another one has been: nothing says that it ever will be.
-        """
+        """Return what these options redo first in any part; see `OrtEngine.stage_of`."""
+        # A part that has not been called does not count once another one has been: nothing says that it ever will be.
         return min((one.stage_of(options) for one in self._built), key=_EARLIEST_FIRST.index)
 
     @property

@@ -36,10 +36,8 @@ from ortlab.records.runs import PeakMemory
 
 
 def resident_bytes(field: str) -> int:
-    """Read a size from Linux's `/proc/self/status`, in bytes; 0 where there is no such file or field.
-
-    "VmRSS" is the resident set now, "VmHWM" the largest since the mark was reset.
-    """
+    """Read a size from Linux's `/proc/self/status`, in bytes; 0 where there is no such file or field."""
+    # "VmRSS" is the resident set now, "VmHWM" the largest since the mark was reset.
     return _process_sizes(field)[0]
 
 
@@ -94,12 +92,11 @@ class MemoryProbe(Protocol):
 
 
 class ResidentSet:
-    """Peak resident set of this process, from Linux's `/proc`; on other systems there is none.
+    """Peak resident set of this process, from Linux's `/proc`; on other systems there is none."""
 
-    `start` collects garbage, gives freed memory back to the system and resets the kernel's high-water mark (writing 5
-    to `/proc/self/clear_refs`, see proc(5)), so that the peak belongs to what follows. It contains everything
-    that is resident: Python, libraries, weights, gradients, and memory that ORT's arena keeps for reuse.
-    """
+    # `start` collects garbage, gives freed memory back to the system and resets the kernel's high-water mark (writing 5
+    # to `/proc/self/clear_refs`, see proc(5)), so that the peak belongs to what follows. It contains everything that is
+    # resident: Python, libraries, weights, gradients, and memory that ORT's arena keeps for reuse.
 
     def __init__(self) -> None:
         self._start_bytes = 0
@@ -367,12 +364,10 @@ class Gaps:
         self._held: list[int] = []
 
     def fill(self) -> int:
-        """Occupy the gaps that there are now, and return how many bytes that took, which are not resident.
-
-        The sizes tried go down from all that is free to `LARGEST_IN_HEAP`, a quarter at a time; a size that malloc
-        answers with a new mapping fits into no gap any more. malloc's statistics walk over every gap, so they are
-        asked once: in the heap of a notebook that has run for long, each time takes a twentieth of a second.
-        """
+        """Occupy the gaps that there are now, and return how many bytes that took, which are not resident."""
+        # The sizes tried go down from all that is free to `LARGEST_IN_HEAP`, a quarter at a time; a size that malloc
+        # answers with a new mapping fits into no gap any more. malloc's statistics walk over every gap, so they are
+        # asked once: in the heap of a notebook that has run for long, each time takes a twentieth of a second.
         libc, filled = self._libc, 0
         libc.malloc_trim(0)  # the pages of the gaps go back to the system
         free = libc.mallinfo2().fordblks

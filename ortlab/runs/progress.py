@@ -25,12 +25,11 @@ Tell = Callable[[str, float], None]
 
 
 class Task:
-    """One call, or one part of a call, and how much of it is done; `Progress.task` makes it.
+    """One call, or one part of a call, and how much of it is done; `Progress.task` makes it."""
 
-    `total` and `done` count units such as steps or runs; where `total` is None, `report` gives the fraction. `evenly`
-    says that each unit takes about as long as another, so that the time left can be told. `outermost` says that the
-    task is part of no other: its first and its last step are always drawn.
-    """
+    # `total` and `done` count units such as steps or runs; where `total` is None, `report` gives the fraction. `evenly`
+    # says that each unit takes about as long as another, so that the time left can be told. `outermost` says that the
+    # task is part of no other: its first and its last step are always drawn.
 
     def __init__(
         self,
@@ -103,10 +102,9 @@ class Task:
 
 
 class Progress:
-    """The line of one lab, or of one call without a lab: tasks within a task are parts of it, and share its bar.
+    """The line of one lab, or of one call without a lab: tasks within a task are parts of it, and share its bar."""
 
-    `tell` is told of each line that is drawn, besides the cell or the terminal.
-    """
+    # `tell` is told of each line that is drawn, besides the cell or the terminal.
 
     def __init__(self, tell: Tell = lambda _words, _fraction: None) -> None:
         self._tell = tell
@@ -125,10 +123,8 @@ class Progress:
         evenly: bool = False,
         show: bool = True,
     ) -> Iterator[Task]:
-        """Open a task for a block: a bar of its own, or a part of the bar of the task around it; see `Task`.
-
-        `show` says whether the cell or the terminal shows a bar, where no task is open yet; the panel always does.
-        """
+        """Open a task for a block: a bar of its own, or a part of the bar of the task around it; see `Task`."""
+        # `show` says whether the cell or the terminal shows a bar, where no task is open yet; the panel always does.
         outermost = not self._tasks
         if outermost:
             self._view = _view() if show else None
@@ -227,11 +223,10 @@ _HTML: Final = (
 
 
 class _Cell:
-    """A bar in the output of the running cell; at the end the output is empty, and a notebook keeps no trace of it.
+    """A bar in the output of the running cell; at the end the output is empty, and a notebook keeps no trace of it."""
 
-    An output cannot be removed alone: `clear_output` would take what the user's code has printed with it. One without
-    data is neither drawn nor compared by anything.
-    """
+    # An output cannot be removed alone: `clear_output` would take what the user's code has printed with it. One without
+    # data is neither drawn nor compared by anything.
 
     def __init__(self, publish: Callable[..., None]) -> None:
         self._publish = publish

@@ -1,16 +1,18 @@
 """State of a step in Python: counters, dicts of averages, generators of random numbers, wherever the step reaches them.
 
 What has a `state_dict` of its own is kept by that (`Snapshot`); here is the rest: what closures, globals and attributes
-of the user's objects hold. Put back is what steps have changed; what the user has changed between them stays. Lists
-that are only appended to, and numbers that are only counted up, are records of what has happened and decide nothing:
-they go on.
+of the user's objects and classes hold, numbers of the model's parts, and hooks. Put back is what steps have changed;
+what the user has changed between them stays. Lists that are only appended to, and numbers that are only counted up, are
+records of what has happened and decide nothing: they go on.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import io
 import itertools
+import random
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +24,8 @@ import torch
 
 from ortlab.engine.random_state import GENERATORS, put_state, state_of
 from ortlab.engine.tracing import baked_in
-from ortlab.engine.tracing.reached import global_names, is_object, used_names, written_by_users
+from ortlab.engine.tracing.baked_in import global_names, used_names
+from ortlab.engine.tracing.reached import is_installed, is_object, written_by_users
 
 _DEEPEST: Final = 6
 _MOST: Final = 5_000
@@ -38,12 +41,20 @@ _SPARE_BYTES: Final = 2**26
 """Tensors and arrays are copied up to twice the bytes of the model and this: averages are, large data is not."""
 
 _CONTAINERS: Final = (list, dict, set, deque)
-_ENDLESS: Final = (itertools.count, itertools.cycle)
-_OF_EVERY_MODULE: Final = frozenset(vars(torch.nn.Module()))
+_OF_EVERY_MODULE: Final = baked_in.OF_EVERY_MODULE - {"_is_full_backward_hook"}
+_OF_TENSORS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_NO_STATE: Final = (io.IOBase, torch.utils.data.dataloader._BaseDataLoaderIter)  # noqa: SLF001
+"""Iterators that are no loss: a file that a step writes to, and one whose batches a run's data digest tells."""
+
+_OURS: Final = ("ortlab.", "onnxruntime.")
+"""Modules whose hooks an engine puts on and off by itself."""
 
 
 _Key: TypeAlias = tuple[int, str]
-"""The id of an owner, and the name of what it holds; "" for the content of a container, an array or a generator."""
+"""The id of an owner, and the name of what it holds; "" for the content of a container, an array or a generator, and
+`_HOOKS` for the hooks of a module, a tensor or an optimizer."""
+
+_HOOKS: Final = "hooks of"
 
 
 class _Held:
@@ -62,11 +73,10 @@ class _Held:
 
 
 class PythonState:
-    """What a step has in Python, with `state_dict` and `load_state_dict`, so that a snapshot keeps it.
+    """What a step has in Python, with `state_dict` and `load_state_dict`, so that a snapshot keeps it."""
 
-    `is_kept` says what has a state that is kept otherwise; `found` are such objects that were reached. `unkept` says
-    what cannot be put back.
-    """
+    # `is_kept` says what has a state that is kept otherwise; `found` are such objects that were reached. `unkept` says
+    # what cannot be put back.
 
     def __init__(
         self, step: Callable[..., object], module: torch.nn.Module, is_kept: Callable[[object], bool]
@@ -96,7 +106,9 @@ class PythonState:
         finally:
             after = _marks(self._walk())
             self._of_steps |= {
-                key: owner for key, (mark, owner) in after.items() if before.get(key, (None,))[0] != mark
+                key: owner
+                for key, (_, owner) in (before | after).items()
+                if before.get(key, (None,))[0] != after.get(key, (None,))[0]
             }
 
     def _walk(self) -> _Walk:
@@ -107,7 +119,8 @@ class PythonState:
         walk = self._walk()
         return {
             "names": [(_Held(table), name, _plain_or_held(value)) for table, name, value in walk.names],
-            "members": [(_Held(owner), set(table)) for owner, table in walk.owners],
+            "members": [(_Held(owner), set(table)) for owner, table in (*walk.owners, *walk.parts)],
+            "hooks": [(_Held(one), _Held(hooks)) for one in walk.hooked if (hooks := _hooks_of(one))],
             "containers": [
                 (_Held(one), [_pair_or_held(one, item) for item in _items(one)]) for one in walk.containers
             ],
@@ -119,7 +132,7 @@ class PythonState:
             "generators": [(_Held(one), state_of(one)) for one in walk.generators],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: C901 - one case each
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: C901, PLR0912 - one case each
         """Put a copy of a state back, in place."""
         for held, members in state["members"]:
             table = vars(held.thing)
@@ -128,6 +141,10 @@ class PythonState:
         for held, name, value in state["names"]:
             if (_owner_id(held.thing), name) in self._of_steps:
                 held.thing[name] = _unheld(value)
+        hooks = {id(held.thing): kept.thing for held, kept in state["hooks"]}
+        for (number, name), owner in self._of_steps.items():
+            if name == _HOOKS:
+                _put_hooks(owner, hooks.get(number, {}))
         for held, items in state["containers"]:
             if (id(held.thing), "") in self._of_steps:
                 _refill(held.thing, [_unheld(item) for item in items])
@@ -142,23 +159,29 @@ class PythonState:
                 put_state(held.thing, value)
 
 
-class _Cell:
-    """The cell of a closure as a table with one name."""
+class _Named:
+    """The cell of a closure as a table with one name, or a class as one with those of its members."""
 
-    def __init__(self, cell: types.CellType) -> None:
-        self.cell = cell
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
 
-    def __setitem__(self, _: str, value: object) -> None:
-        self.cell.cell_contents = value
+    def __setitem__(self, name: str, value: object) -> None:
+        setattr(self.owner, name if isinstance(self.owner, type) else "cell_contents", value)
 
 
 def _owner_id(table: Any) -> int:
-    return id(table.cell if isinstance(table, _Cell) else table)
+    return id(table.owner if isinstance(table, _Named) else table)
 
 
 def _marks(walk: _Walk) -> dict[_Key, tuple[object, object]]:
     """Return for each thing that may change what tells whether it has, and its owner."""
     marks: dict[_Key, tuple[object, object]] = {}
+    for _, members in walk.parts:  # a tensor that hides a parameter, as pruning puts one there
+        for name, value in members.items():
+            if isinstance(value, torch.Tensor):
+                marks[id(members), name] = (id(value), members)
+    for one in walk.hooked:
+        marks[id(one), _HOOKS] = ([*_hooks_of(one)], one)
     for table, name, value in walk.names:
         marks[_owner_id(table), name] = (_plain_or_held(value), table)
     for one in walk.containers:
@@ -198,6 +221,8 @@ class _Walk:
         self.large: list[tuple[Any, str]] = []
         self.generators: list[Any] = []
         self.endless: list[str] = []
+        self.hooked: list[Any] = []
+        self.parts: list[tuple[object, Mapping[str, Any]]] = []
         tensors = [*module.parameters(), *module.buffers()]
         self._seen.update((id(one), one) for one in tensors)
         self._room = _SPARE_BYTES + 2 * sum(one.nbytes for one in tensors)
@@ -206,10 +231,9 @@ class _Walk:
             self._look(step, "the step", 0)
         else:  # a cell of a notebook
             self._read_code(step.code, namespace, 0)  # type: ignore[attr-defined]
+        self.hooked += tensors
         for part in module.modules():
-            for name, value in vars(part).items():
-                if name not in _OF_EVERY_MODULE and type(value) in baked_in.PLAIN:
-                    self._name(vars(part), name, value, name, 0)
+            self._look_at_part(part)
 
     def _name(self, table: Any, name: str, value: Any, label: str, depth: int) -> None:
         """Look at what a name stands for, if the step reads it."""
@@ -221,7 +245,7 @@ class _Walk:
             self.names.append((table, name, value))
         self._look(value, label, depth + 1)
 
-    def _look(self, value: Any, label: str, depth: int) -> None:  # noqa: C901 - one case each
+    def _look(self, value: Any, label: str, depth: int) -> None:  # noqa: C901, PLR0912 - one case each
         kind = type(value)
         if kind in baked_in.PLAIN or id(value) in self._seen or len(self._seen) > _MOST or depth > _DEEPEST:
             return
@@ -231,18 +255,25 @@ class _Walk:
         elif isinstance(value, (types.MethodType, functools.partial)):
             for name in ("__self__", "__func__", "func", "args", "keywords"):
                 self._look(getattr(value, name, None), label, depth + 1)
+        elif isinstance(value, random.SystemRandom):  # has no state
+            self.endless.append(f"{label}, a {kind.__name__}")
         elif isinstance(value, (torch.Generator, *GENERATORS)):
             self.generators.append(value)
-        elif isinstance(value, _ENDLESS):
-            self.endless.append(f"{label}, a {kind.__name__} of itertools")
+        elif hasattr(kind, "__next__") and is_installed(kind) and not isinstance(value, _NO_STATE):
+            of = " of itertools" if kind.__module__ == "itertools" else ""
+            self.endless.append(f"{label}, a {kind.__name__}{of}")
         elif isinstance(value, (torch.Tensor, np.ndarray)):
             self._look_at_array(value, label)
         elif isinstance(value, (*_CONTAINERS, tuple)):
             self._look_at_container(value, label, depth)
-        elif isinstance(value, type) or value is self._module:
+        elif value is self._module:
             return
+        elif isinstance(value, type):
+            self._look_at_class(value, depth)
         elif self._is_kept(value):
             self.found.append(value)
+            if isinstance(value, torch.optim.Optimizer):
+                self.hooked.append(value)
         elif is_object(value) or (
             kind.__module__.startswith("torch.utils.data") and hasattr(value, "__dict__")
         ):
@@ -265,7 +296,7 @@ class _Walk:
         if not isinstance(inner, types.FunctionType) or not written_by_users(inner):
             return
         for name, cell in zip(inner.__code__.co_freevars, baked_in.cells(inner), strict=True):
-            self._name(_Cell(cell), name, baked_in.content(cell), name, depth)
+            self._name(_Named(cell), name, baked_in.content(cell), name, depth)
         for value in (*(inner.__defaults__ or ()), *(inner.__kwdefaults__ or {}).values()):
             self._look(value, f"a default of {inner.__name__}", depth + 1)
         self._read_code(inner.__code__, inner.__globals__, depth)
@@ -276,10 +307,34 @@ class _Walk:
             if name in table:
                 self._name(table, name, table[name], name, depth)
 
+    def _look_at_class(self, kind: type, depth: int) -> None:
+        if is_installed(kind):
+            return
+        for function in baked_in.functions_of(kind).values():
+            self._look(function, kind.__name__, depth)
+        for name, value in vars(kind).items():
+            if not name.startswith("__") and (
+                type(value) in baked_in.PLAIN or isinstance(value, _CONTAINERS)
+            ):
+                self._name(_Named(kind), name, value, f"{kind.__name__}.{name}", depth)
+
+    def _look_at_part(self, part: torch.nn.Module) -> None:
+        """Look at the numbers and texts of a part of the model that its forward, or that of a library, may read."""
+        for kind in type(part).__mro__:
+            self._look(kind, "", 0)
+        table = vars(part)
+        self.parts.append((part, table))
+        self.hooked.append(part)
+        of_library = is_installed(type(part))
+        for name, value in table.items():
+            if name in _OF_EVERY_MODULE or type(value) not in baked_in.PLAIN:
+                continue
+            if of_library or self._used is None or name in self._used:
+                self.names.append((table, name, value))
+
     def _look_at_object(self, value: Any, label: str, depth: int) -> None:
         for kind in type(value).__mro__:
-            for function in baked_in.functions_of(kind).values():
-                self._look(function, label, depth)
+            self._look(kind, label, depth)
         table = getattr(value, "__dict__", None)
         if table is not None:
             self.owners.append((value, table))
@@ -302,6 +357,33 @@ class _Walk:
             return
         self._room -= value.nbytes
         self.arrays.append(value)
+
+
+def _tables_of_hooks(owner: Any) -> dict[str, dict[int, Any]]:
+    if isinstance(owner, torch.Tensor):
+        found = {name: getattr(owner, name, None) for name in _OF_TENSORS}
+    else:
+        found = {name: one for name, one in vars(owner).items() if "_hooks" in name}
+    return {name: one for name, one in found.items() if isinstance(one, dict)}
+
+
+def _hooks_of(owner: Any) -> dict[tuple[str, int], Any]:
+    """Return the hooks of a module, a tensor or an optimizer, but for those of an engine."""
+    found = {
+        (name, key): hook for name, table in _tables_of_hooks(owner).items() for key, hook in table.items()
+    }
+    # Beside the table of hooks stand tables of flags ("with kwargs"), under the same keys.
+    ours = {key for (_, key), hook in found.items() if str(getattr(hook, "__module__", "")).startswith(_OURS)}
+    return {place: hook for place, hook in found.items() if place[1] not in ours}
+
+
+def _put_hooks(owner: Any, kept: Mapping[tuple[str, int], Any]) -> None:
+    """Take away the hooks that are not kept, and put back those that are missing."""
+    tables = _tables_of_hooks(owner)
+    for name, key in _hooks_of(owner).keys() - kept.keys():
+        del tables[name][key]
+    for (name, key), hook in kept.items():
+        tables[name].setdefault(key, hook)
 
 
 def _version(value: Any) -> int:

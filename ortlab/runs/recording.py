@@ -27,7 +27,7 @@ from ortlab.records.runs import (
     names,
     optimizer_name,
 )
-from ortlab.runs.experiment import DataDigest
+from ortlab.runs.experiment import DataDigest, not_called
 from ortlab.runs.interrupts import interrupts_kept
 from ortlab.runs.padded_inputs import DensityProbe
 from ortlab.runs.process_memory import MemoryProbe, PhaseProbe, device_of, memory_probe
@@ -75,10 +75,9 @@ class Engine(Protocol):
 
 
 class Recording:
-    """Executes an experiment once; while it does, the lab sends each forward through `forward`.
+    """Executes an experiment once; while it does, the lab sends each forward through `forward`."""
 
-    The module has to stand at the experiment's start. `original_forward` is looked at for inputs with padding.
-    """
+    # The module has to stand at the experiment's start. `original_forward` is looked at for inputs with padding.
 
     interrupt: KeyboardInterrupt | None = None  # stopped the run, whose steps so far are kept
 
@@ -116,11 +115,8 @@ class Recording:
         self._optimizers: dict[str, None] = {}  # in the order of their first steps
 
     def run(self, number: int, options: Options, *, show: bool, partial: bool = False) -> Run:
-        """Execute the steps and write the run down.
-
-        With `partial`, Ctrl-C keeps the steps before it as a run and is left in `interrupt`; otherwise it is raised.
-        Raises StepError where the first step does not use the model, or does not train it.
-        """
+        """Execute the steps and write the run down."""
+        # With `partial`, Ctrl-C keeps the steps before it as a run and is left in `interrupt`; otherwise it is raised.
         started_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
         start = self._experiment.start
         if options.print_input_density:
@@ -296,11 +292,7 @@ class Recording:
 
     def _check_step(self) -> None:
         if not self._stopwatch.forward_calls:
-            raise StepError(
-                "The step did not call the wrapped model.",
-                why="There is nothing that ONNX Runtime could have executed.",
-                fix="Call the model that was wrapped in the step: loss = model(**batch).loss.",
-            )
+            raise not_called("There is nothing that ONNX Runtime could have executed.")
         if self._engine.name == "ort" and self._executed_by == {EXECUTED_BY_EAGER}:
             parts = [part.path for part in self._engine.total_coverage.parts]
             raise StepError(
@@ -324,12 +316,11 @@ def _loss(result: object, root: torch.Tensor | None) -> float | None:
 
 
 class HeldRecording(Recording):
-    """Executes an experiment once, under a ceiling that `hold` puts up.
+    """Executes an experiment once, under a ceiling that `hold` puts up."""
 
-    A build is not held to the limit: C++ code that builds graphs does not survive a lack of memory, and it needs
-    about as much for a small batch as for a large one. `pending` says whether the engine builds something first.
-    `settle` prepares the heap before steps and between them, so that the resident set follows the live buffers.
-    """
+    # A build is not held to the limit: C++ code that builds graphs does not survive a lack of memory, and it needs
+    # about as much for a small batch as for a large one. `pending` says whether the engine builds something first.
+    # `settle` prepares the heap before steps and between them, so that the resident set follows the live buffers.
 
     def __init__(
         self, *facts: Any, hold: Callable[[], None], settle: Callable[[], object], pending: bool
@@ -360,12 +351,11 @@ class HeldRecording(Recording):
 
 
 class LoopRecording(Recording):
-    """Executes a whole loop once, and finds its steps.
+    """Executes a whole loop once, and finds its steps."""
 
-    A step goes from the first forward in training mode after the last step to the end of the optimizer's step, so it
-    has as many forwards as gradients are accumulated over. Evaluation, logging, saving and the loading of a step's
-    first batch belong to no step.
-    """
+    # A step goes from the first forward in training mode after the last step to the end of the optimizer's step, so it
+    # has as many forwards as gradients are accumulated over. Evaluation, logging, saving and the loading of a step's
+    # first batch belong to no step.
 
     failure: BaseException | None = None  # what ended the loop early, after at least one step
 
@@ -381,10 +371,11 @@ class LoopRecording(Recording):
         self._probe.start()
         exchange = exchange_watched(self._module, self._stopwatch, self._device)
         line = self._progress.task(show=False)
-        with exchange, self._stopwatch.watching(), line as self._task, interrupts_kept():
+        with exchange, self._stopwatch.watching(), line as self._task:
             hook = register_optimizer_step_post_hook(self._optimizer_stepped)
             try:
-                self._experiment.step()
+                with interrupts_kept():  # which has to see an interrupt leave: another one would follow
+                    self._experiment.step()
             except BaseException as failure:
                 self._close()
                 if not self._done:

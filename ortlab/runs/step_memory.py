@@ -18,7 +18,7 @@ from ortlab.engine.patching import only_new_garbage
 from ortlab.errors import OrtlabError, StepError
 from ortlab.memory.measured import PHASE_NAMES, Known, MemoryMeasurement, PhasePeak, StepMemory
 from ortlab.records.runs import EXECUTED_BY_FALLBACK, NOT_MEASURED, Initialization
-from ortlab.runs.experiment import Snapshot, iterator_of, leaving_no_trace
+from ortlab.runs.experiment import Snapshot, iterator_of, leaving_no_trace, not_called
 from ortlab.runs.interrupts import interrupts_kept
 from ortlab.runs.process_memory import Gaps, Gauge, device_of, gauge_of, resident_bytes
 from ortlab.runs.stopwatch import Stopwatch, synchronizer
@@ -48,10 +48,9 @@ _AGAIN_AT_MOST: Final = 3
 
 
 class Measuring:
-    """Runs the steps of an experiment and measures them; while it does, the lab sends each forward through `forward`.
+    """Runs the steps of an experiment and measures them; meanwhile the lab sends each forward through `forward`."""
 
-    The module stands at the experiment's start. `options` are the switches that the record names.
-    """
+    # The module stands at the experiment's start. `options` are the switches that the record names.
 
     def __init__(
         self,
@@ -84,11 +83,7 @@ class Measuring:
         self._border: Callable[[str], None] = lambda _: None
 
     def run(self) -> MemoryMeasurement:
-        """Run the steps, those that warm up included.
-
-        Raises StepError where memory cannot be measured here, the step does not call the model, PyTorch executed what
-        ORT was asked for, or steps do not settle.
-        """
+        """Run the steps, those that warm up included."""
         with self._prepared(), interrupts_kept():
             warm_up = self._warm_up()
             steps = tuple(self._measured(number) for number in range(1, self._experiment.count + 1))
@@ -102,12 +97,9 @@ class Measuring:
         )
 
     def settled_step(self) -> StepMemory:
-        """Run as few steps as it takes for one that settles, from where everything stands, and return that one.
-
-        The gaps of the heap are filled while each step is read, so that the first step in which there were none to fill
-        and no pages of files came or went is the measurement. `run` fills them in steps of their own. Raises StepError
-        as `run` does, and where the process moved to swap meanwhile, so that its resident set says nothing.
-        """
+        """Run as few steps as it takes for one that settles, from where everything stands, and return that one."""
+        # The gaps of the heap are filled while each step is read, so that the first step in which there were none to
+        # fill and no pages of files came or went is the measurement. `run` fills them in steps of their own.
         self._stopwatch.on_phase = self._reach
         with (
             only_new_garbage(),
@@ -218,11 +210,7 @@ class Measuring:
         self._stopwatch.start_step()
         self._experiment.step()
         if not self._stopwatch.forward_calls:
-            raise StepError(
-                "The step did not call the wrapped model.",
-                why="There is nothing whose memory could be measured.",
-                fix="Call the model that was wrapped in the step: loss = model(**batch).loss.",
-            )
+            raise not_called("There is nothing whose memory could be measured.")
 
     def _reach(self, border: str) -> None:
         self._border(border)
@@ -324,11 +312,9 @@ _SEVERAL_PROCESSES: Final = (
 
 
 def with_step_memory(bench: Bench, run: Run, experiment: Experiment, memory: bool | Run | None) -> Run:  # noqa: FBT001
-    """Take a few more steps where a run has ended, measure one, and put everything back to that end.
-
-    Whatever the steps raise is a reason why the run has no figure, and never the end of the run. An interrupt goes on,
-    once everything is put back. `memory` is as for `Bench.run`.
-    """
+    """Take a few more steps where a run has ended, measure one, and put everything back to that end."""
+    # Whatever the steps raise is a reason why the run has no figure, and never the end of the run. An interrupt goes
+    # on, once everything is put back. `memory` is as for `Bench.run`.
     if run.step_memory_bytes is not None:
         return run
     if memory is not None and not isinstance(memory, bool):
@@ -365,10 +351,7 @@ def with_step_memory(bench: Bench, run: Run, experiment: Experiment, memory: boo
 
 
 def without_arena(bench: Bench, configuration: Configuration) -> Configuration:
-    """Return what is run to measure memory: on a CPU, ORT's arena would hide what a step gives back.
-
-    Raises StepError where ONNX Runtime keeps a pool of its own on a GPU.
-    """
+    """Return what is run to measure memory: on a CPU, ORT's arena would hide what a step gives back."""
     if configuration.engine != "ort":
         return configuration
     if device_of(bench.module).type == "cpu":

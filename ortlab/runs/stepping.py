@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from ortlab.errors import StepError
+from ortlab.options.catalogue import check_names
 from ortlab.runs.bench import NOT_BEGUN
 from ortlab.runs.experiment import Experiment, Snapshot, check_weights
 from ortlab.runs.interrupts import answered, interrupts_kept, say
@@ -167,14 +169,12 @@ def rerun(
     """
     bench.check_usable("rerun")
     again = bench.last_experiment().times(n)
-    kept = bench.configuration
-    wished = kept.tried(changes, bench.have)
+    check_names(changes, rerun)
+    wished = bench.configuration.tried(changes, bench.have)
     with answered(NOT_BEGUN):
         before = Snapshot(bench.module, again.start.stateful)
-    try:
+    # A click in the panel may set an engine while the run is shown: that stays.
+    with bench.configured_as_before() if changes else nullcontext():
         if changes:
             bench.configure(wished)
         return bench.run(again, progress=progress, memory=memory, before=before)
-    finally:
-        if changes:
-            bench.configure(kept)

@@ -24,14 +24,14 @@ Clock = Callable[[], float]
 
 
 class Stopwatch:
-    """Measures the time of a step's forward, backward, optimizer and the rest, in ms.
+    """Measures the time of a step's forward, backward, optimizer and the rest, in ms."""
 
-    Forward is timed by the lab, which runs it. Backward is timed by wrapping `torch.autograd.backward`, which
-    `Tensor.backward` looks up at each call, and the optimizer by torch's global step hooks; both only while
-    `watching()`, and both whatever library makes the calls. `module` is what is trained; None for whatever is. `clock`
-    returns seconds. `synchronize` waits for a device's queue, so that its work is counted where it was asked for; None
-    on the CPU. `on_optimizer` and `on_backward` are called before an optimizer steps and before a backward starts.
-    """
+    # Forward is timed by the lab, which runs it. Backward is timed by wrapping `torch.autograd.backward`, which
+    # `Tensor.backward` looks up at each call, and the optimizer by torch's global step hooks; both only while
+    # `watching()`, and both whatever library makes the calls. `module` is what is trained; None for whatever is.
+    # `clock` returns seconds. `synchronize` waits for a device's queue, so that its work is counted where it was asked
+    # for; None on the CPU. `on_optimizer` and `on_backward` are called before an optimizer steps and before a backward
+    # starts.
 
     def __init__(
         self,
@@ -97,11 +97,9 @@ class Stopwatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Time the backwards and optimizer steps that are this one's while the block runs.
-
-        They are those of the thread that is here, and of other threads those that train a parameter of `module`. So
-        other models may be trained meanwhile, under stopwatches of their own or under none.
-        """
+        """Time the backwards and optimizer steps that are this one's while the block runs."""
+        # They are those of the thread that is here, and of other threads those that train a parameter of `module`. So
+        # other models may be trained meanwhile, under stopwatches of their own or under none.
         self._thread = threading.get_ident()
         try:
             _watch(self)
@@ -232,12 +230,10 @@ def _after_optimizer(optimizer: Any, *_: Any) -> None:
 
 @contextmanager
 def exchange_watched(module: torch.nn.Module, watch: Stopwatch, device: torch.device) -> Iterator[None]:
-    """Tell a stopwatch of each gradient in the block, where this process trains together with others on CPUs.
-
-    `DistributedDataParallel` exchanges gradients while backward runs, and backward ends when the exchange does, so a
-    rank's backward time contains the wait for slower ranks. On CUDA gradients are only queued when a hook runs, so
-    nothing is told apart there.
-    """
+    """Tell a stopwatch of each gradient in the block, where this process trains together with others on CPUs."""
+    # `DistributedDataParallel` exchanges gradients while backward runs, and backward ends when the exchange does, so a
+    # rank's backward time contains the wait for slower ranks. On CUDA gradients are only queued when a hook runs, so
+    # nothing is told apart there.
     together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if not together or device.type != "cpu":
         yield

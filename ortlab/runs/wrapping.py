@@ -29,6 +29,7 @@ import torch
 
 from ortlab.engine.patching import set_to
 from ortlab.errors import WrapError
+from ortlab.runs.interrupts import say, undisturbed
 
 Dispatch = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 """Called with the positional and the keyword arguments of a forward."""
@@ -38,10 +39,7 @@ _subclasses: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
 
 
 class Takeover:
-    """A module's forward in the hands of a lab: `dispatch` is called in its place.
-
-    Raises WrapError where `check_wrappable` or `take` does.
-    """
+    """A module's forward in the hands of a lab: `dispatch` is called in its place."""
 
     def __init__(self, module: torch.nn.Module, dispatch: Dispatch) -> None:
         check_wrappable(module)
@@ -57,10 +55,7 @@ class Takeover:
         self.take()
 
     def take(self) -> None:
-        """Take the module over, at first or again after `release`; does nothing if it is taken.
-
-        Raises WrapError where the module's class does not allow it.
-        """
+        """Take the module over, at first or again after `release`; does nothing if it is taken."""
         module = self._module()
         if module is None or _KEY in module.__dict__:
             return
@@ -79,10 +74,7 @@ class Takeover:
         module.__dict__[_KEY] = self
 
     def __call__(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run a forward: the lab's, or the module's own where the lab itself is tracing or falling back.
-
-        Raises WrapError where a wrapper that was put around the module since has made it impossible.
-        """
+        """Run a forward: the lab's, or the module's own where the lab itself is tracing or falling back."""
         check_call(module)
         if not self.holds(module):
             return self._original_class.forward(module, *args, **kwargs)
@@ -145,6 +137,22 @@ def is_wrapped(module: object) -> bool:
 
 
 @contextmanager
+def wrapped_whole(module: torch.nn.Module) -> Iterator[None]:
+    """Give a module and its parts back to PyTorch where the block, which wraps them, does not come to its end."""
+    before = {id(part) for part in module.modules() if is_wrapped(part)}
+    try:
+        yield
+    except BaseException as error:
+        with undisturbed():
+            for part in module.modules():
+                if is_wrapped(part) and id(part) not in before:
+                    part.__dict__[_KEY].release()
+        if isinstance(error, KeyboardInterrupt):
+            say(error, "Stopped before the model was wrapped; it is PyTorch's, as before.")
+        raise
+
+
+@contextmanager
 def released(model: object) -> Iterator[None]:
     """Give a model and its parts back to PyTorch in the block, whatever labs hold them."""
     parts = model.modules() if isinstance(model, torch.nn.Module) else ()
@@ -159,11 +167,9 @@ def released(model: object) -> Iterator[None]:
 
 
 def check_wrappable(module: object) -> None:
-    """Raise WrapError for what ORTModule cannot train.
-
-    That is what is no `torch.nn.Module`, is scripted or wrapped already, or has wrappers around it that belong around
-    ORT or do not go together with it.
-    """
+    """Raise WrapError for what ORTModule cannot train."""
+    # That is what is no `torch.nn.Module`, is scripted or wrapped already, or has wrappers around it that belong around
+    # ORT or do not go together with it.
     name = type(module).__name__
     if not isinstance(module, torch.nn.Module):
         raise WrapError(

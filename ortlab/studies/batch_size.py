@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
+from ortlab.memory.plan import RECOMPUTE_IS
 from ortlab.records.record_files import JsonRecord
 from ortlab.records.runs import Run, Step  # noqa: TC001 - asked for when a record is read
 from ortlab.shown import Shown
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Plans = tuple[str, ...]
-"""Recompute plans as `Options.memory_plan` takes them; () for none."""
+"""What is recomputed, each as a plan's table has it: "Gelu+:1:-1", "recompute=layers"; () for nothing."""
 
 FITS: Final = "fits"
 OVER: Final = "over the limit"
@@ -37,7 +38,7 @@ class BatchSizePoint:
     """One batch size under one set of plans."""
 
     size: int  #: Samples in the batch
-    plans: Plans  #: The recompute plans; () for none
+    plans: Plans  #: What is recomputed: "Gelu+:1:-1", "recompute=layers"; () for nothing
     outcome: str  #: "fits", "over the limit", "ran out of memory", "not run", "fell back" or "failed"
     reason: str = ""  #: Why it does not fit, or was not run; "" if it fits
     #: What it was predicted to need, from smaller batches and before it ran, of that which is limited: step memory, or
@@ -96,11 +97,15 @@ class BatchSizePoint:
 
 
 def plans_name(plans: Plans) -> str:
-    """Name a set of plans by what it recomputes: "Gelu", "FusedMatMul -> Add, Dropout"; "no plan" for none."""
-    clusters = [
-        part.split(":")[0].rstrip("+").replace("+", " -> ") for one in plans for part in one.split(",")
+    """Name what is recomputed: "Gelu", "FusedMatMul -> Add, Dropout", "layers:1/2"; "no plan" for nothing."""
+    names = [
+        one.removeprefix(RECOMPUTE_IS)
+        if one.startswith(RECOMPUTE_IS)
+        else part.split(":")[0].rstrip("+").replace("+", " -> ")
+        for one in plans
+        for part in one.split(",")
     ]
-    return ", ".join(dict.fromkeys(clusters)) or "no plan"
+    return ", ".join(dict.fromkeys(names)) or "no plan"
 
 
 Measured = Sequence[tuple[int, float]]
@@ -108,12 +113,10 @@ Measured = Sequence[tuple[int, float]]
 
 
 def predicted_peak(size: int, measured: Measured, without_plans: Measured = ()) -> float | None:
-    """Predict the peak of a batch in bytes: activations grow with it, weights and the process itself do not.
-
-    It lies on the straight line (least squares) through `measured`, smaller batches with the same plans. If there is
-    only one of them, the line through `without_plans` says where theirs starts. None if that has fewer than two
-    batches, or nothing was measured with the plans.
-    """
+    """Predict the peak of a batch in bytes: activations grow with it, weights and the process itself do not."""
+    # It lies on the straight line (least squares) through `measured`, smaller batches with the same plans. If there is
+    # only one of them, the line through `without_plans` says where theirs starts. None if that has fewer than two
+    # batches, or nothing was measured with the plans.
     if len(measured) > 1:
         start, slope = _line(measured)
     elif measured and len(without_plans) > 1:

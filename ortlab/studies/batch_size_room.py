@@ -30,12 +30,10 @@ _SHARE_OF_AVAILABLE: Final = 0.9
 
 
 def available_bytes() -> int | None:
-    """Return how much more this process can take before the machine or its container runs out, in bytes.
-
-    The least of what Linux calls available (``MemAvailable``, proc(5)) and what the control groups of the process leave
-    (version 2: ``memory.max``; version 1: ``memory.limit_in_bytes``; file cache that can be dropped counts as free).
-    None where nothing on the system tells it.
-    """
+    """Return how much more this process can take before the machine or its container runs out, in bytes."""
+    # The least of what Linux calls available (``MemAvailable``, proc(5)) and what the control groups of the process
+    # leave (version 2: ``memory.max``; version 1: ``memory.limit_in_bytes``; file cache that can be dropped counts as
+    # free). None where nothing on the system tells it.
     found = [size for size in (_of_the_machine(), *_of_control_groups()) if size is not None]
     return max(0, min(found)) if found else None
 

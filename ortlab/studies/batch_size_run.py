@@ -12,7 +12,7 @@ from ortlab import units
 from ortlab.engine.diagnosis import ran_out, reason
 from ortlab.engine.installation import versions
 from ortlab.errors import LedgerError, OptionError, StepError
-from ortlab.runs.experiment import Snapshot, check_count, check_weights, is_stateful, mentioned
+from ortlab.runs.experiment import check_count, check_weights, start_of
 from ortlab.runs.interrupts import interrupts_kept
 from ortlab.studies.batch_size import BatchSizeSearch, following, plans_name, remaining
 from ortlab.studies.batch_size_room import Room
@@ -75,8 +75,9 @@ def find_batch_size(  # noqa: PLR0913 - a limit is of one thing or the other
     sizes
         Batch sizes to try; by default powers of two from 1.
     plans
-        Sets of recompute plans to try where a size does not fit without: each a plan, or several that go together.
-        By default the largest that ORT offers. Every other engine than "ort" has none.
+        What to recompute where a size does not fit without, as `lab.plan()` has it: each a plan ("Gelu+:1:-1"), a
+        value of the switch `recompute` ("recompute=layers"), or several that go together. By default the largest
+        that ORT offers, layers, and layers but linear. Every other engine than "ort" has none.
     n
         Timed steps of each run, after one that is not timed; each point that fits has two runs.
     resume
@@ -126,7 +127,7 @@ def find_batch_size(  # noqa: PLR0913 - a limit is of one thing or the other
     used = room.used_bytes()
     if asked is not None and asked["of_device"]:
         check_above_floor(asked["asked_bytes"], used, str(where))
-    start = Snapshot(bench.module, [thing for thing in mentioned(step) if is_stateful(thing)])
+    start = start_of(step, bench.module)
     if asked is None:
         assert resume is not None  # noqa: S101 - one of the two is there
         check_resumable(resume, start.digest, versions(), bench.configuration.engine)
@@ -209,17 +210,14 @@ def _task_words(task: Task, search: BatchSizeSearch) -> str:
 
 
 def read_sizes(sizes: object) -> tuple[int, ...] | None:
-    """Return the batch sizes that a user names in ascending order; None stays None.
-
-    Raises OptionError if one is no whole number from 1 on, or there are none.
-    """
+    """Return the batch sizes that a user names in ascending order; None stays None."""
     if sizes is None:
         return None
     fix = "sizes=[8, 16, 32], or leave it out for powers of two from 1."
     given = list(sizes) if isinstance(sizes, Iterable) and not isinstance(sizes, (str, bytes)) else [sizes]
     read: set[int] = set()
     for size in given:
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        if not units.is_whole(size, 1):
             raise OptionError(f"A batch size must be a whole number from 1 on, not {size!r}.", fix=fix)
         read.add(size)
     if not read:
@@ -228,10 +226,7 @@ def read_sizes(sizes: object) -> tuple[int, ...] | None:
 
 
 def read_limit(limit: object, device: object) -> int:
-    """Return the limit of a search in bytes, of step memory or of a whole device.
-
-    Raises OptionError if both or neither are given, or for a percentage or anything else that is no size.
-    """
+    """Return the limit of a search in bytes, of step memory or of a whole device."""
     fix = 'lab.find_batch_size(make_batch, limit="6 GiB") of step memory, or device="8 GiB" of all of it.'
     if limit is None and device is None:
         raise OptionError("A search needs a limit of memory.", fix=fix)
@@ -273,11 +268,7 @@ def check_resumable(
 
 
 def checked_batch(make_batch: MakeBatch, size: int) -> Any:
-    """Make a batch and check that a tensor of it has `size` as its first dimension.
-
-    Raises OptionError where `make_batch` fails, or returns no tensors or none of that size; MemoryError where memory
-    runs out meanwhile.
-    """
+    """Make a batch and check that a tensor of it has `size` as its first dimension."""
     try:
         batch = make_batch(size)
     except Exception as error:
@@ -312,11 +303,9 @@ def check_callable(thing: object, name: str) -> None:
 
 
 def plain_step(bench: Bench) -> Train:
-    """Return the step that is taken where the user gives none: forward, loss, backward, gradients cleared.
-
-    The loss is `output.loss`, `output["loss"]`, the first of a tuple, or the output itself, whichever is a scalar. The
-    step has no optimizer, so no peak contains optimizer state.
-    """
+    """Return the step that is taken where the user gives none: forward, loss, backward, gradients cleared."""
+    # The loss is `output.loss`, `output["loss"]`, the first of a tuple, or the output itself, whichever is a scalar.
+    # The step has no optimizer, so no peak contains optimizer state.
     module = bench.module
 
     def train(batch: Any) -> torch.Tensor:

@@ -13,8 +13,10 @@ from ortlab.engine.diagnosis import place, ran_out, reason, says_ran_out
 from ortlab.engine.patching import only_new_garbage
 from ortlab.errors import OptionError, OrtlabError, PlanWarning
 from ortlab.memory.measured import RESIDENT
+from ortlab.memory.plan import RECOMPUTE_IS
 from ortlab.options.configuration import NOTHING_RECOMPUTED
 from ortlab.options.options import Options
+from ortlab.options.switches import ALL_BUT_MATMULS
 from ortlab.runs.experiment import Experiment, leaving_no_trace
 from ortlab.runs.process_memory import following_live_buffers, reason_unknown
 from ortlab.runs.recording import HeldRecording
@@ -41,18 +43,17 @@ if TYPE_CHECKING:
 
 _SINGLES: Final = 3
 _IN_SET: Final = 4
+_RECOMPUTED: Final = ("layers", "layers but linear", ALL_BUT_MATMULS)
 _SMALLEST_SHARE: Final = 0.25
 """Least share of the largest saving: a plan that saves less gets no batch to the next power of two."""
 
 
 def read_plan_sets(plans: object) -> tuple[Plans, ...] | None:
-    """Read the sets of plans that a user names; None stays None. Raises OptionError for what is no list of plans.
-
-    A set is one plan ("Gelu+:1:-1") or several that are applied together.
-    """
+    """Read the sets of plans that a user names; None stays None. Raises OptionError for what is no list of plans."""
+    # A set is one plan ("Gelu+:1:-1", "recompute=layers") or several that are applied together.
     if plans is None:
         return None
-    fix = 'plans=["Gelu+:1:-1", ("Gelu+:1:-1", "Dropout+:1:-1")]; lab.plan() lists them.'
+    fix = 'plans=["Gelu+:1:-1", ("Gelu+:1:-1", "Dropout+:1:-1"), "recompute=layers"]; lab.plan() lists them.'
     given = [plans] if isinstance(plans, str) else plans
     if not isinstance(given, Iterable):
         raise OptionError(f"The plans are a {type(plans).__name__}, not a list of plans.", fix=fix)
@@ -60,19 +61,29 @@ def read_plan_sets(plans: object) -> tuple[Plans, ...] | None:
     for one in given:
         if not isinstance(one, (str, list, tuple)) or not all(isinstance(part, str) for part in one):
             raise OptionError(f"{one!r} is no set of plans.", fix=fix)
-        together = (one,) if isinstance(one, str) else tuple(one)
-        checked = Options(memory_plan=together).memory_plan  # raises for what is no plan
-        if checked:
-            sets[checked] = None
+        try:
+            checked = Options(**switches_of((one,) if isinstance(one, str) else tuple(one)))
+        except OptionError as error:
+            raise OptionError(f"{one!r} is no set of plans.", why=error.what, fix=fix) from error
+        together = (*checked.memory_plan, *(f"{RECOMPUTE_IS}{word}" for word in checked.recompute))
+        if together:
+            sets[together] = None
     return tuple(sets)
 
 
-def largest_plan_sets(plan: MemoryPlan) -> tuple[Plans, ...]:
-    """Choose sets from a table of plans: at most `_SINGLES` of the largest singly, then the largest that go together.
+def switches_of(plans: Plans) -> dict[str, Any]:
+    """Return the switches that turn a set of plans on, and all else that recomputes off."""
+    words = [one.removeprefix(RECOMPUTE_IS) for one in plans if one.startswith(RECOMPUTE_IS)]
+    own = [one for one in plans if not one.startswith(RECOMPUTE_IS)]
+    return {**NOTHING_RECOMPUTED, "memory_plan": tuple(own), "recompute": tuple(words)}
 
-    Savings are those of the simulated peak where known, else ORT's own; they only rank. There are no sets where ORT
-    offers no plan.
+
+def largest_plan_sets(plan: MemoryPlan) -> tuple[Plans, ...]:
+    """Choose sets from a table of plans: the `_SINGLES` largest of ORT singly, then the largest that go together.
+
+    Then two of what ortlab recomputes: layers, and layers without their matrix products.
     """
+    # Savings are those of the simulated peak where known, else those that were printed; they only rank.
     rows = sorted((row for row in plan.rows if _saving(row) > 0), key=lambda row: (-_saving(row), row.config))
     rows = [row for row in rows if _saving(row) >= _SMALLEST_SHARE * _saving(rows[0])]
     together: list[PlanRow] = []
@@ -82,7 +93,9 @@ def largest_plan_sets(plan: MemoryPlan) -> tuple[Plans, ...]:
     sets: dict[Plans, None] = {(row.config,): None for row in rows[:_SINGLES]}
     if together:
         sets[tuple(row.config for row in together)] = None
-    return tuple(sets)
+    offered = {row.config for row in plan.recomputed}
+    ours = [(one,) for word in _RECOMPUTED if (one := f"{RECOMPUTE_IS}{word}") in offered]
+    return (*sets, *ours[:2])
 
 
 def _saving(row: PlanRow) -> float:
@@ -252,7 +265,7 @@ class Trials:
         """Set the lab to a set of plans, without a fallback, which would run in PyTorch what ORT has no memory for."""
         changes: dict[str, object] = {}
         if self._configuration.engine == "ort":
-            changes = {**NOTHING_RECOMPUTED, "memory_plan": plans, "fallback": False}
+            changes = {**switches_of(plans), "fallback": False}
             if follow:
                 changes["cpu_memory_arena"] = False  # it keeps freed memory, so that no peak can be told
         self._bench.configure(self._configuration.changed(changes, self._bench.have))
@@ -307,9 +320,10 @@ class Trials:
         return bench.run_apart(experiment, held)
 
     def _check_known(self, plans: Plans) -> None:
-        """Refuse plans that this graph does not have: ORT silently accepts them and applies nothing."""
+        """Refuse plans of ORT that this graph does not have: it silently accepts them and applies nothing."""
         offered = {part.rsplit(":", 1)[0] for row in plan(self._bench).rows for part in row.config.split(",")}
-        wanted = {part.rsplit(":", 1)[0] for one in plans for part in one.split(",")}
+        own = switches_of(plans)["memory_plan"]
+        wanted = {part.rsplit(":", 1)[0] for one in own for part in one.split(",")}
         missing = sorted(wanted - offered)
         if missing:
             raise OrtlabError(

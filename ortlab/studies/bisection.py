@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from ortlab import units
 from ortlab.errors import OptionError
 from ortlab.options.options import Options  # noqa: TC001 - asked for when a record is read
 from ortlab.options.switches import Value  # noqa: TC001 - asked for when a record is read
@@ -80,9 +81,7 @@ class Metric:
     @classmethod
     def read(cls, metric: str | Own, tolerance: float | None) -> Metric:
         """Read what the user gave; raise OptionError for no metric, or a tolerance that is no number from 0 on."""
-        if tolerance is not None and (
-            isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance >= 0
-        ):
+        if tolerance is not None and not units.is_tolerance(tolerance):
             raise OptionError(
                 f"The tolerance must be a number from 0 on, not {tolerance!r}.",
                 fix='lab.bisect("loss", tolerance=1e-5).',
@@ -153,10 +152,8 @@ def _beyond(trial: Trial, value: float) -> bool:
 
 
 def ratio_of_pairs(values: Sequence[float], base: Sequence[float]) -> tuple[float, float, float]:
-    """Return the geometric mean of the ratios of pairs, with the ends of its 95 % t interval; nan for a single pair.
-
-    The times are of runs that were made as neighbours, so that a drift of the machine is in both of a pair.
-    """
+    """Return the geometric mean of the ratios of pairs, with the ends of its 95 % t interval; nan for a single pair."""
+    # The times are of runs that were made as neighbours, so that a drift of the machine is in both of a pair.
     from scipy.stats import t
 
     logs = [math.log(one / other) for one, other in zip(values, base, strict=True)]
@@ -232,10 +229,7 @@ class Bisection(Shown, JsonRecord, noun="bisection", layout=1):
         return self.trial(left) if named and left else None
 
     def shows(self, trial: Trial, metric: Metric | None = None) -> bool | None:
-        """Tell whether a trial shows the change of all of them together; None if it cannot be told.
-
-        `metric` is how to judge; by default by the record's own name and tolerance.
-        """
+        """Tell whether a trial shows the change of all of them together; None if it cannot be told."""
         base, whole = self.baseline, self.whole
         if base is None or whole is None:
             return None

@@ -160,14 +160,10 @@ def read_changes(
     baseline: Mapping[str, object] | None,
     have: Collection[Need],
 ) -> tuple[Options, dict[str, Value]]:
-    """Return the baseline's switches, and the values that differ from them, by option.
-
-    With `changes`, the baseline is `present`. With `baseline`, it is `present` changed so, without either the defaults;
-    then `present` is what differs. Options that act latest come first: what is tried first then needs no new export.
-
-    Raises OptionError if both are given, one is no dict, names the engine or an unknown option, has a wrong value or
-    one that cannot act here, or if nothing differs.
-    """
+    """Return the baseline's switches, and the values that differ from them, by option."""
+    # With `changes`, the baseline is `present`. With `baseline`, it is `present` changed so, without either the
+    # defaults; then `present` is what differs. Options that act latest come first: what is tried first then needs no
+    # new export.
     for given, word in ((changes, "changes"), (baseline, "baseline")):
         if given is not None and not isinstance(given, Mapping):
             raise OptionError(

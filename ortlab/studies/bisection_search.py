@@ -58,11 +58,9 @@ Test = Callable[[frozenset[str]], bool | None]
 
 
 def smallest_sets(changes: Sequence[str], test: Test, *, most: int = 3) -> tuple[Culprits, ...]:
-    """Return at most `most` smallest sets of changes; each shows the effect, as far as the rest still shows it.
-
-    The changes are in the order of bisection; together they show the effect, and none of them does not. The test is
-    asked at most once for each set.
-    """
+    """Return at most `most` smallest sets of changes; each shows the effect, as far as the rest still shows it."""
+    # The changes are in the order of bisection; together they show the effect, and none of them does not. The test is
+    # asked at most once for each set.
     found: list[Culprits] = []
     rest = list(changes)
     while rest and len(found) < most and (not found or test(frozenset(rest))):
@@ -376,11 +374,9 @@ class Reference:
         self._parameters = [one.detach().clone() for one in self._module.parameters()]
 
     def distance(self, run: Run) -> float:
-        """Return how far a run's losses, and the parameters that it has just left behind, are from PyTorch's.
-
-        It is the largest relative difference: of a loss against itself, of a parameter against its largest entry.
-        Infinite where one of the two is no number.
-        """
+        """Return how far a run's losses, and the parameters that it has just left behind, are from PyTorch's."""
+        # It is the largest relative difference: of a loss against itself, of a parameter against its largest entry.
+        # Infinite where one of the two is no number.
         assert self._run is not None  # noqa: S101 - the caller takes it first
         largest = loss_difference(self._run, run) or 0.0
         for ours, theirs in zip(self._module.parameters(), self._parameters, strict=True):

@@ -47,11 +47,10 @@ class Choice:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """The memory of a step over time, and the plans that can lower it.
+    """The memory of a step over time, and the plans that can lower it."""
 
-    What places save is taken to add up. Where it does not, the solution is simulated as a whole and the budget
-    tightened (see `ortlab.studies.budget_search`).
-    """
+    # What places save is taken to add up. Where it does not, the solution is simulated as a whole and the budget
+    # tightened (see `ortlab.studies.budget_search`).
 
     live: Floats  # shape (T,): bytes at each instant of the step without plans
     choices: tuple[Choice, ...]
@@ -119,12 +118,10 @@ class Problem:
         return self.peak(counts) <= limit + TOLERANCE
 
     def reduced(self, limit: float) -> Problem:
-        """Leave out instants that decide nothing: those that cannot exceed the limit, and those that others cover.
-
-        An instant covers another if it holds no less, and no place takes more off it. Each is held against the last
-        that was kept: buffers come and go one by one, so what covers an instant is mostly beside it. The limit is in
-        bytes; minus infinity keeps every instant that any limit may meet.
-        """
+        """Leave out instants that decide nothing: those that cannot exceed the limit, and those that others cover."""
+        # An instant covers another if it holds no less, and no place takes more off it. Each is held against the last
+        # that was kept: buffers come and go one by one, so what covers an instant is mostly beside it. The limit is in
+        # bytes; minus infinity keeps every instant that any limit may meet.
         savings = self._stacked()
         worst = self.live - np.minimum(savings, 0.0).sum(axis=0)
         kept: list[int] = []
@@ -208,17 +205,15 @@ _LEVELS: Final = (1, 2)
 
 
 class SimulatedStep:
-    """One profiled step without plans, which can be simulated with any.
+    """One profiled step without plans, which can be simulated with any."""
 
-    The trace has its nodes in the order that ORT gives to sessions with plans. `plain_bytes` is the simulated peak
-    without plans in the order that a session without plans has; by default the trace's. `together` names plans that act
-    only together, as ORT offers them: "A+:1,B+:1"; these are one choice more of `problem`.
-
-    The instants of `problem` are the trace's nodes; what is recomputed counts at the node that follows. Plans that take
-    next to nothing off at any instant are left out. `settings` holds the peak in bytes and the added ms, simulated, of
-    memory levels and of layers that the switch `recompute` names; a level that recomputes what the one below does is
-    left out.
-    """
+    # The trace has its nodes in the order that ORT gives to sessions with plans. `plain_bytes` is the simulated peak
+    # without plans in the order that a session without plans has; by default the trace's. `together` names plans that
+    # act only together, as ORT offers them: "A+:1,B+:1"; these are one choice more of `problem`. The instants of
+    # `problem` are the trace's nodes; what is recomputed counts at the node that follows. Plans that take next to
+    # nothing off at any instant are left out. `settings` holds the peak in bytes and the added ms, simulated, of memory
+    # levels and of layers that the switch `recompute` names; a level that recomputes what the one below does is left
+    # out.
 
     def __init__(
         self,
@@ -258,11 +253,9 @@ class SimulatedStep:
         self.no_blocks = ""  # why a loss in blocks of rows is not offered
 
     def offer(self, in_blocks: SimulatedStep) -> None:
-        """Offer settings of the same step with its loss in blocks of rows.
-
-        What that adds is the time of the nodes that it has, less that of the nodes in whose place they are; times of
-        nodes in both steps differ by what the machine did meanwhile.
-        """
+        """Offer settings of the same step with its loss in blocks of rows."""
+        # What that adds is the time of the nodes that it has, less that of the nodes in whose place they are; times of
+        # nodes in both steps differ by what the machine did meanwhile.
         self._in_blocks = in_blocks
         self.held_less = max(_held(self.trace) - _held(in_blocks.trace), 0)
         ours, theirs = ({node.name: node.ms for node in step.trace.nodes} for step in (self, in_blocks))

@@ -18,7 +18,7 @@ from ortlab.errors import OptionError, OrtlabError
 from ortlab.options.configuration import NOTHING_RECOMPUTED
 from ortlab.records.verdicts import interval
 from ortlab.runs.experiment import Experiment, Snapshot
-from ortlab.runs.interrupts import interrupts_kept, say
+from ortlab.runs.interrupts import interrupts_kept, protected, say
 from ortlab.runs.stopwatch import synchronizer
 from ortlab.studies.budget import MET, Budget, Compared, Prediction, Timing
 from ortlab.studies.plans import plan
@@ -51,10 +51,8 @@ class Request:
     device_bytes: int | None = None  # of the whole process or device
 
     def limit(self, without_bytes: float, held_bytes: float = 0.0) -> int:
-        """Return the limit of step memory, in bytes; it is not above zero where a device holds more than was asked for.
-
-        `without_bytes` is step memory without plans; `held_bytes` is what process or device holds as a step starts.
-        """
+        """Return the limit of step memory in bytes, not above zero where a device holds more than was asked for."""
+        # `without_bytes` is step memory without plans; `held_bytes` is what process or device holds as a step starts.
         if self.share is not None:
             return int(without_bytes * self.share)
         if self.device_bytes is not None:
@@ -63,10 +61,7 @@ class Request:
 
 
 def read_request(limit: object, device: object) -> Request:
-    """Read what `Lab.budget` was called with.
-
-    Raises OptionError for both or neither, for what is no share and no size, and for a share that no step can keep.
-    """
+    """Read what `Lab.budget` was called with."""
     if limit is None and device is None:
         raise OptionError("A budget needs a limit.", fix=_FIX)
     if limit is not None and device is not None:
@@ -250,6 +245,7 @@ def budget(
 
             found = answer(ground, request, run if verify else None, tell, curve=curve)
             found = _with_times(bench, found, plain, experiment, tell, timed=timed)
+            found = replace(found, compared=_compared(candidates), before=_differing(present, plain))
     except KeyboardInterrupt as interrupt:
         say(
             interrupt,
@@ -257,7 +253,12 @@ def budget(
             "Ask again: what is known of the step is kept.",
         )
         raise
-    found = replace(found, compared=_compared(candidates), before=_differing(present, plain))
+    return _kept(bench, found, plain, apply=apply)
+
+
+@protected
+def _kept(bench: Bench, found: Budget, plain: Configuration, *, apply: bool) -> Budget:
+    """Keep a budget, and switch on what was found where that met it; the one is never without the other."""
     if apply and found.outcome == MET:
         bench.configure(plain.changed(found.switches, bench.have))
         found = replace(found, applied=True)
@@ -290,10 +291,8 @@ def _with_times(
 def _ground(
     bench: Bench, plain: Configuration, experiment: Experiment, engine: OrtEngine, tell: Callable[[str], None]
 ) -> Ground:
-    """Profile the step without plans, once for each step call and configuration, and measure it each time.
-
-    Whatever the process has loaded since, such as matplotlib, is in every later measurement.
-    """
+    """Profile the step without plans, once for each step call and configuration, and measure it each time."""
+    # Whatever the process has loaded since, such as matplotlib, is in every later measurement.
     from ortlab.studies.budget_search import Ground, choose
 
     known = bench.simulated
@@ -345,11 +344,9 @@ def _simulated(bench: Bench, engine: OrtEngine) -> SimulatedStep:
 def _in_blocks(
     bench: Bench, plain: Configuration, engine: OrtEngine, step: SimulatedStep
 ) -> SimulatedStep | str:
-    """Return the step with its loss in blocks of rows, or why that is not offered.
-
-    It is not where it is on already (of which nothing is said), where logits are a small part of the peak, and where it
-    cannot be had: the loss is none that can be computed so, or the step reads the logits.
-    """
+    """Return the step with its loss in blocks of rows, or why that is not offered."""
+    # It is not where it is on already (of which nothing is said), where logits are a small part of the peak, and where
+    # it cannot be had: the loss is none that can be computed so, or the step reads the logits.
     if plain.options.chunked_loss:
         return ""
     losses = [node for node in step.trace.nodes if node.operator in _LOSSES]

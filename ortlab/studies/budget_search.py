@@ -53,17 +53,14 @@ class Chosen:
 
 
 def choose(step: SimulatedStep, limit: float, *, time_limit_s: float = TIME_LIMIT_S) -> Chosen:
-    """Find the plans that cost least and fit within a limit in bytes when simulated together.
-
-    Plans influence one another: what one recomputes, another may keep alive, and a chain that is recomputed from the
-    start of the model lives all at once. So what the solver chooses is simulated, the solver's limit is moved by how
-    much the simulation differs, and it is asked again, a few times; where they differ much, also with those plans only
-    that the lowest simulated peak has. What a person would tick, largest saving first, the memory levels, and layers
-    that ortlab recomputes stand beside it. What is spare in the cheapest that fits is then taken back.
-
-    `time_limit_s` limits the solver's rounds with all plans and, once more, those with the plans of the lowest peak. If
-    nothing fits, the choice is the lowest simulated peak that was found.
-    """
+    """Find the plans that cost least and fit within a limit in bytes when simulated together."""
+    # Plans influence one another: what one recomputes, another may keep alive, and a chain that is recomputed from the
+    # start of the model lives all at once. So what the solver chooses is simulated, the solver's limit is moved by how
+    # much the simulation differs, and it is asked again, a few times; where they differ much, also with those plans
+    # only that the lowest simulated peak has. What a person would tick, largest saving first, the memory levels, and
+    # layers that ortlab recomputes stand beside it. What is spare in the cheapest that fits is then taken back.
+    # `time_limit_s` limits the solver's rounds with all plans and, once more, those with the plans of the lowest peak.
+    # If nothing fits, the choice is the lowest simulated peak that was found.
     started = time.perf_counter()
     problem = step.problem
     solved = _rounds(step, problem, limit, time_limit_s)
@@ -170,10 +167,8 @@ def _rounds(step: SimulatedStep, problem: Problem, limit: float, time_limit_s: f
 
 
 def _next_target(solved: list[Solution], limit: float, step: SimulatedStep) -> float | None:
-    """Return the limit to solve for next: what the last simulation says, or half-way between; None to stop.
-
-    The solver's peaks at which the simulation fits are held to lie below those at which it does not.
-    """
+    """Return the limit to solve for next: what the last simulation says, or half-way between; None to stop."""
+    # The solver's peaks at which the simulation fits are held to lie below those at which it does not.
     peak = step.peak
     fitting = [one.peak_bytes for one in solved if peak(one.counts) <= limit + TOLERANCE]
     failing = [one.peak_bytes for one in solved if peak(one.counts) > limit + TOLERANCE]
@@ -357,12 +352,10 @@ def _closest(
     run: Run,
     tell: Callable[[str], None],
 ) -> list[PlanTrial]:
-    """Run what else may come closest, until something fits, and return these trials.
-
-    It tries the lowest simulated peak, what a person would tick from the largest saving on, the memory levels, and the
-    layers whose recomputation leaves least, with the loss in blocks where that is offered: the simulation is off by a
-    per cent or two, so only a measurement tells which of them needs least.
-    """
+    """Run what else may come closest, until something fits, and return these trials."""
+    # It tries the lowest simulated peak, what a person would tick from the largest saving on, the memory levels, and
+    # the layers whose recomputation leaves least, with the loss in blocks where that is offered: the simulation is off
+    # by a per cent or two, so only a measurement tells which of them needs least.
     step, found = ground.step, list(trials)
     ticked = min(by_hand(step), key=step.peak, default=None)
     candidates = [("lowest", floor)]
@@ -425,10 +418,8 @@ def _solver(ground: Ground, chosen: Chosen) -> Solver:
 
 
 def counted(configs: Sequence[str], counts: Sequence[int], places: Sequence[int]) -> tuple[str, ...]:
-    """Write plans as `Options.memory_plan` takes them: "Gelu+:1" in 3 of 12 places is "Gelu+:1:3", in all ":-1".
-
-    Two plans that go together, "A+:1,B+:1", are two entries.
-    """
+    """Write plans as `Options.memory_plan` takes them: "Gelu+:1" in 3 of 12 places is "Gelu+:1:3", in all ":-1"."""
+    # Two plans that go together, "A+:1,B+:1", are two entries.
     return tuple(
         f"{part}:{-1 if count == most else count}"
         for config, count, most in zip(configs, counts, places, strict=True)

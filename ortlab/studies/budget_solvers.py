@@ -21,10 +21,8 @@ Offer = tuple[float, int, int]
 
 
 def solve_quickly(problem: Problem, limit: float) -> Solution:
-    """Choose plans for a limit in bytes, not always the best; `bound_ms` of the solution is nan.
-
-    Where it finds nothing that fits, the counts are those with the lowest peak that it saw.
-    """
+    """Choose plans for a limit in bytes, not always the best; `bound_ms` of the solution is nan."""
+    # Where it finds nothing that fits, the counts are those with the lowest peak that it saw.
     started = time.perf_counter()
     small = problem.reduced(limit)
     counts = list(problem.nothing)
@@ -121,15 +119,12 @@ _OPTIMAL, _INFEASIBLE = 0, 2
 
 
 def solve_exactly(problem: Problem, limit: float, *, time_limit_s: float = TIME_LIMIT_S) -> Solution:
-    """Choose the plans that cost least within a limit in bytes; where nothing fits, those that come closest.
-
-    Minimise the sum of the costs over binary variables, one for each place, where a place needs the one before it and
-    at most one choice of a group may have its first place, such that every instant is within the limit. Where nothing
-    fits, minimise the peak instead, and then the cost at that peak.
-
-    The solution is never dearer than the greedy one where that fits, and never has a higher peak where that does not.
-    If the time runs out, `Solution.proven` is False.
-    """
+    """Choose the plans that cost least within a limit in bytes; where nothing fits, those that come closest."""
+    # Minimise the sum of the costs over binary variables, one for each place, where a place needs the one before it and
+    # at most one choice of a group may have its first place, such that every instant is within the limit. Where nothing
+    # fits, minimise the peak instead, and then the cost at that peak. The solution is never dearer than the greedy one
+    # where that fits, and never has a higher peak where that does not. If the time runs out, `Solution.proven` is
+    # False.
     started = time.perf_counter()
 
     def left() -> float:
@@ -217,12 +212,10 @@ def _solve(
 
 
 def _rules(problem: Problem, more: int) -> list[Any]:
-    """Return the constraints: what lives, that a place needs the one before it, and that groups are exclusive.
-
-    What lives at an instant is what lived before and the difference that places make since: a place changes that at few
-    instants, so these rows are sparse where its savings are not, which HiGHS solves many times faster. `more` counts
-    the variables behind the places; the first of them are what lives at each instant.
-    """
+    """Return the constraints: what lives, that a place needs the one before it, and that groups are exclusive."""
+    # What lives at an instant is what lived before and the difference that places make since: a place changes that at
+    # few instants, so these rows are sparse where its savings are not, which HiGHS solves many times faster. `more`
+    # counts the variables behind the places; the first of them are what lives at each instant.
     from scipy.optimize import LinearConstraint
     from scipy.sparse import csr_matrix, diags, hstack, lil_matrix
 

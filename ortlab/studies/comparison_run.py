@@ -10,6 +10,7 @@ from ortlab.analyses import memory as measuring
 from ortlab.analyses.profiling import spent_on
 from ortlab.engine.diagnosis import reason
 from ortlab.errors import LedgerError, OptionError
+from ortlab.options.catalogue import check_names
 from ortlab.options.configuration import check_engine
 from ortlab.records import comparison
 from ortlab.records.runs import Run
@@ -93,6 +94,7 @@ def compare(
     >>> print(lab.compare(memory_level=1).summary)
     memory_level=1 needs 58 % less step memory and 21 % more time (95 % interval 17 % to 26 %) than the baseline.
     """
+    check_names(changes, compare)
     named = [_run_of(bench, one) for one in runs if not isinstance(one, Mapping)]
     tried = [one for one in runs if isinstance(one, Mapping)]
     if changes or tried:
@@ -147,15 +149,19 @@ def _compared_in_turns(
 ) -> Comparison:
     bench.check_usable("compare")
     count = min(bench.last_experiment().count, _TURN_STEPS) if n is None else n
-    made = sweep(
-        bench,
-        points,
-        n=count,
-        rounds=TURNS if rounds is None else rounds,
-        baseline=baseline,
-        repeats=True,
-        progress=progress,
-    )
+    try:
+        made = sweep(
+            bench,
+            points,
+            n=count,
+            rounds=TURNS if rounds is None else rounds,
+            baseline=baseline,
+            repeats=True,
+            progress=progress,
+        )
+    except KeyboardInterrupt as interrupt:
+        say(interrupt, str(interrupt).replace("the sweep", "the comparison", 1))
+        raise
     found = comparison.compare_in_turns(made)
     configurations = {run.number: point.configuration for point in made.points for run in point.runs}
     spent = {

@@ -138,14 +138,17 @@ def _plan_costs(bench: Bench, measure: int, *, rounds: int, progress: bool) -> M
             best = best_costs(costs, measure, beyond=by_order)
             costs |= _measured(bench, best, changes, experiment, rounds, progress=progress)
         bench.known_costs = KnownCosts(key, costs, by_order, tuple(recomputed))
-        return bench.known_costs.written_into(offered, bench.known_costs.key)
+    if bench.options.memory_plan and not bench.options.recompute:
+        return plan(bench)  # which says what is on
+    priced = bench.known_costs.written_into(offered, bench.known_costs.key)
+    on = bench.options.recompute
+    rows = (replace(row, enabled=tuple(row.switches["recompute"]) == on) for row in priced.recomputed)
+    return replace(priced, recomputed=tuple(rows))
 
 
 def _recomputed(execution: Execution, step: Trace, ordered: Trace) -> dict[PlanRow, PlanCost]:
-    """Return values of `recompute`, those of the planner of layers among them, with what they are predicted to cost.
-
-    `step` is a profiled step in which nothing is recomputed, and `ordered` the same in the order of one that does.
-    """
+    """Return values of `recompute`, those of the planner of layers among them, with what they are predicted to cost."""
+    # `step` is a profiled step in which nothing is recomputed, and `ordered` the same in the order of one that does.
     from ortlab.engine.recompute_words import made_again, recomputed_rows
 
     planner = LayerPlanner(ordered, made_again(execution.built, execution.module, execution.user_inputs))

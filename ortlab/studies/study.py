@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
+from ortlab import units
 from ortlab.errors import LedgerError, StepError
 from ortlab.runs.interrupts import say
 
@@ -30,12 +31,10 @@ def kept(
     *,
     is_empty: Callable[[], bool] = lambda: False,
 ) -> Iterator[None]:
-    """Keep a study in the lab's list while the block fills it in; after an error, a study that is empty goes.
-
-    `place` is what the user calls the list; a study that is new to it takes the number of its place. On Ctrl-C the
-    study stays, and a line says what is left: `stopped` tells what, "the sweep after 2 of 8 runs", and `go_on` how to
-    resume it, "go on with lab.sweep(resume={})", where the braces are the study's place.
-    """
+    """Keep a study in the lab's list while the block fills it in; after an error, a study that is empty goes."""
+    # `place` is what the user calls the list; a study that is new to it takes the number of its place. On Ctrl-C the
+    # study stays, and a line says what is left: `stopped` tells what, "the sweep after 2 of 8 runs", and `go_on` how to
+    # resume it, "go on with lab.sweep(resume={})", where the braces are the study's place.
     if all(study is not known for known in studies):
         study.number = len(studies) + 1
         studies.append(study)
@@ -56,10 +55,8 @@ def kept(
 def check_same_ground(
     study: Study, what: str, start_digest: str, made_with: Mapping[str, str], present: Mapping[str, str]
 ) -> None:
-    """Raise LedgerError if a study has another start or was made with other versions: its runs would not be comparable.
-
-    `what` is what the user calls the study: "sweep". `start_digest` is of the start of the lab's last step call.
-    """
+    """Raise LedgerError if a study has another start or other versions: its runs would not be comparable."""
+    # `what` is what the user calls the study: "sweep". `start_digest` is of the start of the lab's last step call.
     if study.start_digest != start_digest:
         raise LedgerError(
             f"This {what} cannot be resumed here: it started from another point.",
@@ -78,5 +75,5 @@ def check_same_ground(
 
 def check_rounds(rounds: object, least: int) -> None:
     """Raise StepError for a number of rounds that is no whole number from `least` on."""
-    if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < least:
+    if not units.is_whole(rounds, least):
         raise StepError(f"The number of rounds must be a whole number from {least} on, not {rounds!r}.")

@@ -96,7 +96,9 @@ class Point:
         """Return what an option, or "engine", is at this point; None if it is not known."""
         if self.configuration is None or name in self.changes:
             return self.changes.get(name)
-        return self.configuration.engine if name == "engine" else getattr(self.configuration.options, name)
+        return (
+            self.configuration.engine if name == "engine" else getattr(self.configuration.options, name, None)
+        )
 
 
 def same_work(one: Configuration, other: Configuration) -> bool:
@@ -255,14 +257,14 @@ class Sweep(Shown, JsonRecord, noun="sweep", layout=1):
     # ---- what is to be done -----------------------------------------------------------------------------------
 
     def missing(self) -> Iterator[tuple[int, int]]:
-        """Go through the runs that are still to be made: number of the round from 1 on, position of the point.
-
-        Every other round goes backwards: a steady drift of the machine then favours no point. Points with the same
-        export stand together, and within them those with the same graph, so that little is built more than once. The
-        last round ends with the baseline, whose session is then there for whatever the user does next.
-        """
+        """Go through the runs that are still to be made: number of the round from 1 on, position of the point."""
+        # Every other round goes backwards: a steady drift of the machine then favours no point. Points with the same
+        # export stand together, and within them those with the same graph, so that little is built more than once. The
+        # last round ends with the baseline, whose session is then there for whatever the user does next.
         order = cheapest_order(self.points, self._baseline)
         for number in range(1, self.rounds + 1):
+            if not self.runs_planned:
+                return
             for position in reversed(order) if (self.rounds - number) % 2 == 0 else order:
                 point = self.points[position]
                 if not point.skipped and not point.failure and len(point.runs) < number:

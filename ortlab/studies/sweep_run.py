@@ -11,6 +11,7 @@ from ortlab.engine.diagnosis import reason
 from ortlab.engine.installation import versions
 from ortlab.engine.patching import only_new_garbage
 from ortlab.errors import LedgerError, OptionError, did_you_mean
+from ortlab.options.catalogue import check_names
 from ortlab.options.configuration import check_engine
 from ortlab.options.options import check_needs, declaration, switches
 from ortlab.runs.interrupts import interrupts_kept
@@ -32,15 +33,10 @@ _EXAMPLE: Final = 'lab.sweep({"memory_level": [0, 1, 2], "engine": ["ort", "eage
 
 
 def read_grid(grid: object) -> list[Changes]:
-    """Read a grid, or a list of points, into what each point changes; every name and value is checked.
-
-    A grid has lists of values by option, "engine" among them; their combinations are the points, and the last option
-    varies fastest. A value may be text that spells one, as everywhere. An option that holds several texts
-    (`memory_plan`) takes a list of such lists. Contradictions between options are not looked for here.
-
-    Raises OptionError if there is no point, an option is unknown (the near name is suggested), a value has the wrong
-    type, or there are more than `POINTS_MAX` points.
-    """
+    """Read a grid, or a list of points, into what each point changes; every name and value is checked."""
+    # A grid has lists of values by option, "engine" among them; their combinations are the points, and the last option
+    # varies fastest. A value may be text that spells one, as everywhere. An option that holds several texts
+    # (`memory_plan`) takes a list of such lists. Contradictions between options are not looked for here.
     if isinstance(grid, Mapping):
         axes = {_name(name): _values(name, values) for name, values in grid.items()}
         _check_count(math.prod(map(len, axes.values())) if axes else 0)
@@ -77,11 +73,8 @@ def _value(name: str, value: object) -> Value:
 
 
 def each_value(name: str, values: object) -> list[Value]:
-    """Read one value of an option, or a list of them.
-
-    An option that holds several texts takes a list of lists for several values; a list of texts is one value. Raises
-    OptionError if there is no such option, or a value has the wrong type.
-    """
+    """Read one value of an option, or a list of them."""
+    # An option that holds several texts takes a list of lists for several values; a list of texts is one value.
     known = _name(name)
     several = isinstance(values, (list, range)) and not (
         known != "engine"
@@ -188,6 +181,7 @@ def sweep(
         If the user interrupts. The runs made so far are kept in `lab.sweeps[-1]`.
     """
     bench.check_usable("sweep")
+    check_names(changes, sweep)
     experiment = bench.last_experiment().times(n)
     if changes:
         if grid is not None:
@@ -253,8 +247,16 @@ def _swept(
             number, position = following
             bar.total = made.runs_planned  # a point that failed has dropped its other runs
             bar.begin(_run_words(made, position, number), made.runs_done)
+            number_of_run = bench.runs.next_number
             try:
                 run = trial(made.points[position])
+            except KeyboardInterrupt:
+                # It may have come behind the end of a run, while somebody was told of it.
+                for run in bench.runs[-1:]:
+                    measured = memory is False or run.step_memory_bytes is not None
+                    if run.number >= number_of_run and measured:
+                        made.add(position, run)
+                raise
             except Exception as error:  # noqa: BLE001 - whatever a step raises is a result of the point
                 made.fail(position, reason(error))
             else:
@@ -272,16 +274,11 @@ def lay_out(
     repeats: bool = False,
     **facts: Any,
 ) -> Sweep:
-    """Lay a sweep out; nothing runs.
-
-    The grid is as `read_grid` takes it, and its points change `present`. `baseline` is what the point changes that the
-    others are held against; None for `present` as it is. If it is not among the points, it is one more, number 0. With
-    `repeats`, points that do the same are run all the same, beside a baseline of its own. `facts` are other fields of
-    `Sweep`.
-
-    Raises OptionError if the grid or the baseline makes no sense as a whole, or no point of the grid can run; StepError
-    if the number of rounds is no whole number from 1 on.
-    """
+    """Lay a sweep out; nothing runs."""
+    # The grid is as `read_grid` takes it, and its points change `present`. `baseline` is what the point changes that
+    # the others are held against; None for `present` as it is. If it is not among the points, it is one more, number 0.
+    # With `repeats`, points that do the same are run all the same, beside a baseline of its own. `facts` are other
+    # fields of `Sweep`.
     check_rounds(rounds, 1)
     points: list[Point] = []
     for number, changes in enumerate(read_grid(grid), start=1):

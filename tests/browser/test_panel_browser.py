@@ -215,6 +215,7 @@ def test_a_transformer_is_wrapped_measured_and_given_a_plan(open_notebook, noteb
     if settle.is_enabled():
         settle.click()
         panel.locator(".ortlab-card h5").filter(has_text=re.compile("^memory_plan")).wait_for()
+    shown(panel, "ONNX Runtime: ready.")  # nobody has changed a switch
     assert "not comparable" not in panel.locator(".ortlab-figures").inner_text()
     panel.locator("[data-key='2'] .ortlab-halo").click()  # what a point stands for is shown beside it
     shown(panel, "Run #2 eager")

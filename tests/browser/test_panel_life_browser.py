@@ -67,6 +67,21 @@ def runs(panel):
     return panel.locator(".ortlab-runs .ortlab-records tbody tr")
 
 
+def settled(day):
+    """Wait until the kernel has answered every click, and the panel has put the focus back."""
+    day.page.wait_for_function(
+        """async () => {
+            const one = document.querySelector('.ortlab-panel'), pause = () => new Promise((go) => setTimeout(go, 200));
+            for (let quiet = 0; quiet < 3; quiet++) {
+                const before = one.innerHTML;
+                await pause();
+                if (one.matches('.ortlab-waits') || one.innerHTML !== before) return false;
+            }
+            return true;
+        }"""
+    )
+
+
 def run_cell(page, number):
     """Run a cell again and wait until the kernel has done it."""
     cell = page.locator(".jp-Notebook .jp-CodeCell").nth(number)
@@ -127,6 +142,7 @@ def test_all_is_done_by_keyboard_and_the_focus_stays(day, panel):
     switch.focus()
     page.keyboard.press("Space")
     press(panel, "Compute")
+    settled(day)  # what the kernel greys out meanwhile would take the focus
     # From the first control to the last, Tab meets every one, in the order of the page, and all of them are seen.
     met = []
     panel.get_by_role("button", name="ONNX Runtime").focus()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import collections
 import importlib.util
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -197,6 +200,24 @@ def test_the_table_of_engines_says_what_was_measured():
         assert f"| {model} | {' | '.join(ratios[one] for one in candidates)} |" in page
 
 
+def test_the_table_of_speeds_says_what_was_measured():
+    found = measured("models_speed")
+    page = (DOCS / "speed.md").read_text(encoding="utf-8")
+    sizes = ("small", "middle", "large")
+    cells: dict[str, dict[str, str]] = {}
+    for row in found["tables"]["Forward, backward and AdamW, worst first"]:
+        kind, _, size = row["model"].rpartition(" ")
+        time, ratio = row["PyTorch [ms]"], row["ORT / PyTorch"]
+        cells.setdefault(kind, {})[size] = f"{ratio:.2f} ({time:.1f} ms)"
+    assert len(cells) == 20
+    for kind, by_size in cells.items():
+        assert f"| {kind} | {' | '.join(by_size[size] for size in sizes)} |" in page
+    medians = {claim["claim"]: f"{claim['value']:.2f}" for claim in found["claims"]}
+    row = " | ".join(f"**{medians[f'ORT / PyTorch, median of the {size} models']}**" for size in sizes)
+    assert f"| **median** | {row} |" in page
+    assert medians["ORT / PyTorch, median of the models"] in page.partition("\n| ")[0]
+
+
 def test_the_table_of_floors_says_what_was_measured():
     found = measured("recompute_floor")
     page = (DOCS / "recompute.md").read_text(encoding="utf-8")
@@ -207,6 +228,40 @@ def test_the_table_of_floors_says_what_was_measured():
         of_model = [row for row in rows if row["model"] == name]
         cells = [" / ".join(f"{row[f'{column} [MiB]']:.1f}" for row in of_model) for column in columns]
         assert f" | {' | '.join(cells)} |" in page
+
+
+def test_the_page_of_benchmarks_shows_the_families_that_were_trained():
+    printed = subprocess.run(
+        [sys.executable, "bench/families.py", "--table"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    page = (REPOSITORY / "bench/README.md").read_text(encoding="utf-8")
+    section = re.search(r"(?s)<!-- families -->\n(.*?)\n<!-- end of families -->", page)
+    assert section is not None
+    assert printed.stdout.strip() in section[1], "python bench/families.py --table prints it"
+
+
+def test_the_page_of_models_says_how_outside_ones_ended():
+    (rows,) = measured("outside_models")["tables"].values()
+    ended = collections.Counter(row["verdict"] for row in rows)
+    assert ended.keys() == {"parity", "refused"}  # the words below
+    number = {3: "three"}[ended["refused"]]
+    said = f"Of {len(rows)} public models"
+    page = " ".join((DOCS / "compatibility.md").read_text(encoding="utf-8").split())
+    assert said in page
+    assert f"{ended['parity']} train with parity over batches of two sizes, and {number} are refused" in page
+
+
+def test_the_page_of_models_says_how_families_ended():
+    counts = measured("families")["counts"]
+    page = " ".join((DOCS / "compatibility.md").read_text(encoding="utf-8").split())
+    runs = sum(counts.values()) - counts["not run"]
+    assert f"Of {sum(counts.values())} families of transformers outside the zoo, PyTorch runs {runs}" in page
+    assert f"{counts['within']} train within 1e-5 of it, {counts['rounding']} within rounding" in page
+    assert f"{counts['differs']} differ by more, and {counts['error']} are refused" in page
 
 
 def test_what_the_recipes_name_is_there():

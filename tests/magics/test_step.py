@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from pathlib import Path
 
@@ -164,6 +165,12 @@ def test_a_model_that_fails_is_named_with_its_line(shell, unchanged, model, said
     for part in said:
         assert part in str(caught.value)
     shell.run("%ort_unwrap")
+
+
+def test_a_fault_inside_torch_is_placed_in_the_cell_that_called(net_shell):
+    with pytest.raises(UsageError, match="shapes cannot be multiplied") as caught:
+        net_shell.run("%%ort_step\nloss = net(inputs.flatten()).sum()\nloss.backward()")
+    assert re.search(r"Where: Cell In\[\d+\], line \d+, in .*: loss = net\(inputs.flatten", str(caught.value))
 
 
 def test_a_batch_of_another_rank_gets_a_build_of_its_own(stepped_shell):

@@ -206,9 +206,9 @@ def test_a_loss_that_becomes_nan_is_said_wherever_the_run_is_shown(trained, tmp_
 
 
 @pytest.mark.parametrize("engine", ["ort", "eager"])
-def test_a_model_without_a_trainable_parameter_says_so(engine):
+def test_a_model_without_a_trainable_parameter_says_so(engine, wrap):
     model = nn.Sequential(nn.Linear(3, 2)).requires_grad_(requires_grad=False)
-    lab = ortlab.wrap(model, engine=engine)
+    lab = wrap(model, engine=engine)
     with pytest.raises(StepError, match="no trainable parameter") as caught:
         lab.step(lambda: model(torch.ones(1, 3)).sum().backward())
     assert "2 parameters have requires_grad=False" in caught.value.why
@@ -217,7 +217,6 @@ def test_a_model_without_a_trainable_parameter_says_so(engine):
     x = torch.ones(1, 3, requires_grad=True)
     lab.step(lambda: model(x).sum().backward())  # the input may learn
     assert x.grad.abs().sum() > 0
-    lab.unwrap()
 
 
 def test_a_loss_without_a_gradient_is_explained(trained):
@@ -253,10 +252,10 @@ def test_training_in_eval_mode_is_what_pytorch_does_and_is_said():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="on other systems nothing bounds a process")
-def test_a_batch_that_memory_does_not_suffice_for_is_named_and_loses_nothing():
+def test_a_batch_that_memory_does_not_suffice_for_is_named_and_loses_nothing(wrap):
     torch.manual_seed(4)
     model = nn.Sequential(nn.Linear(4, 50_000), nn.ReLU(), nn.Linear(50_000, 1))
-    lab = ortlab.wrap(model)
+    lab = wrap(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = [torch.randn(2, 4)]
 
@@ -296,7 +295,6 @@ def test_a_batch_that_memory_does_not_suffice_for_is_named_and_loses_nothing():
     first.unwrap()
     batches.pop()
     assert lab.rerun().losses == lab.runs[0].losses
-    lab.unwrap()
 
 
 def test_an_empty_tensor_is_found_at_any_depth():

@@ -248,13 +248,12 @@ def test_a_variable_with_nonsense_is_refused_and_leaves_the_model_alone(experime
     assert all(torch.equal(one, other) for one, other in zip(state, experiment.state(), strict=True))
 
 
-def test_two_spellings_at_once_are_settled_by_the_newer_and_mentioned(experiment, monkeypatch):
+def test_two_spellings_at_once_are_settled_by_the_newer_and_mentioned(experiment, monkeypatch, wrap):
     monkeypatch.setenv("ORTMODULE_ENABLE_SPARSE_OPTIMIZER", "1")
     monkeypatch.setenv("ORTMODULE_ENABLE_LABEL_SPARSE_OPTIMIZER", "0")
     monkeypatch.setenv("ORTMODULE_MEMORY_OPT_CONFIG", "Gelu+:1:-1")
     monkeypatch.setenv("ORTMODULE_ENABLE_MEMORY_ALLEVIATION", "nonsense that nobody reads")
-    lab = ortlab.wrap(experiment.model)
-    lab.unwrap()
+    lab = wrap(experiment.model)
     assert lab.options.label_sparse_optimizer is False
     assert lab.options.embedding_sparse_optimizer is True
     assert lab.options.memory_plan == ("Gelu+:1:-1",)
@@ -314,7 +313,7 @@ def test_a_json_configuration_that_makes_no_sense_is_refused(experiment, monkeyp
     assert type(experiment.model) is kind
 
 
-def test_a_plan_file_of_another_kind_is_refused(experiment, monkeypatch, tmp_path):
+def test_a_plan_file_of_another_kind_is_refused(experiment, monkeypatch, tmp_path, wrap):
     for content in ("", "{}", "[1]", '["Gelu"]', "[" * 100_000):
         file = tmp_path / "plans.json"
         file.write_text(content, encoding="utf-8")
@@ -326,6 +325,5 @@ def test_a_plan_file_of_another_kind_is_refused(experiment, monkeypatch, tmp_pat
     good = tmp_path / "good.json"
     good.write_text(json.dumps(["Gelu+:1:-1"]), encoding="utf-8")
     monkeypatch.setenv("ORTMODULE_MEMORY_OPT_CONFIG", str(good))
-    lab = ortlab.wrap(experiment.model)
-    lab.unwrap()
+    lab = wrap(experiment.model)
     assert lab.options.memory_plan == ("Gelu+:1:-1",)

@@ -6,6 +6,7 @@ import gc
 import json
 import resource
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,17 @@ from ortlab.errors import LedgerError, OptionError, OrtlabError, StepError
 from ortlab.render import html, text
 from ortlab.render.batch_size_page import best_sentence, closing_sentence
 from ortlab.runs.process_memory import resident_bytes
-from ortlab.studies.batch_size import FAILED, FITS, PREDICTED, RAN_OUT, TOO_LARGE, BatchSizeSearch, following
+from ortlab.studies.batch_size import (
+    FAILED,
+    FITS,
+    PREDICTED,
+    RAN_OUT,
+    TOO_LARGE,
+    BatchSizeSearch,
+    following,
+    plans_name,
+)
+from ortlab.studies.batch_size_trials import read_plan_sets
 
 MIB = 1 << 20
 GELU = ("Gelu+:1:-1",)
@@ -39,9 +50,9 @@ class Deep(nn.Module):
 class Setting:
     """A model in the middle of a training, with everything that a search may not lose."""
 
-    def __init__(self, engine: str = "ort") -> None:
+    def __init__(self, engine: str = "ort", model: type[nn.Module] = Deep) -> None:
         torch.manual_seed(3)
-        self.model = Deep()
+        self.model = model()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.lab = ortlab.wrap(self.model, engine=engine)
         self.train(self.make_batch(4))
@@ -72,9 +83,9 @@ class Setting:
         ]
         return [tensor.detach().clone() for tensor in tensors], rest
 
-    def search(self, limit: int, **more) -> BatchSizeSearch:
+    def search(self, device: int | None, **more) -> BatchSizeSearch:
         more = {"train": self.train, "n": 2, "progress": False, **more}
-        return self.lab.find_batch_size(self.make_batch, device=limit, **more)
+        return self.lab.find_batch_size(self.make_batch, device=device, **more)
 
 
 def assert_same(before, after) -> None:
@@ -277,13 +288,28 @@ def test_a_limit_is_of_what_a_step_needs():
     setting.lab.unwrap()
 
 
-def test_an_interrupted_hunt_is_resumed():
+def test_a_search_puts_back_what_the_step_reaches_besides():
     setting = Setting("eager")
-    before, steps = setting.state(), []
+    scheduler = torch.optim.lr_scheduler.StepLR(setting.optimizer, 1, 0.5)
+    around = SimpleNamespace(scheduler=scheduler, done=0)
 
     def train(batch: torch.Tensor) -> torch.Tensor:
-        steps.append(len(batch))
-        if len(steps) == 5:  # in the third point
+        loss = setting.train(batch) / (1 + around.done)
+        around.scheduler.step()
+        around.done += 1
+        return loss
+
+    setting.search(used() + 512 * MIB, sizes=[2, 4], train=train)
+    setting.lab.unwrap()
+    assert (scheduler.last_epoch, around.done) == (0, 0)
+
+
+def test_an_interrupted_hunt_is_resumed():
+    setting = Setting("eager")
+    before, once = setting.state(), iter([True])  # what a step counts is put back, an iterator is not
+
+    def train(batch: torch.Tensor) -> torch.Tensor:
+        if len(batch) == 8 and next(once, False):  # in the third point
             raise KeyboardInterrupt
         return setting.train(batch)
 
@@ -368,14 +394,67 @@ def test_make_batch_that_raises_is_refused_first_and_written_down_later(eager):
     eager.lab.batch_size_searches.clear()
 
 
-def test_a_model_without_a_loss_needs_a_step():
+def test_a_model_without_a_loss_needs_a_step(wrap):
     model = nn.Linear(4, 4)
-    lab = ortlab.wrap(model, engine="eager")
+    lab = wrap(model, engine="eager")
     with pytest.raises(StepError, match="without a loss"):
         lab.find_batch_size(lambda size: torch.ones(size, 4), "64 GiB", progress=False)
     assert lab.batch_size_searches == []
     assert all(parameter.grad is None for parameter in model.parameters())
-    lab.unwrap()
+
+
+class Blocks(Deep):
+    """The same in a list of blocks, which can be recomputed one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, WIDE), nn.GELU(), nn.Linear(WIDE, 16)) for _ in range(2 * LAYERS)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_layers_that_are_recomputed_let_the_batch_grow_more_than_plans():
+    setting = Setting(model=Blocks)
+    free = setting.search(None, limit="4 GiB", sizes=[128, 256], plans=())
+    limit = int(free.predicted(300, ()))
+    search = setting.search(None, limit=limit, sizes=[256, 512, 768])
+    assert search.plan_sets[-2:] == (("recompute=layers",), ("recompute=layers but linear",))
+    assert search.largest(()).size == 256
+    layers = search.largest(("recompute=layers",))
+    assert layers.size == 768
+    assert {run.options.recompute for run in layers.runs} == {("layers",)}
+    assert {run.options.memory_plan for run in layers.runs} == {()}
+    assert layers.step_memory_bytes < search.point(256).step_memory_bytes * 2
+    assert "layers but linear" in text.render(search)
+    assert "lets the batch" in closing_sentence(search)
+    # With each batch of 768 a hundred times as slow, the largest batch is not the fastest.
+    slower = BatchSizeSearch.from_dict(search.to_dict())
+    for one in search.points:
+        if one.size == 768:
+            runs = [
+                replace(run, steps=tuple(replace(step, total_ms=100 * step.total_ms) for step in run.steps))
+                for run in one.runs
+            ]
+            slower.add(replace(one, runs=tuple(runs)))
+    assert slower.best_with_plans.size == 512
+    assert "Largest batch: 768, recomputing layers" in " ".join(text.render(slower).split())
+    assert setting.lab.options.recompute == ()
+    setting.lab.unwrap()
+
+
+def test_what_is_recomputed_together_is_read_and_named():
+    read = read_plan_sets(["recompute=layers:1/2 nested", ("Gelu+:1:-1", "recompute=all but matmuls"), ()])
+    assert read == (("recompute=layers:1/2 nested",), ("Gelu+:1:-1", "recompute=all but matmuls"))
+    assert [plans_name(one) for one in read] == ["layers:1/2 nested", "Gelu, all but matmuls"]
+    for wrong in ("layers", "recompute=layers:x"):
+        with pytest.raises(OptionError, match="is no set of plans") as refused:
+            read_plan_sets([wrong])
+        assert '"recompute=layers"' in refused.value.fix
 
 
 def test_plans_of_another_model_are_not_taken_for_applied():

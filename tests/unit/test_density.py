@@ -117,8 +117,8 @@ def test_models_of_transformers_are_understood(shifting):
 
 @pytest.mark.row("T14")
 @pytest.mark.parametrize("engine", ["ort", "eager"])
-def test_a_run_counts_each_of_its_steps(tagger, batch, engine):
-    lab = ortlab.wrap(tagger, engine=engine, print_input_density=True)
+def test_a_run_counts_each_of_its_steps(tagger, batch, engine, wrap):
+    lab = wrap(tagger, engine=engine, print_input_density=True)
     counts = iter([1, 2, 3])
 
     def step():
@@ -130,7 +130,6 @@ def test_a_run_counts_each_of_its_steps(tagger, batch, engine):
     batch["targets"].fill_(-1)
     run = lab.step(step, n=3)
     table = run.density.table()
-    lab.unwrap()
     labels = table[table["INPUT TYPE"] == "LABEL"]
     assert list(labels["VALID TOKENS"]) == [4, 8, 12]
     assert list(labels["STEP"]) == [1, 2, 3]
@@ -143,8 +142,8 @@ def test_a_run_counts_each_of_its_steps(tagger, batch, engine):
     assert Run.from_dict(json.loads(json.dumps(run.to_dict()))) == run
 
 
-def test_counting_changes_no_graph_and_no_number(tagger, batch):
-    lab = ortlab.wrap(tagger)
+def test_counting_changes_no_graph_and_no_number(tagger, batch, wrap):
+    lab = wrap(tagger)
 
     def step():
         loss = tagger(batch)
@@ -153,7 +152,6 @@ def test_counting_changes_no_graph_and_no_number(tagger, batch):
 
     plain = lab.step(step, n=2)
     counted = lab.set(print_input_density=True, print_memory_stats=True).rerun()
-    lab.unwrap()
     assert not plain.density
     assert not plain.phases
     assert counted.density
@@ -173,10 +171,9 @@ def test_an_old_record_without_densities_is_read(tagger, batch):
 
 @pytest.mark.row("E5", "T15")
 @pytest.mark.parametrize("engine", ["ort", "eager"])
-def test_memory_is_read_at_the_points_of_a_step(tagger, batch, engine):
-    lab = ortlab.wrap(tagger, engine=engine, print_memory_stats=True)
+def test_memory_is_read_at_the_points_of_a_step(tagger, batch, engine, wrap):
+    lab = wrap(tagger, engine=engine, print_memory_stats=True)
     run = lab.step(lambda: tagger(batch).backward(), n=18)
-    lab.unwrap()
     assert [phase.step for phase in run.phases[::4]] == [*range(1, 11), 17]
     assert [phase.phase for phase in run.phases] == list(PHASES) * 11
     for phase in run.phases:
@@ -187,7 +184,7 @@ def test_memory_is_read_at_the_points_of_a_step(tagger, batch, engine):
 
 
 @pytest.mark.row("E5")
-def test_memory_kept_for_backward_shows_after_forward():
+def test_memory_kept_for_backward_shows_after_forward(wrap):
     """Sixty-four MiB that only the backward pass frees."""
 
     class Square(nn.Module):
@@ -199,9 +196,8 @@ def test_memory_kept_for_backward_shows_after_forward():
             return (x * self.weight).exp().sum()
 
     model, x = Square(), torch.zeros(2**24)
-    lab = ortlab.wrap(model, engine="eager", print_memory_stats=True)
+    lab = wrap(model, engine="eager", print_memory_stats=True)
     run = lab.step(lambda: model(x).backward())
-    lab.unwrap()
     sizes = {phase.phase: phase.sizes["resident"] for phase in run.phases}
     assert sizes["post_forward"] - sizes["pre_forward"] > 60 * 2**20
 

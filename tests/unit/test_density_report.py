@@ -89,9 +89,9 @@ def test_advice_says_whether_label_sparsity_reaches_the_labels():
 
 
 @pytest.mark.row("D7", "T4")
-def test_toggling_label_sparsity_is_measured():
+def test_toggling_label_sparsity_is_measured(wrap):
     model, batch = bert(), masked()
-    lab = ortlab.wrap(model, print_input_density=True)
+    lab = wrap(model, print_input_density=True)
 
     def step():
         seen.append(lab.density().rows)
@@ -108,7 +108,6 @@ def test_toggling_label_sparsity_is_measured():
     report = lab.density(measure=1)
     assert lab._bench.configuration == configuration
     (effect,) = report.effects
-    lab.unwrap()
     assert effect.switch == "label_sparse_optimizer"
     assert not effect.failure
     assert (effect.rounds, effect.steps) == (1, 3)
@@ -124,13 +123,12 @@ def test_toggling_label_sparsity_is_measured():
     assert ortlab.plot(report).axes
 
 
-def test_labels_that_are_absent_and_a_pad_index_that_is_absent_are_named():
+def test_labels_that_are_absent_and_a_pad_index_that_is_absent_are_named(wrap):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(10, 4), nn.Flatten(), nn.Linear(12, 1))
-    lab = ortlab.wrap(model)
+    lab = wrap(model)
     report = lab.density(torch.randint(10, (2, 3)))
     shown = flat(report)
-    lab.unwrap()
     assert not report.density
     assert (report.labels, report.tokens) == ("absent", "absent")
     assert "No padding was counted" in shown
@@ -138,26 +136,24 @@ def test_labels_that_are_absent_and_a_pad_index_that_is_absent_are_named():
     assert not ortlab.plot(report).axes[0].lines
 
 
-def test_labels_that_are_all_ignored_are_named():
+def test_labels_that_are_all_ignored_are_named(wrap):
     model, batch = bert(), masked()
     batch["labels"][:] = -100
-    lab = ortlab.wrap(model)
+    lab = wrap(model)
     report = lab.density(masked(), batch)
-    lab.unwrap()
     (row,) = report.all_ignored
     assert row.step == 2
     assert "Every label of labels was ignored in 1 of the steps (step 2 first)" in flat(report)
 
 
-def test_a_batch_that_does_not_fit_is_named():
-    lab = ortlab.wrap(nn.Embedding(5, 3, padding_idx=0))
+def test_a_batch_that_does_not_fit_is_named(wrap):
+    lab = wrap(nn.Embedding(5, 3, padding_idx=0))
     with pytest.raises(StepError, match="Batch 2 cannot be given to Embedding"):
         lab.density(torch.ones(2, 3, dtype=torch.long), {"colour": 1})
-    lab.unwrap()
 
 
 @pytest.mark.parametrize("shift", [False, True])
-def test_token_loss_is_the_loss_of_transformers(shift):
+def test_token_loss_is_the_loss_of_transformers(shift, wrap):
     torch.manual_seed(0)
     if shift:
         model = small_transformers.gpt2(layers=1, width=16, words=60, drop=0.1, use_cache=True).eval()
@@ -172,10 +168,9 @@ def test_token_loss_is_the_loss_of_transformers(shift):
     again = pickle.loads(pickle.dumps(model))  # noqa: S301 - it was written a moment ago
     for one in (model, copy.deepcopy(model), again):
         assert set(one(**batch)) == {"loss"}
-    lab = ortlab.wrap(model)
+    wrap(model)
     model.eval()
     torch.testing.assert_close(model(**batch).loss, expected)
-    lab.unwrap()
 
 
 def test_token_loss_refuses_what_does_not_fit():

@@ -1,4 +1,4 @@
-"""Old configurations and old logs are read completely, and written back as they were."""
+"""Old configurations and old logs are read completely."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ortlab.errors import OptionError
-from ortlab.memory import alleviation, dialects, feature_matrix, formulas, insight, read_saved
+from ortlab.memory import dialects, formulas, insight, read_saved
 from ortlab.memory.plan_reading import read_plan
 from ortlab.options import variables
 from ortlab.render import html
@@ -18,11 +18,6 @@ LOGS = Path(__file__).with_name("logs")
 
 def log(name: str) -> str:
     return (LOGS / f"{name}.txt").read_text(encoding="utf-8")
-
-
-def between(text: str, first: str, last: str) -> str:
-    start = text.index(first)
-    return text[start : text.index(last, start) + len(last)]
 
 
 @pytest.mark.parametrize(
@@ -64,37 +59,34 @@ def test_the_first_dialect_says_what_it_cannot_say(plan):
 
 @pytest.mark.row("F3", "F5")
 @pytest.mark.parametrize(
-    ("name", "prefix", "places"),
-    [("alleviation_gelu_2022", "", [1]), ("alleviation_deberta_2022", "worker-0: ", [48, 2, 48, 96, 2, 2])],
+    ("name", "places"),
+    [("alleviation_gelu_2022", [1]), ("alleviation_deberta_2022", [48, 2, 48, 96, 2, 2])],
 )
-def test_both_alleviation_summaries_round_trip(name, prefix, places):
-    text = log(name)
-    (summary,) = alleviation.read(text)
+def test_both_alleviation_summaries_are_read(name, places):
+    (summary,) = dialects.read_summaries(log(name))
     assert [kept.places for one in summary.subgraphs for kept in one.patterns] == places
     assert summary.complete
-    written = alleviation.write(summary, prefix)
-    assert written == text[text.index(f"{prefix}MemoryAlleviation Summary") :].rstrip("\n")
 
 
 @pytest.mark.row("F4")
 def test_the_deberta_summary_says_what_was_recomputed():
-    (summary,) = alleviation.read(log("alleviation_deberta_2022"))
+    (summary,) = dialects.read_summaries(log("alleviation_deberta_2022"))
     assert summary.types == (("Dropout", 0), ("Gelu", 1), ("Tile", 1))
     assert [one.config for one in summary.subgraphs if one.on] == ["BiasGelu+:1:-1", "Tile+:1:-1"]
     assert summary.subgraphs[0].patterns[0].shape == ("attention_mask1_dim0", "256", "6144")
 
 
 @pytest.mark.row("F11", "F18")
-def test_the_feature_matrix_round_trips():
-    text = log("feature_matrix_2023")
-    matrix = feature_matrix.read(text)
+def test_the_feature_matrix_is_read():
+    matrix = dialects.read_matrix(log("feature_matrix_2023"))
     assert (len(matrix.features), len(matrix.plans), len(matrix.symbols)) == (9, 10, 6)
-    assert feature_matrix.write(matrix) == between(text, "ORTModule is enabled", "*" * 72)
+    assert matrix.start_up == dialects.StartUp(10.73, 8.39, 0.06, 0.01, 0.31, 1.96)
+    assert matrix.versions == "ONNX Runtime - 1.16.0+cu118, ONNX - 1.11.0"
 
 
 @pytest.mark.row("F14")
 def test_every_plan_of_the_feature_matrix_re_evaluates_to_the_printed_bytes():
-    matrix = feature_matrix.read(log("feature_matrix_2023"))
+    matrix = dialects.read_matrix(log("feature_matrix_2023"))
     sizes = dict(matrix.symbols)
     again = [formulas.read(plan.saving_symbolic).value(sizes) for plan in matrix.plans]
     assert again == [plan.saving_bytes for plan in matrix.plans]
@@ -102,9 +94,8 @@ def test_every_plan_of_the_feature_matrix_re_evaluates_to_the_printed_bytes():
 
 
 @pytest.mark.row("F16")
-def test_the_memory_insight_table_round_trips():
-    text = log("memory_insight_2023")
-    table = insight.read(text)
+def test_the_memory_insight_table_is_read():
+    table = insight.read(log("memory_insight_2023"))
     options = [option for row in table.rows for option in row.options]
     assert (len(table.rows), len(options)) == (14, 15)
     assert [option.config for option in options if option.applied] == [
@@ -112,7 +103,6 @@ def test_the_memory_insight_table_round_trips():
         "Cast+:2:-1",
         "BiasGelu+:1:-1",
     ]
-    assert insight.write(table) == text[: text.index("\nNote:")]
 
 
 def test_shapes_of_the_memory_insight_table_are_evaluated():
@@ -126,7 +116,7 @@ def test_shapes_of_the_memory_insight_table_are_evaluated():
 
 
 @pytest.mark.row("F9")
-def test_what_this_release_reports_round_trips(lab, experiment):
+def test_what_this_release_reports_is_read(lab, experiment):
     lab.step(experiment.step)
     report = lab.plan().report
     table = insight.read(report)
@@ -134,7 +124,6 @@ def test_what_this_release_reports_round_trips(lab, experiment):
     assert {option.config for row in table.rows for option in row.options} == {
         row.config for row in lab.plan().rows
     }
-    assert insight.write(table) == report[: report.index("\nNote:")].strip()
 
 
 @pytest.mark.parametrize("name", ["alleviation_deberta_2022", "memory_insight_2023"])
@@ -149,9 +138,8 @@ def test_a_log_that_is_cut_in_the_middle_says_so(name):
 @pytest.mark.parametrize(
     "text", ["", "no table at all", "MemoryInsight Summary - User config: ", "|3 |>>Option 1"]
 )
-def test_a_text_without_tables_is_refused(text):
-    with pytest.raises(OptionError, match="no table"):
-        dialects.read_log(text)
+def test_a_text_without_tables_has_none(text):
+    assert not dialects.read_log(text)
 
 
 def test_a_whole_log_gives_every_table():
@@ -174,10 +162,11 @@ LOGS_OF_OLD = {
 
 @pytest.mark.row("F3", "F11", "F16")
 @pytest.mark.parametrize("name", LOGS_OF_OLD)
-def test_a_log_is_read_and_its_tables_are_written_again(name):
+def test_a_log_is_read_and_its_tables_are_kept_without_its_other_lines(name):
     saved = read_saved(LOGS / f"{name}.txt")
     assert (saved.dialect, len(saved.rows), saved.complete) == (*LOGS_OF_OLD[name], True)
     assert saved.source == f"{name}.txt"
+    assert "first line" not in read_saved("first line\n" + log(name)).tables()
     again = read_saved(saved.tables())
     assert (again.rows, again.symbols, again.log) == (saved.rows, saved.symbols, saved.log)
     for row in saved.rows:

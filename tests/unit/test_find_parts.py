@@ -85,14 +85,13 @@ def test_what_is_no_part_is_refused_and_nothing_is_wrapped(model, only, words):
     assert not any(is_wrapped(part) for part in model.modules())
 
 
-def test_a_part_that_another_lab_holds_is_refused_and_the_others_are_given_back(model):
-    lab = ortlab.wrap(model.heads["b"])
+def test_a_part_that_another_lab_holds_is_refused_and_the_others_are_given_back(model, wrap):
+    wrap(model.heads["b"])
     with pytest.raises(WrapError, match="This Linear is wrapped already"):
         ortlab.wrap(model, only=["encoder.layer.0", "heads.b"])
     assert not is_wrapped(model)
     assert not is_wrapped(model.encoder.layer[0])
     assert is_wrapped(model.heads["b"])
-    lab.unwrap()
 
 
 def test_paths_that_end_alike_are_near():

@@ -158,16 +158,15 @@ def test_a_record_is_read_again_and_shown(plain):
         assert "cls.predictions.decoder" in shown
 
 
-def test_what_makes_no_sense_is_refused(bert):
+def test_what_makes_no_sense_is_refused(bert, wrap):
     lab, _ = bert
     with pytest.raises(OptionError, match="set so already"):
         lab.flops(baseline={"compute_optimizer": True})
     with pytest.raises(OptionError, match="by 'colour'"):
         Flops(()).by("colour")
-    fresh = ortlab.wrap(nn.Linear(2, 2))
+    fresh = wrap(nn.Linear(2, 2))
     with pytest.raises(StepError, match="no step"):
         fresh.flops()
-    fresh.unwrap()
 
 
 class Pictures(nn.Module):
@@ -180,6 +179,16 @@ class Pictures(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.wide(self.second(self.first(x).relu())).mean((2, 3))).square().mean()
+
+
+def test_a_part_that_alone_is_wrapped_is_counted_as_that_part_without_being_named():
+    model, x = Pictures(), torch.randn(2, 3, 9, 9)
+    lab = ortlab.wrap(model, only=["head"])
+    lab.step(lambda: model(x).backward())
+    counted = lab.flops()
+    lab.unwrap()
+    assert counted.part == "head"
+    assert {node.module for node in counted.nodes if node.flops} == {"head"}
 
 
 @pytest.mark.parametrize("kernels", [True, False])
@@ -205,6 +214,11 @@ def test_convolutions_count_as_torch_counts_them(kernels):
         (
             *("_grouped_mm_vjp", [(12, 24), (12, 16), (4, 16, 24), (4,)]),
             *([(12, 16), (4, 16, 24)], {}, 4 * 12 * 16 * 24),
+        ),
+        ("ortlab::grouped_linear", [(12, 16), (4, 24, 16), (4,)], [(12, 24)], {}, 2 * 12 * 16 * 24),
+        (
+            *("ortlab::grouped_linear_backward", [(12, 24), (12, 16), (4, 24, 16), (4,)]),
+            *([(12, 16), (4, 24, 16)], {}, 4 * 12 * 16 * 24),
         ),
         ("MatMul", [(2, 3, 4), (4, 5)], [(2, 3, 5)], {}, 2 * 2 * 3 * 4 * 5),
         ("MatMul", [(4,), (4,)], [()], {}, 2 * 4),

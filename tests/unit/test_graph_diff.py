@@ -121,13 +121,13 @@ KNOWN = {
         "bert",
         {"aten_backward": False},
         "gradient",
-        f"Replaced ortlab::softmax_backward_over by Where and SoftmaxGrad_13, 2 times, in the backward, in {LAYERS}.",
+        f"Replaced 2 ortlab::softmax_backward_over by SoftmaxGrad_13, in the backward, in {LAYERS}.",
     ),
     "casts put in": (
         "bert",
         {"cast_strategy": "INSERT_AND_REDUCE", "cast_level": 2},
         "optimized",
-        "Put in 99 Cast.",
+        "Put in 95 Cast.",
     ),
     "one token computed for the head": (
         "roberta",
@@ -167,7 +167,7 @@ def test_what_a_switch_does_to_the_graph_is_named(request, change):
 STAGES = {
     "shapes put together by the optimiser": (
         ("processed", "optimized", "training"),
-        f"Fused 3 Unsqueeze and Concat into ConcatTraining, 3 times, in {LAYERS} and bert.",
+        "Fused Unsqueeze and Concat into ConcatTraining, 3 times, in bert.embeddings and bert.",
     ),
     "transposes fused into products": (
         ("gradient", "execution", "training"),
@@ -427,16 +427,15 @@ def check_standing(before, after):
         assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
-def test_the_lab_is_as_it_was_and_builds_nothing_anew(lab, noisy_experiment):
+def test_the_lab_is_as_it_was_and_builds_nothing_anew(lab, noisy_experiment, wrap):
     experiment = noisy_experiment
-    lab = ortlab.wrap(experiment.model)
+    lab = wrap(experiment.model)
     lab.step(experiment.step, 2)
     before = standing(lab, experiment)
     lab.graph_diff({"opset": 15}, {"memory_level": 1}, stage="exported")
     check_standing(before, standing(lab, experiment))
     run = lab.rerun(1)
     assert run.initialization is None
-    lab.unwrap()
 
 
 @pytest.mark.parametrize("raised", [ValueError("no more data"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
@@ -474,8 +473,8 @@ def test_a_build_that_fails_leaves_the_lab_as_it_was(lab, experiment, monkeypatc
     check_standing(before, standing(lab, experiment))
 
 
-def test_one_part_of_several_is_compared_and_the_count_of_calls_stays(experiment):
-    lab = ortlab.wrap(experiment.model, only=["hidden", "head"])
+def test_one_part_of_several_is_compared_and_the_count_of_calls_stays(experiment, wrap):
+    lab = wrap(experiment.model, only=["hidden", "head"])
     lab.step(experiment.step)
     coverage = lab.status.coverage
     with pytest.raises(OptionError, match="Each wrapped part has a graph"):
@@ -485,7 +484,6 @@ def test_one_part_of_several_is_compared_and_the_count_of_calls_stays(experiment
     assert found.graphs[1].opset == 20
     assert lab.status.coverage == coverage
     assert lab.options.opset != 20
-    lab.unwrap()
 
 
 REFUSED = {

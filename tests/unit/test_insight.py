@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-import ortlab
 from ortlab.memory import formulas
 from ortlab.memory.insight import read
 from ortlab.memory.plan_reading import read_plan
@@ -48,12 +47,11 @@ def test_other_numbers_of_places_leave_the_plain_sums():
     assert read_plan(plain, {"batch": 5}, REPORT).rows[0].saving_bytes == 20
 
 
-def test_layer_normalisations_save_all_three_outputs():
+def test_layer_normalisations_save_all_three_outputs(wrap):
     torch.manual_seed(0)
     parts = [torch.nn.Sequential(torch.nn.LayerNorm(32), torch.nn.Linear(32, 32)) for _ in range(4)]
-    lab = ortlab.wrap(torch.nn.Sequential(torch.nn.Linear(32, 32), *parts))
+    lab = wrap(torch.nn.Sequential(torch.nn.Linear(32, 32), *parts))
     lab.module(torch.randn(7, 32)).sum().backward()
     rows = {row.cluster: row for row in lab.plan().rows}
-    lab.unwrap()
     # The normalised tensor, the mean and the inverse deviation; float32.
     assert rows["LayerNormalization+"].saving_bytes == 4 * (32 + 1 + 1) * 4 * 7

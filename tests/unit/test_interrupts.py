@@ -158,8 +158,8 @@ def same(one, other):
     return one == other
 
 
-def pressed_at(number, call, again=0):
-    """Call something and send Ctrl-C at a line of ortlab's or contextlib's, and again some calls later; count lines."""
+def pressed_at(number, call, again=0, where=("ortlab.runs", "contextlib")):
+    """Call something and send Ctrl-C at a line of some modules, and again some calls later; count lines."""
     seen, running = {"lines": 0, "calls": 0}, [True]
 
     def on_line(_frame, event, _):
@@ -171,7 +171,7 @@ def pressed_at(number, call, again=0):
 
     def on_call(frame, _, __):
         name = str(frame.f_globals.get("__name__"))
-        return on_line if name.startswith("ortlab.runs") or name == "contextlib" else None
+        return on_line if name.startswith(where) else None
 
     def second(frame, *_):
         ours = str(frame.f_globals.get("__name__")).startswith("ortlab.")
@@ -192,6 +192,47 @@ def pressed_at(number, call, again=0):
         sys.settrace(tracer)
         sys.setprofile(None)
     return seen["lines"]
+
+
+def test_ctrl_c_at_any_line_of_wrap_leaves_a_model_that_can_be_wrapped():
+    model, made = nn.Linear(2, 2), []
+    ortlab.wrap(model).unwrap()
+    lines = pressed_at(0, lambda: made.append(ortlab.wrap(model)))
+    made.pop().unwrap()
+    draw = random.Random(2)
+    for again in (0, 1):
+        for number in sorted(draw.sample(range(1, lines), 25)):
+            pressed_at(number, lambda: made.append(ortlab.wrap(model)), again)
+            if made:
+                made.pop().unwrap()
+            assert type(model) is nn.Linear, (number, again)
+
+
+def test_ctrl_c_while_sessions_are_freed_leaves_those_that_run():
+    """A few are kept for going back; each new one frees the oldest."""
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1))
+    lab = ortlab.wrap(model)
+    switches = [
+        {"memory_level": level, "intra_op_spinning": on} for level in (0, 1, 2) for on in (False, True)
+    ]
+
+    def step():
+        model(torch.ones(2, 4)).sum().backward()
+
+    def on_each(which):
+        for one in which:
+            lab.set(**one)
+            step()
+
+    on_each(switches)
+    where = ("ortlab.engine.kept_builds",)
+    lines = pressed_at(0, lambda: on_each(switches[:1]), where=where)
+    for number in range(1, lines, 2):
+        on_each(switches)
+        pressed_at(number, lambda: on_each(switches[:1]), where=where)
+        on_each(switches[::-1])
+    lab.unwrap()
 
 
 CALLS = {
@@ -224,3 +265,21 @@ def test_ctrl_c_at_any_line_leaves_the_one_state_or_the_other(name):
     handler = signal.getsignal(signal.SIGINT)
     lab.unwrap()
     assert handler is signal.default_int_handler
+
+
+def test_a_recorded_loop_that_is_interrupted_keeps_its_steps():
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    lab = ortlab.wrap(model, engine="eager")
+
+    def loop():
+        for step in range(6):
+            model(torch.ones(3, 4)).sum().backward()
+            optimizer.step()
+            if step == 3:
+                signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt, match="Stopped the training; its 4 steps so far are run 1"):
+        lab.record(loop)
+    assert len(lab.runs[0].steps) == 4
+    lab.unwrap()

@@ -65,18 +65,17 @@ class Keeping(nn.Module):
 
 
 @only_linux
-def test_what_a_step_keeps_and_takes_shows_up():
+def test_what_a_step_keeps_and_takes_shows_up(wrap):
     model = Keeping(64, 0)
     x = torch.ones(1)
 
     def step():
         model(x).backward()
 
-    lab = ortlab.wrap(model, engine="eager")
+    lab = wrap(model, engine="eager")
     kept = lab.memory(step, n=2)
     model.temporary = 512
     taken = lab.memory(step, n=2)
-    lab.unwrap()
 
     # The product is kept; its gradient and that of the square are two more, and the square itself is gone by then.
     assert kept.saved_bytes == pytest.approx(64 * MIB, rel=0.1)
@@ -179,7 +178,7 @@ def test_everything_is_put_back_after_a_failure(lab, experiment, failure):
 
 
 @only_linux
-def test_an_optimizer_that_only_the_step_knows_is_put_back_and_counted(experiment):
+def test_an_optimizer_that_only_the_step_knows_is_put_back_and_counted(experiment, wrap):
     class Hidden:
         optimizer = torch.optim.SGD(experiment.model.parameters(), lr=0.1, momentum=0.9)
 
@@ -188,9 +187,8 @@ def test_an_optimizer_that_only_the_step_knows_is_put_back_and_counted(experimen
         Hidden.optimizer.step()
         Hidden.optimizer.zero_grad()
 
-    lab = ortlab.wrap(experiment.model, engine="eager")
+    lab = wrap(experiment.model, engine="eager")
     measured = lab.memory(step, n=1)
-    lab.unwrap()
 
     assert Hidden.optimizer.state_dict()["state"] == {}
     moments = {piece.name: piece.number_of_bytes for piece in measured.breakdown()}["optimizer state"]
@@ -200,11 +198,10 @@ def test_an_optimizer_that_only_the_step_knows_is_put_back_and_counted(experimen
 # ---- what cannot be measured ---------------------------------------------------------------------------------------
 
 
-def test_a_lab_without_a_step_says_what_to_do(experiment):
-    lab = ortlab.wrap(experiment.model)
+def test_a_lab_without_a_step_says_what_to_do(experiment, wrap):
+    lab = wrap(experiment.model)
     with pytest.raises(StepError, match="no step to go back to"):
         lab.memory()
-    lab.unwrap()
 
 
 @pytest.mark.parametrize("steps", [0, -1, 1.5, True])
@@ -220,7 +217,7 @@ def test_a_wrong_option_is_refused(lab):
 
 
 @only_linux
-def test_a_step_that_falls_back_is_not_called_one_of_ort():
+def test_a_step_that_falls_back_is_not_called_one_of_ort(wrap):
     class Checkpointed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -232,7 +229,7 @@ def test_a_step_that_falls_back_is_not_called_one_of_ort():
     torch.manual_seed(1)
     model = Checkpointed()
     x = torch.randn(2, 4)
-    lab = ortlab.wrap(model, fallback=True)
+    lab = wrap(model, fallback=True)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     with (
         pytest.warns(ortlab.errors.FallbackWarning),
@@ -242,7 +239,6 @@ def test_a_step_that_falls_back_is_not_called_one_of_ort():
     assert refusal.value.why
     assert equal(before, list(model.parameters()))
     assert lab.memory(lambda: model(x).backward(), engine="eager").engine == "eager"
-    lab.unwrap()
 
 
 @only_linux

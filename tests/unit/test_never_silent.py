@@ -176,9 +176,9 @@ def test_a_plain_loop_hears_of_it_once(ran):
     assert len([one for one in lab.messages if "not ONNX Runtime (fallback)" in one.text]) == said + 1
 
 
-def test_a_sweep_has_it_on_no_front_and_gives_no_verdict():
+def test_a_sweep_has_it_on_no_front_and_gives_no_verdict(wrap):
     torch.manual_seed(3)
-    lab = ortlab.wrap(Sometimes(), fallback=True)
+    lab = wrap(Sometimes(), fallback=True)
     lab.step(steps_of(lab.module, (3,)), n=10)
     sweep = lab.sweep([{"engine": "eager"}, {"engine": "ort"}], rounds=1)
     found = {outcome.point.number: outcome for outcome in sweep.outcomes()}
@@ -195,7 +195,6 @@ def test_a_sweep_has_it_on_no_front_and_gives_no_verdict():
     assert "PYTORCH (fallback)" in labels
     assert "ONNX Runtime" not in labels
     assert 'ortlab-bad"><span>2' in html.render(sweep)
-    lab.unwrap()
 
 
 def test_the_command_line_ends_with_an_error_where_pytorch_stepped_in(monkeypatch, capsys):

@@ -122,6 +122,16 @@ def test_text_that_is_not_json_is_refused_and_pythons_true_is_explained(tmp_path
 
 
 @pytest.mark.row("H2")
+def test_a_file_that_is_nested_too_deeply_is_refused(tmp_path):
+    file = tmp_path / "deep.json"
+    file.write_text("[" * 100_000, encoding="utf-8")
+    with pytest.raises(OptionError, match="cannot be used"):
+        Options().replace(triton_config_file=str(file)) and read_triton_config(str(file))
+    (tmp_path / "tuning_results_training.json").write_text("[" * 100_000, encoding="utf-8")
+    with pytest.raises(OptionError, match="is not JSON"):
+        with_files(Options(tuning_results_path=str(tmp_path)), ["tuning_results_path"])
+
+
 def test_a_file_that_is_absent_or_a_folder_is_refused(tmp_path):
     with pytest.raises(OptionError, match="No such file"):
         read_triton_config(str(tmp_path / "absent.json"))

@@ -70,6 +70,43 @@ def test_what_is_pending_is_said_with_its_reason_and_time(lab, experiment):
     assert switch_words(lab.rebuild("opset"), pending).startswith("rebuilds the export, ")
 
 
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda lab: lab.sweep(memory_level=[0, 1], n=2, baseline={"memory_level": 1}),
+        lambda lab: lab.rerun(memory_level=1),
+    ],
+)
+def test_what_a_call_put_aside_is_no_change_of_the_user(lab, experiment, ask):
+    lab.step(experiment.step, 2)
+    ask(lab)
+    assert lab.status.state == "ready"
+    assert lab.rebuild().stage == lab.status.pending_stage == "session"
+    assert lab.rebuild().changed == ()
+    words = pending_note(lab.rebuild()).text
+    assert words.startswith(
+        "Other switches ran in between: the next step makes the session again; that took "
+    )
+    assert "ONNX Runtime: ready." in text.render(lab_page(lab))
+    assert switch_words(lab.rebuild("memory_level"), lab.rebuild()) == "no rebuild"
+    lab.graph()  # another call, which needs what was put aside
+    assert lab.status.state == "ready"
+    assert lab.set(opset=16).status.state == "rebuild pending"
+    assert lab.set(opset=Options().opset).status.state == "rebuild pending"
+    lab.rerun()
+    assert (lab.status.state, lab.status.pending_stage) == ("ready", "")
+    assert pending_note(lab.rebuild()) is None
+
+
+def test_what_was_built_before_another_engine_ran_is_built(lab, experiment):
+    lab.step(experiment.step, 2)
+    lab.rerun(engine="eager")
+    assert lab.status.state == "ready"
+    lab.set(opset=16)
+    assert lab.status.state == "rebuild pending"
+    assert "not built yet" not in text.render(lab_page(lab))
+
+
 def test_every_switch_has_an_answer(lab, experiment):
     lab.step(experiment.step)
     for one in switches():

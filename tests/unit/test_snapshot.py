@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from transformers import Adafactor
 
 import ortlab
@@ -204,10 +205,42 @@ def other_weights(model, optimizer, another):
     another.weight = nn.Parameter(torch.zeros(2, 2))
 
 
+def pruned(model, optimizer, _):
+    prune.l1_unstructured(model[0], "weight", 0.5)
+
+
+def other_dropout(model, optimizer, _):
+    model[2].p = 0.9
+
+
+def hooked(model, optimizer, _):
+    model[0].register_forward_hook(lambda *_: None)
+    model[0].register_full_backward_hook(lambda *_: None)
+    model[0].weight.register_hook(lambda gradient: 2 * gradient)
+    model[3].bias.register_post_accumulate_grad_hook(lambda _: None)
+    optimizer.register_step_pre_hook(lambda *_: None)
+
+
+def made_up(model):
+    """Return what modules and tensors hold beside parameters and buffers: their attributes and hooks."""
+    hooks = [
+        (len(one._backward_hooks or ()), len(one._post_accumulate_grad_hooks or ()))
+        for one in model.parameters()
+    ]
+    parts = [
+        {name: len(one) if isinstance(one, dict) else repr(one) for name, one in vars(part).items()}
+        for part in model.modules()
+    ]
+    return parts, hooks
+
+
 @pytest.mark.parametrize(
     "change",
     [
         added_group,
+        pruned,
+        other_dropout,
+        hooked,
         replaced_parameter,
         other_dtype,
         frozen,
@@ -228,7 +261,8 @@ def test_a_step_that_fails_is_undone(change):
 
     lab.step(step, n=2)
     objects = [*model.parameters(), *model.buffers(), *another.parameters()]
-    before = held(model, optimizer)
+    before, around = held(model, optimizer), made_up(model)
+    hooks_of_optimizer = dict(optimizer._optimizer_step_pre_hooks)
 
     def fails():
         assert another
@@ -239,9 +273,46 @@ def test_a_step_that_fails_is_undone(change):
     with pytest.raises(ZeroDivisionError, match="of the user"):
         lab.step(fails, n=2)
     assert is_equal(held(model, optimizer), before)
+    assert made_up(model) == around
+    assert dict(optimizer._optimizer_step_pre_hooks) == hooks_of_optimizer
     now = [*model.parameters(), *model.buffers(), *another.parameters()]
     assert [id(one) for one in now] == [id(one) for one in objects]
     lab.step(step, n=1)
+
+
+def test_hooks_that_the_user_adds_between_runs_stay():
+    model, optimizer = make(torch.optim.SGD)
+    lab = ortlab.wrap(model, engine="eager")
+    lab.step(lambda: train(model, optimizer, 1), n=1, memory=False)
+    seen = []
+    model[3].register_forward_hook(lambda *_: seen.append(1))
+    lab.rerun(memory=False)
+    lab.restore()
+    lab.unwrap()
+    assert seen == [1]
+    assert len(model[3]._forward_hooks) == 1
+
+
+def test_a_scaler_that_was_stopped_between_its_calls_unscales_again():
+    model, optimizer = make(torch.optim.SGD)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    off = torch.amp.GradScaler("cpu", enabled=False)
+
+    def step(*, fails=False):
+        assert off
+        scaler.scale(model(torch.randn(6, 4)).pow(2).mean()).backward()
+        scaler.unscale_(optimizer)
+        if fails:
+            raise ZeroDivisionError("of the user")
+        scaler.step(optimizer)
+        scaler.update()
+
+    lab = ortlab.wrap(model, engine="eager")
+    lab.step(step, memory=False)
+    with pytest.raises(ZeroDivisionError):
+        lab.step(lambda: step(fails=True), memory=False)
+    lab.step(step, memory=False)  # torch refuses to unscale twice
+    lab.unwrap()
 
 
 class Stubborn:

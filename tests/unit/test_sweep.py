@@ -75,8 +75,8 @@ def everything(lab, experiment):
 # --- points ------------------------------------------------------------------------------------------------------
 
 
-def test_a_grid_tries_every_combination_from_the_same_start(noisy_experiment):
-    lab = ortlab.wrap(noisy_experiment.model)
+def test_a_grid_tries_every_combination_from_the_same_start(noisy_experiment, wrap):
+    lab = wrap(noisy_experiment.model)
     first = lab.step(noisy_experiment.step, n=3)
     sweep = lab.sweep({"compute_optimizer": [True, False], "engine": ["ort", "eager"]}, n=4, rounds=2)
     assert [point.changes for point in sweep.points] == [
@@ -98,18 +98,16 @@ def test_a_grid_tries_every_combination_from_the_same_start(noisy_experiment):
     assert measured[0].runs[0].losses[:3] == first.losses
     assert lab.sweeps == [sweep]
     assert [run.sweep for run in lab.runs] == [0] + [1] * 6
-    lab.unwrap()
 
 
-def test_dropout_that_is_recomputed_is_said_to_differ_between_rounds(noisy_experiment):
-    lab = ortlab.wrap(noisy_experiment.model)
+def test_dropout_that_is_recomputed_is_said_to_differ_between_rounds(noisy_experiment, wrap):
+    lab = wrap(noisy_experiment.model)
     lab.step(noisy_experiment.step, n=2)
     sweep = lab.sweep({"memory_level": [0, 1]}, rounds=3)
     said = {outcome.point.number: outcome.remarks for outcome in sweep.outcomes()}
     assert said[1] == ()
     differ = len({run.losses for run in sweep.points[1].runs}) > 1
     assert any("rounds gave different losses" in remark for remark in said[2]) == differ
-    lab.unwrap()
 
 
 def test_what_eager_cannot_tell_apart_is_run_once(lab, experiment):
@@ -286,7 +284,7 @@ def test_a_point_that_fails_is_recorded_and_the_sweep_goes_on(lab, experiment):
     assert list(sweep.table()["reason"]) == ["", "ValueError: the data has", ""]
 
 
-def test_a_point_that_cannot_be_built_is_recorded_and_a_fallback_is_named():
+def test_a_point_that_cannot_be_built_is_recorded_and_a_fallback_is_named(wrap):
     class OnlyEager(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if torch.onnx.is_in_onnx_export():
@@ -295,7 +293,7 @@ def test_a_point_that_cannot_be_built_is_recorded_and_a_fallback_is_named():
 
     torch.manual_seed(3)
     model, x = OnlyEager(3, 3), torch.randn(3, 3)
-    lab = ortlab.wrap(model, engine="eager")
+    lab = wrap(model, engine="eager")
 
     def step():
         loss = model(x)
@@ -309,14 +307,13 @@ def test_a_point_that_cannot_be_built_is_recorded_and_a_fallback_is_named():
     fallback = next(one for one in sweep.outcomes() if one.point.number == 2)
     assert "executed by PyTorch, not ORT" in fallback.remarks[0]
     assert lab._bench.configuration.engine == "eager"
-    lab.unwrap()
 
 
 # --- the lab afterwards ------------------------------------------------------------------------------------------
 
 
-def test_a_sweep_leaves_the_lab_as_it_was(noisy_experiment):
-    lab = ortlab.wrap(noisy_experiment.model, log_level="INFO")
+def test_a_sweep_leaves_the_lab_as_it_was(noisy_experiment, wrap):
+    lab = wrap(noisy_experiment.model, log_level="INFO")
     lab.step(noisy_experiment.step, n=3)
     noisy_experiment.step()  # beyond the end of the run, with a state that no snapshot of it holds
     random.random(), np.random.rand()  # noqa: NPY002 - the global generators are what is kept
@@ -328,7 +325,6 @@ def test_a_sweep_leaves_the_lab_as_it_was(noisy_experiment):
     assert len(again.steps) == 3
     assert again.losses == lab.runs[0].losses
     assert again.sweep == 0
-    lab.unwrap()
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
@@ -387,10 +383,37 @@ def fresh_experiment(experiment):
     return type(experiment)()
 
 
+def test_a_run_that_ended_before_the_interrupt_is_in_the_sweep_as_in_the_ledger(experiment, lab):
+    lab.step(experiment.step, n=2)
+    came = []
+
+    def interrupt(event):
+        if event == "runs" and len(lab.runs) == 3 and not came:
+            came.append(event)
+            raise KeyboardInterrupt
+
+    stop = observe(lab, interrupt)
+    with pytest.raises(KeyboardInterrupt, match="the sweep after 2 of 3 runs"):
+        lab.sweep(memory_level=[0, 1, 2], n=2)
+    stop()
+    made = lab.sweeps[-1]
+    assert {run.number for point in made.points for run in point.runs} == {2, 3}
+    assert [run.sweep for run in lab.sweep(resume=made) and lab.runs] == [0, 1, 1, 1]
+
+    def interrupt_again(event):
+        if event == "runs":
+            raise KeyboardInterrupt
+
+    stop = observe(lab, interrupt_again)
+    with pytest.raises(KeyboardInterrupt, match="Stopped the comparison after 1 of 12 runs"):
+        lab.compare(memory_level=1)
+    stop()
+
+
 @pytest.mark.parametrize("call", [1, 5, 6, 17])
-def test_resuming_gives_what_an_uninterrupted_sweep_gives(experiment, whole, call):
+def test_resuming_gives_what_an_uninterrupted_sweep_gives(experiment, whole, call, wrap):
     again = fresh_experiment(experiment)
-    lab = ortlab.wrap(again.model)
+    lab = wrap(again.model)
     step = Interrupting(again, KeyboardInterrupt(), at=3 + call)
     lab.step(step.step, n=3, memory=False)
     before = everything(lab, again)
@@ -410,7 +433,6 @@ def test_resuming_gives_what_an_uninterrupted_sweep_gives(experiment, whole, cal
     assert len(lab.runs) == 7
     assert everything(lab, again) == before
     assert same_but_for_times(sweep.table(), whole)
-    lab.unwrap()
 
 
 def test_a_saved_sweep_is_resumed_in_another_lab(experiment, whole, tmp_path):

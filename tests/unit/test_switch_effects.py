@@ -43,11 +43,11 @@ class DroppingAttention(nn.Linear):
         return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5 if self.training else 0.0)
 
 
-def test_without_symbolic_shapes_ort_is_told_none_and_trains_as_pytorch():
+def test_without_symbolic_shapes_ort_is_told_none_and_trains_as_pytorch(wrap):
     torch.manual_seed(0)
     model = bert(layers=1, width=16, words=50)
     reference = copy.deepcopy(model)
-    lab = ortlab.wrap(model, symbolic_shape_inference=False)
+    lab = wrap(model, symbolic_shape_inference=False)
     ids = torch.randint(50, (2, 6))
     for one in (model, reference):
         one(input_ids=ids, labels=ids).loss.backward()
@@ -56,18 +56,16 @@ def test_without_symbolic_shapes_ort_is_told_none_and_trains_as_pytorch():
     assert values
     assert all(value.type.tensor_type.elem_type for value in values)
     assert not any(value.type.tensor_type.HasField("shape") for value in values)
-    lab.unwrap()
 
 
-def test_without_symbolic_shapes_the_repairs_of_a_graph_are_made():
+def test_without_symbolic_shapes_the_repairs_of_a_graph_are_made(wrap):
     torch.manual_seed(0)
     model, x = DroppingAttention(8, 8), torch.randn(2, 2, 16, 8)
-    lab = ortlab.wrap(model, symbolic_shape_inference=False)
+    wrap(model, symbolic_shape_inference=False)
     first, second = model(x), model(x)
     assert not torch.equal(first, second)
     (first + second).sum().backward()
     assert model.weight.grad.abs().sum() > 0
-    lab.unwrap()
 
 
 # --- logging and saved graphs ---------------------------------------------------------------------------------------
@@ -92,10 +90,10 @@ def test_graphs_are_saved_under_their_prefix_in_the_folder_of_the_variable(tmp_p
     }
 
 
-def test_the_graph_that_is_executed_is_saved_with_plans_too(tmp_path):
+def test_the_graph_that_is_executed_is_saved_with_plans_too(tmp_path, wrap):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)), torch.randn(3, 4)
-    lab = ortlab.wrap(
+    lab = wrap(
         model,
         save_onnx=True,
         save_onnx_prefix="net",
@@ -108,7 +106,6 @@ def test_the_graph_that_is_executed_is_saved_with_plans_too(tmp_path):
     before = (tmp_path / "net_execution_model_training.onnx").read_bytes()
     lab.graph("execution")  # an analysis makes a session of its own, and leaves the file alone
     assert (tmp_path / "net_execution_model_training.onnx").read_bytes() == before
-    lab.unwrap()
 
 
 @pytest.mark.row("B9")
@@ -124,13 +121,13 @@ def test_the_variable_gives_the_first_log_level_and_an_argument_wins(experiment,
 
 
 @pytest.mark.row("B8", "F20")
-def test_what_the_memory_optimizer_did_is_known_at_info_and_at_every_other_level():
+def test_what_the_memory_optimizer_did_is_known_at_info_and_at_every_other_level(wrap):
     torch.manual_seed(2)
     model = gpt2(width=16, words=60, n_positions=16)
     batch = batch_of(words=60, first=3, mask=True)
     reference = copy.deepcopy(model)
     reference(**batch).loss.backward()
-    lab = ortlab.wrap(model)
+    lab = wrap(model)
     model(**batch)
     kept = lab.graph("execution").node_count
     enabled = {}
@@ -140,7 +137,6 @@ def test_what_the_memory_optimizer_did_is_known_at_info_and_at_every_other_level
         model(**batch).loss.backward()
         enabled[level] = lab.plan().enabled
     recomputed = lab.graph("execution").node_count
-    lab.unwrap()
     assert enabled["INFO"] == enabled["ERROR"] != ()
     assert recomputed > kept
     check_gradients(model, reference)
@@ -151,15 +147,14 @@ def test_what_the_memory_optimizer_did_is_known_at_info_and_at_every_other_level
 
 @pytest.mark.row("C1")
 @pytest.mark.parametrize("opset", [14, 17, 20])
-def test_the_opset_is_pinned_by_the_variable_and_live(experiment, monkeypatch, opset):
+def test_the_opset_is_pinned_by_the_variable_and_live(experiment, monkeypatch, opset, wrap):
     monkeypatch.setenv("ORTMODULE_ONNX_OPSET_VERSION", str(opset))
-    lab = ortlab.wrap(experiment.model)
+    lab = wrap(experiment.model)
     experiment.step()
     assert lab.graph("exported").opset == opset
     lab.set(opset=15)
     experiment.step()
     assert lab.graph("exported").opset == 15
-    lab.unwrap()
 
 
 class Checkpointed(nn.Module):
@@ -187,36 +182,36 @@ def checkpointed():
 @pytest.mark.parametrize(
     ("changes", "python_ops"), [({"allow_autograd_checkpoint": True}, 1), ({"memory_level": 1}, 0)], ids=repr
 )
-def test_a_checkpointed_region_is_left_to_pytorch_or_traced_through(checkpointed, changes, python_ops):
+def test_a_checkpointed_region_is_left_to_pytorch_or_traced_through(checkpointed, changes, python_ops, wrap):
     model, reference, x = checkpointed
-    lab = ortlab.wrap(model, **changes)
+    lab = wrap(model, **changes)
     model(x).sum().backward()
     used = operators(lab)
-    lab.unwrap()
     assert used.count("PythonOp") == python_ops
     assert ("Tanh" in used) == (python_ops == 0)
     check_gradients(model, reference)
 
 
 @pytest.mark.row("C3")
-def test_without_either_a_checkpoint_is_refused_with_both_ways_out(checkpointed):
+def test_without_either_a_checkpoint_is_refused_with_both_ways_out(checkpointed, wrap):
     model, _, x = checkpointed
-    lab = ortlab.wrap(model)
+    wrap(model)
     with pytest.raises(BuildError) as refusal:
         model(x)
-    lab.unwrap()
     assert "memory_level=1" in refusal.value.fix
     assert "allow_autograd_checkpoint=True" in refusal.value.fix
     assert "{" not in str(refusal.value)
 
 
 @pytest.mark.row("C4", "C5")
-def test_custom_functions_run_as_they_are_or_are_traced_through_switched_live(custom_layer, monkeypatch):
+def test_custom_functions_run_as_they_are_or_are_traced_through_switched_live(
+    custom_layer, monkeypatch, wrap
+):
     monkeypatch.setenv("ORTMODULE_ENABLE_CUSTOM_AUTOGRAD", "0")
     model, x = custom_layer, torch.randn(3, 4)
     reference = copy.deepcopy(model)
     reference(x).sum().backward()
-    lab = ortlab.wrap(model)
+    lab = wrap(model)
     assert (
         lab.options.custom_autograd is False
     )  # ORTModule reads the variable when it is imported, which has happened
@@ -227,7 +222,6 @@ def test_custom_functions_run_as_they_are_or_are_traced_through_switched_live(cu
         model(x).sum().backward()
         assert ("PythonOp" in operators(lab)) == on
         gradients[on] = model.bias.grad.clone()
-    lab.unwrap()
     torch.testing.assert_close(gradients[True], reference.bias.grad)
     torch.testing.assert_close(gradients[False] * 1.5, reference.bias.grad)
 
@@ -246,13 +240,12 @@ class Copied(nn.Linear):
 
 @pytest.mark.row("C7")
 @pytest.mark.parametrize("copied", [True, False])
-def test_the_model_is_copied_before_its_export_only_if_wished(copied):
+def test_the_model_is_copied_before_its_export_only_if_wished(copied, wrap):
     model, x = nn.Sequential(Copied(4, 4)), torch.randn(3, 4)
     reference = model[0](x)
-    lab = ortlab.wrap(model, deepcopy_before_export=copied)
+    wrap(model, deepcopy_before_export=copied)
     Copied.copies = 0
     torch.testing.assert_close(model(x), reference)
-    lab.unwrap()
     assert bool(Copied.copies) == copied
 
 
@@ -288,20 +281,19 @@ BEHIND = {
 
 @pytest.mark.row("D1", "D2", "D3")
 @pytest.mark.parametrize("behind", BEHIND)
-def test_a_slice_goes_ahead_of_the_layer_and_of_what_is_behind_it(behind):
+def test_a_slice_goes_ahead_of_the_layer_and_of_what_is_behind_it(behind, wrap):
     torch.manual_seed(2)
     model, x = FirstToken(BEHIND[behind]), torch.randn(2, 5, 8)
     reference = copy.deepcopy(model)
     reference(x).pow(2).sum().backward()
     first = {}
-    lab = ortlab.wrap(model)
+    lab = wrap(model)
     for on in (True, False):
         lab.set(compute_optimizer=on)
         model.zero_grad()
         model(x).pow(2).sum().backward()
         used = operators(lab)
         first[on] = used.index("Gather") < used.index("MatMul")
-    lab.unwrap()
     assert first == {True: True, False: False}
     for name, parameter in model.named_parameters():
         expected = reference.get_parameter(name).grad
@@ -310,14 +302,14 @@ def test_a_slice_goes_ahead_of_the_layer_and_of_what_is_behind_it(behind):
 
 
 @pytest.mark.row("D2", "D4")
-def test_the_last_layer_of_roberta_computes_one_token_for_its_head():
+def test_the_last_layer_of_roberta_computes_one_token_for_its_head(wrap):
     torch.manual_seed(2)
     model = bert(
         "ForSequenceClassification", family="Roberta", width=16, words=60, max_position_embeddings=40
     )
     ids = torch.randint(3, 60, (2, 8))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor([0, 1])}
-    lab = ortlab.wrap(model)
+    lab = wrap(model)
     behind, losses = {}, {}
     for on in (True, False):
         lab.set(compute_optimizer=on)
@@ -325,7 +317,6 @@ def test_the_last_layer_of_roberta_computes_one_token_for_its_head():
         used = operators(lab)
         last = len(used) - 1 - used[::-1].index("Gather")
         behind[on] = used[last:].count("MatMul") + used[last:].count("Gemm")
-    lab.unwrap()
     assert losses[True] == pytest.approx(losses[False], rel=1e-5)
     assert behind[False] == 2  # the head's own
     assert behind[True] == 5  # and the projection and both layers of the last block's feed-forward part
@@ -455,16 +446,15 @@ def test_each_variable_gives_the_first_value_and_a_note_says_so(option, name, gi
     assert bool(waits) == (f"{option} acts once {one.part_of} is on." in notes)
 
 
-def test_gradients_from_outputs_train_where_a_layer_norm_is_behind_an_addition():
+def test_gradients_from_outputs_train_where_a_layer_norm_is_behind_an_addition(wrap):
     """Without more, the session puts the two together and drops the deviation that this gradient reads."""
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(8, 16), Residual(), Residual(), nn.Linear(16, 4))
     reference, x = copy.deepcopy(model), torch.randn(2, 5, 8)
     reference(x).pow(2).sum().backward()
-    lab = ortlab.wrap(model, memory_efficient_gradient=True)
+    lab = wrap(model, memory_efficient_gradient=True)
     model(x).pow(2).sum().backward()
     used = lab.graph("gradient").operators
-    lab.unwrap()
     assert used["com.microsoft.InvertibleLayerNormalizationGrad"] == 2
     for name, parameter in model.named_parameters():
         expected = reference.get_parameter(name).grad

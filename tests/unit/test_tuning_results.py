@@ -59,6 +59,9 @@ def test_what_a_session_without_tuning_gives_is_an_empty_list(tmp_path):
         ('[{"ep": "CUDA", "results": {"Gemm": 3}, "validators": {}}]', "holds no tuning results"),
         ('[{"ep": "CUDA", "results": {"Gemm": {"a": "fast"}}, "validators": {}}]', "holds no tuning results"),
         ("3", "holds no tuning results"),
+        ('[{"ep": "CUDA", "results": {"Gemm": {"a": 1e400}}, "validators": {}}]', "holds no tuning results"),
+        ('[{"ep": null, "results": {"Gemm": {"a": 1}}, "validators": {}}]', "holds no tuning results"),
+        ("[" * 100_000, "is not JSON"),
         ("half a fi", "is not JSON"),
     ],
 )

@@ -229,16 +229,15 @@ def test_a_model_that_was_subscribed_before_it_was_wrapped_is_seen_on_ort(runs, 
     assert {one.name for one in found.activations} == names
 
 
-def test_a_step_that_had_subscribers_is_profiled_without_them(tmp_path):
+def test_a_step_that_had_subscribers_is_profiled_without_them(tmp_path, wrap):
     model, step = made()
-    lab = ortlab.wrap(model)
+    lab = wrap(model)
     with lab.subscribe(ortlab.parity.StatisticsSubscriber(tmp_path / "out", start_step=0)):
         lab.step(step, n=1, progress=False)
     found = lab.profile(progress=False)
     assert found.nodes
     assert "PythonOp" not in {node.operator for node in found.nodes}
     assert lab.flops(progress=False).total > 0
-    lab.unwrap()
 
 
 def test_nobody_listens_unless_something_is_subscribed():

@@ -81,6 +81,18 @@ def test_a_switch_makes_it_stale_and_the_next_run_draws_it_anew(panel, run):
     assert panel.graph.map.shown["pair"] == ["1", "2"]
 
 
+def test_other_switches_that_ran_in_between_do_not_make_it_stale(panel, run):
+    run()
+    panel.tabs.open(GRAPH)
+    panel.lab.sweep(memory_level=[0, 1], n=1, baseline={"memory_level": 1})
+    assert panel.lab.rebuild().stage == "session"
+    assert panel.graph.map.shown["stale"] == ""
+    panel.tabs.open("Memory")
+    panel.tabs.open(GRAPH)
+    assert panel.graph.map.shown["stale"] == ""
+    assert panel.graph.graph.digest == panel.lab.graph().digest
+
+
 def test_time_plans_and_what_changed_are_read_when_they_are_asked_for(panel, run):
     run()
     panel.tabs.open(GRAPH)
@@ -137,10 +149,10 @@ def test_a_closed_panel_leaves_nothing_of_the_graph(run):
     assert set(open_widgets) == before
 
 
-def test_each_of_several_parts_has_its_map():
+def test_each_of_several_parts_has_its_map(wrap):
     torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
-    lab = ortlab.wrap(model, only=["0", "2"])
+    lab = wrap(model, only=["0", "2"])
     inputs = torch.randn(4, 8, requires_grad=True)
     lab.step(lambda: model(inputs).sum().backward(), 2, progress=False)
     panel = Panel(lab)
@@ -159,4 +171,3 @@ def test_each_of_several_parts_has_its_map():
         assert panel.errors.text == ""
         assert panel.graph.graph.part == "2"
     panel.close()
-    lab.unwrap()

@@ -12,10 +12,10 @@ from html import unescape
 
 import ipywidgets as widgets
 import pytest
+import small_transformers
 import torch
 from ipywidgets.embed import dependency_state
 from ipywidgets.widgets.widget import _instances as open_widgets
-from transformers import BertConfig, BertForMaskedLM
 
 import ortlab.notebook.widgets.panel
 from ortlab import units
@@ -152,15 +152,14 @@ def test_each_row_says_what_a_change_takes_now(panel, lab, run):
     assert "in run 2" in words_of(panel.switches.row("intra_op_spinning"))
 
 
-def test_a_variable_that_gave_a_first_value_is_named(monkeypatch):
+def test_a_variable_that_gave_a_first_value_is_named(monkeypatch, wrap):
     monkeypatch.setenv("ORTMODULE_LOG_LEVEL", "ERROR")
-    lab = ortlab.wrap(torch.nn.Linear(2, 2))
+    lab = wrap(torch.nn.Linear(2, 2))
     panel = ortlab.notebook.widgets.panel.Panel(lab)
     assert "First value from the variable  ORTMODULE_LOG_LEVEL" in words_of(panel.switches.row("log_level"))
     assert "ORTMODULE_LOG_LEVEL sets log_level='ERROR'." in unescape(words(panel))
     assert "variable" not in words_of(panel.switches.row("save_onnx"))
     panel.close()
-    lab.unwrap()
 
 
 @pytest.mark.parametrize(
@@ -590,9 +589,9 @@ class Scaled(torch.nn.Module):
         return self.inner(x) * scale.factor
 
 
-def test_a_fallback_has_a_red_badge_with_the_reason():
+def test_a_fallback_has_a_red_badge_with_the_reason(wrap):
     model = Scaled()
-    lab = ortlab.wrap(model, options=Options(fallback=True))
+    lab = wrap(model, options=Options(fallback=True))
     panel = ortlab.notebook.widgets.panel.Panel(lab)
     lab.step(lambda: model(torch.ones(2, 4), Scale()).sum().backward(), 2)
     assert lab.runs[-1].executed_by == "fallback"
@@ -600,7 +599,6 @@ def test_a_fallback_has_a_red_badge_with_the_reason():
     assert "cannot be given to ONNX Runtime" in panel.header.line.value
     assert "#1 PYTORCH (fallback)" in words(panel)
     panel.close()
-    lab.unwrap()
 
 
 # ---- several panels, other forms, the end -----------------------------------------------------------------------
@@ -667,11 +665,10 @@ def test_what_the_browser_asks_behind_a_click_is_answered(panel, monkeypatch):
 def test_a_panel_with_all_its_parts_open_adds_little_to_a_notebook_saved_with_its_widgets():
     """The state as `jupyter execute` writes it; JupyterLab leaves more defaults out."""
     torch.manual_seed(3)
-    config = BertConfig(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, vocab_size=500
+    model, tokens = (
+        small_transformers.bert(width=64, heads=4, words=500, drop=0.1),
+        torch.randint(0, 500, (2, 16)),
     )
-    model = BertForMaskedLM(config)
-    tokens = torch.randint(0, 500, (2, 16))
     lab = ortlab.wrap(model)
     before = set(open_widgets)
     panel = ortlab.notebook.widgets.panel.Panel(lab)
@@ -708,14 +705,13 @@ def test_the_repr_names_the_lab_and_has_no_address(panel):
     assert "0x" not in repr(panel)
 
 
-def test_a_hostile_model_name_stays_text():
+def test_a_hostile_model_name_stays_text(wrap):
     model = torch.nn.Linear(2, 2)
-    lab = ortlab.wrap(model, name="<img src=x onerror=alert(1)>", engine="eager")
+    lab = wrap(model, name="<img src=x onerror=alert(1)>", engine="eager")
     panel = ortlab.notebook.widgets.panel.Panel(lab)
     assert "<img" not in panel.header.line.value
     assert "<img" not in panel._repr_mimebundle_()["text/html"]
     panel.close()
-    lab.unwrap()
 
 
 def test_a_lab_has_one_panel_until_it_is_closed(lab):
@@ -727,10 +723,10 @@ def test_a_lab_has_one_panel_until_it_is_closed(lab):
     again.close()
 
 
-def test_the_panel_of_a_model_in_parts_says_which_ran():
+def test_the_panel_of_a_model_in_parts_says_which_ran(wrap):
     torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
-    lab = ortlab.wrap(model, only=["0", "1"])
+    lab = wrap(model, only=["0", "1"])
     panel = ortlab.notebook.widgets.panel.Panel(lab)
     assert "ORT: 2 PARTS" in words(panel)
     model(torch.randn(4, 8)).sum().backward()
@@ -743,7 +739,6 @@ def test_the_panel_of_a_model_in_parts_says_which_ran():
     panel.engine.value = "eager"
     assert "Parts on ONNX Runtime" not in words(panel)
     panel.close()
-    lab.unwrap()
 
 
 def test_memory_is_followed_and_shown(panel, run, lab):
@@ -838,10 +833,7 @@ def test_each_run_is_a_point_whose_click_opens_it(panel, lab, run):
 @pytest.fixture(scope="module")
 def bert():
     torch.manual_seed(3)
-    config = BertConfig(
-        hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=512, vocab_size=500
-    )
-    model = BertForMaskedLM(config)
+    model = small_transformers.bert(width=128, heads=4, words=500, drop=0.1, intermediate_size=512)
     tokens = torch.randint(0, 500, (8, 64))
     lab = ortlab.wrap(model)
 

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-import ortlab
-
 # pytest's importlib mode leaves sys.path alone.
 sys.path.append(str(Path(__file__).parent))
 from zoo_record import Recorder
@@ -30,18 +28,15 @@ def pytest_configure(config):
 
 
 @pytest.fixture
-def wrap():
+def wrap(wrap):
     """Return `ortlab.wrap`, whose fallback is off; the labs are unwrapped after the test."""
-    labs = []
 
-    def wrap(model, **options):
-        labs.append(ortlab.wrap(model, **options))
-        assert not labs[-1].options.fallback
-        return labs[-1]
+    def without_fallback(model, **options):
+        lab = wrap(model, **options)
+        assert not lab.options.fallback
+        return lab
 
-    yield wrap
-    for lab in labs:
-        lab.unwrap()
+    return without_fallback
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 
 import pytest
+import small_transformers
 import torch
-import transformers
 from scipy import stats
 from torch import nn
 
@@ -31,17 +31,8 @@ class Net(nn.Module):
 
 
 def bert(attention):
-    config = transformers.BertConfig(
-        num_hidden_layers=1,
-        hidden_size=16,
-        num_attention_heads=2,
-        intermediate_size=16,
-        vocab_size=20,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.5,
-    )
-    config._attn_implementation = attention
-    return transformers.BertForMaskedLM(config)
+    more = {"intermediate_size": 16, "attention_probs_dropout_prob": 0.5, "attn_implementation": attention}
+    return small_transformers.bert(layers=1, width=16, words=20, **more)
 
 
 @pytest.fixture

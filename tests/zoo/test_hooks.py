@@ -50,18 +50,9 @@ class Hooking(Net):
         return hidden
 
 
-@pytest.fixture
-def wrap():
-    labs = []
-
-    def wrap(model, **options):
-        labs.append(ortlab.wrap(model, **options))
-        return labs[-1]
-
+@pytest.fixture(autouse=True)
+def seeded():
     torch.manual_seed(0)
-    yield wrap
-    for lab in labs:
-        lab.unwrap()
 
 
 def train(model, calls=None, steps=2):

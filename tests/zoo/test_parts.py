@@ -6,18 +6,13 @@ import copy
 from dataclasses import dataclass, field
 
 import pytest
+import small_transformers
 import torch
 from differences import Differences
 from torch import nn
 from transformers import (
     AlbertConfig,
     AlbertForMaskedLM,
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 
 pytestmark = [
@@ -60,32 +55,14 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def bert_encoder():
-    config = BertConfig(
-        vocab_size=50,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        **NO_DROPOUT,
-    )
     mask = torch.ones(3, 7, dtype=torch.long)
     mask[1, 5:] = 0
-    model = BertForMaskedLM(config)
+    model = small_transformers.bert(width=16, words=50)
     return Case(model, language(model, attention_mask=mask), "bert.encoder", {"bert.encoder": 1})
 
 
 def gpt2_two_blocks():
-    config = GPT2Config(
-        vocab_size=50,
-        n_positions=16,
-        n_embd=16,
-        n_layer=3,
-        n_head=2,
-        resid_pdrop=0,
-        embd_pdrop=0,
-        attn_pdrop=0,
-    )
-    model = GPT2LMHeadModel(config)
+    model = small_transformers.gpt2(layers=3, width=16, words=50, n_positions=16)
     paths = ["transformer.h.0", "transformer.h.2"]
     return Case(model, {**language(model), "use_cache": False}, paths, dict.fromkeys(paths, 1))
 
@@ -106,19 +83,7 @@ def albert_shared_layer():
 
 
 def t5_stacks():
-    config = T5Config(
-        vocab_size=50,
-        d_model=16,
-        d_kv=8,
-        d_ff=32,
-        num_layers=1,
-        num_heads=2,
-        dropout_rate=0,
-        use_cache=False,
-        decoder_start_token_id=0,
-        pad_token_id=0,
-    )
-    model = T5ForConditionalGeneration(config)
+    model = small_transformers.t5(layers=1, width=16, words=50, pad_token_id=0)
     return Case(model, language(model), ["decoder", "encoder"], {"encoder": 1, "decoder": 1})
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import copy
 
 import pytest
+import small_transformers
 import torch
-import transformers
 from torch import nn
-
-import ortlab
 
 pytestmark = [
     pytest.mark.zoo,
@@ -46,45 +44,17 @@ def text():
 
 
 def bert():
-    config = transformers.BertConfig(
-        num_hidden_layers=1,
-        hidden_size=32,
-        num_attention_heads=4,
-        intermediate_size=64,
-        vocab_size=100,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return transformers.BertForMaskedLM(config), text()
+    return small_transformers.bert(layers=1, heads=4, words=100), text()
 
 
 def llama():
-    config = transformers.LlamaConfig(
-        num_hidden_layers=1,
-        hidden_size=32,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=64,
-        vocab_size=100,
-        use_cache=False,
-        pad_token_id=0,
-    )
-    config.loss_type = "ForCausalLM"
-    return transformers.LlamaForCausalLM(config), text()
+    more = {"num_key_value_heads": 2, "pad_token_id": 0, "loss_type": "ForCausalLM"}
+    return small_transformers.llama(layers=1, heads=4, words=100, **more), text()
 
 
-@pytest.fixture
-def wrap():
-    labs = []
-
-    def wrap(model):
-        labs.append(ortlab.wrap(model))
-        return labs[-1]
-
+@pytest.fixture(autouse=True)
+def seeded():
     torch.manual_seed(0)
-    yield wrap
-    for lab in labs:
-        lab.unwrap()
 
 
 def train(model, batch, autocast=None):

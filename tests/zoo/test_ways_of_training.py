@@ -6,11 +6,10 @@ import copy
 import gc
 
 import pytest
+import small_transformers
 import torch
-import transformers
 from torch import nn
 
-import ortlab
 from ortlab.errors import BuildError, ExecutionError
 
 pytestmark = [
@@ -48,31 +47,12 @@ class Scored(nn.Module):
 
 
 def gpt2(**settings):
-    config = transformers.GPT2Config(
-        n_layer=1,
-        n_embd=32,
-        n_head=4,
-        vocab_size=100,
-        use_cache=False,
-        bos_token_id=1,
-        eos_token_id=2,
-        **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} | settings,
-    )
-    config.loss_type = "ForCausalLM"
-    return transformers.GPT2LMHeadModel(config)
+    more = {"bos_token_id": 1, "eos_token_id": 2, "loss_type": "ForCausalLM"}
+    return small_transformers.gpt2(layers=1, heads=4, words=100, **more | settings)
 
 
 def bert():
-    config = transformers.BertConfig(
-        num_hidden_layers=1,
-        hidden_size=32,
-        num_attention_heads=4,
-        intermediate_size=64,
-        vocab_size=100,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return transformers.BertForMaskedLM(config)
+    return small_transformers.bert(layers=1, heads=4, words=100)
 
 
 def text(rows, length, padded=0):
@@ -102,15 +82,13 @@ def gradients(module):
 
 
 @pytest.fixture
-def pair():
+def pair(wrap):
     """Return a function that gives a model twice, the second wrapped, with the lab and a list of its builds."""
-    labs = []
 
     def make(model, **options):
         torch.manual_seed(1)
         reference = copy.deepcopy(model)
-        lab = ortlab.wrap(model, **options)
-        labs.append(lab)
+        lab = wrap(model, **options)
         built, tell = [], lab._bench.ort._on_built
 
         def note(done):
@@ -121,9 +99,7 @@ def pair():
         return reference, model, lab, built
 
     torch.manual_seed(0)
-    yield make
-    for lab in labs:
-        lab.unwrap()
+    return make
 
 
 # --- sizes -----------------------------------------------------------------------------------------------------

@@ -45,10 +45,11 @@ from ortlab.engine.disk_cache.entries import (
     unpack,
 )
 from ortlab.engine.disk_cache.fingerprint import Fingerprint, content_digest, tensor_facts
-from ortlab.engine.disk_cache.installed_code import OWN, origin_of_function
+from ortlab.engine.disk_cache.installed_code import OWN, SETTINGS, origin_of_function
 from ortlab.engine.exporter import symbolic_module
 from ortlab.engine.installation import versions
 from ortlab.engine.patching import replace, set_to
+from ortlab.engine.tracing import baked_in
 from ortlab.engine.tracing.sizes import ANY_SIZES
 from ortlab.engine.tracing.traced_values import TracedValues
 from ortlab.options.options import Effect, Options, switches
@@ -61,7 +62,6 @@ if TYPE_CHECKING:
 
 # The hooks of nn.Module whose functions take part in a forward; the keys of their tables count from 0 in each process.
 _HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks")
-_OF_EVERY_MODULE: Final = frozenset(vars(torch.nn.Module()))
 _VARIABLES: Final = ("TORCH", "PYTORCH_", "TRANSFORMERS_", "HF_", "ATEN_", "DIFFUSERS_", "TIMM_")
 _NAMES_OF_PLACES: Final = ("HOME", "CACHE", "TOKEN", "OFFLINE", "LOG", "ENDPOINT", "VERBOSITY")
 
@@ -72,11 +72,8 @@ def export_key(
     kwargs: Mapping[str, Any],
     options: Options,
 ) -> str:
-    """Return the key of the export that a call would need: 64 hexadecimal digits.
-
-    The module may be wrapped or not. The sizes of the arguments are in the key as well: a forward may branch on them.
-    Raises Uncovered, which names the cause, if the trace may depend on something that no key can cover.
-    """
+    """Return the key of the export that a call would need: 64 hexadecimal digits."""
+    # The sizes of the arguments are in the key as well: a forward may branch on them.
     parts = dict(module.named_modules())
     known = {id(part): f"module {name}" for name, part in reversed(parts.items())}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -113,7 +110,7 @@ def _add_module(print_: Fingerprint, name: str, part: torch.nn.Module, known: Ma
         for hook in getattr(part, table_name).values():
             print_.value(hook, f"a forward hook of {name}")
     for key, value in vars(part).items():
-        if key not in _OF_EVERY_MODULE and not key.startswith("_ortlab"):
+        if key not in baked_in.OF_EVERY_MODULE and not key.startswith("_ortlab"):
             print_.attribute(key, value, f"{name}.{key}")
 
 
@@ -245,17 +242,12 @@ def _folder() -> Path:
     return Path(ortlab.__file__).parent / "engine"
 
 
-_PLAIN: Final = (bool, int, float, str, type(None))
-
 _entry: Final[ContextVar[Entry | None]] = ContextVar("entry", default=None)
 _watch: Final[ContextVar[TracedValues | None]] = ContextVar("watch", default=None)
 
 
 def cached_export(execution: Execution, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Export:
-    """Return the export of a call: from `export_cache_dir` if it is there, otherwise made and kept there.
-
-    The execution's log says what is done, and why an export cannot be kept.
-    """
+    """Return the export of a call: from `export_cache_dir` if it is there, otherwise made and kept there."""
     _install()
     cache = _Cache(execution)
     try:
@@ -353,7 +345,7 @@ def _plain_attributes(module: torch.nn.Module) -> dict[tuple[str, str, str], Any
                 continue
             seen.add(id(owner))
             for name, value in getattr(owner, "__dict__", {}).items():
-                if type(value) in _PLAIN:
+                if type(value) in SETTINGS:
                     found[path, holder, name] = value
     return found
 

@@ -48,13 +48,10 @@ MISSING: Final = object()
 
 
 def references(code: types.CodeType, function: types.FunctionType) -> Iterator[tuple[str, Any, str]]:
-    """Yield each name that code looks up outside itself, what it stands for, and an impure module on the way.
-
-    The code is that of `function`, whose globals and closure are used, or of a function inside it. A name includes the
-    attributes of modules that follow it: "torch.nn.functional.gelu". It stands for `MISSING` if it stands for nothing.
-    The module is one of Python's library whose answers may differ each time; "" if there is none. Raises Uncovered if
-    the code imports a module that is not loaded.
-    """
+    """Yield each name that code looks up outside itself, what it stands for, and an impure module on the way."""
+    # The code is that of `function`, whose globals and closure are used, or of a function inside it. A name includes
+    # the attributes of modules that follow it: "torch.nn.functional.gelu". It stands for `MISSING` if it stands for
+    # nothing. The module is one of Python's library whose answers may differ each time; "" if there is none.
     instructions = [one for one in dis.get_instructions(code) if one.opname not in ("CACHE", "PRECALL")]
     seen: set[str] = set()
     for position, one in enumerate(instructions):

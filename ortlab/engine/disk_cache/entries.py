@@ -107,10 +107,8 @@ def unpack(data: bytes, key: str) -> Entry:
 
 
 def check_model(model: onnx.ModelProto) -> None:
-    """Raise Uncovered for a model that means something in one process only, or keeps tensors in other files.
-
-    The former runs autograd Functions, which ORT knows by numbers and names of the process.
-    """
+    """Raise Uncovered for a model that means something in one process only, or keeps tensors in other files."""
+    # The former runs autograd Functions, which ORT knows by numbers and names of the process.
     graphs = [model.graph]
     while graphs:
         graph = graphs.pop()

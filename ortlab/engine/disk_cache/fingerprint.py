@@ -69,10 +69,9 @@ _OPERATORS: Final = ("aten", "prim", "prims")
 
 
 class Fingerprint:
-    """Describe objects one after the other; `digest` closes the description.
+    """Describe objects one after the other; `digest` closes the description."""
 
-    `known` has names of objects that are described elsewhere, by `id`; the caller keeps them alive.
-    """
+    # `known` has names of objects that are described elsewhere, by `id`; the caller keeps them alive.
 
     def __init__(self, known: Mapping[int, str] | None = None) -> None:
         self.installed = InstalledCode()
@@ -88,10 +87,7 @@ class Fingerprint:
         self._tokens += map(str, facts)
 
     def digest(self) -> str:
-        """Describe what the names in the code that was reached stand for, and return SHA-256 of it all.
-
-        Raises Uncovered if the code uses something that cannot be described.
-        """
+        """Describe what the names in the code that was reached stand for, and return SHA-256 of it all."""
         self._describe_named_members()
         for function, where in self.installed.replaced_functions():
             self.value(function, where)
@@ -106,11 +102,9 @@ class Fingerprint:
     # ---- values -----------------------------------------------------------------------------------------------
 
     def value(self, value: Any, where: str, *, strict: bool = True) -> None:  # noqa: PLR0911, PLR0912, C901 - one case each
-        """Describe an object, or raise Uncovered with `where`, which says what it is to the user.
-
-        Unless `strict`, an object of unknown kind is not refused: its class stands for it, as is right for what belongs
-        to an installed package.
-        """
+        """Describe an object, or raise Uncovered with `where`, which says what it is to the user."""
+        # Unless `strict`, an object of unknown kind is not refused: its class stands for it, as is right for what
+        # belongs to an installed package.
         kind = type(value)
         if kind in _SIMPLE:
             return self.add(kind.__name__, repr(value))
@@ -219,10 +213,8 @@ class Fingerprint:
                 self.attribute(name, value, f"{where}.{name}", strict=strict)
 
     def attribute(self, name: str, value: Any, where: str, *, strict: bool = True) -> None:
-        """Describe an attribute; if that is impossible, `digest` refuses it, but only if the code uses its name.
-
-        A tokenizer that somebody has put on a model is nothing to its forward.
-        """
+        """Describe an attribute; if that is impossible, `digest` refuses it, but only if the code uses its name."""
+        # A tokenizer that somebody has put on a model is nothing to its forward.
         mark = len(self._tokens), len(self._seen), dict(self._named.owners)
         self.add("attribute", name)
         try:

@@ -108,11 +108,10 @@ def named(module: str, qualified_name: str) -> Any:
 @functools.cache
 def _package_folders() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
-    return tuple(
-        dict.fromkeys(
-            (paths["purelib"], paths["platlib"], *site.getsitepackages(), site.getusersitepackages())
-        )
-    )
+    own = (paths["purelib"], paths["platlib"], *site.getsitepackages(), site.getusersitepackages())
+    # Those of another installation, which PYTHONPATH or a .pth file names, as modules of a computing centre do.
+    shared = (path for path in sys.path if Path(path).name in {"site-packages", "dist-packages"})
+    return tuple(dict.fromkeys((*own, *shared)))
 
 
 @functools.cache
@@ -138,7 +137,7 @@ _BY_VERSION: Final = frozenset(
 )
 """Packages whose version says enough; they have too many files to read them all."""
 
-_SETTINGS: Final = (bool, int, float, str, type(None))
+SETTINGS: Final = (bool, int, float, str, type(None))
 _RANDOM_NAME: Final = re.compile(r"[0-9a-f]{8}-?(?:[0-9a-f]{4}-?){3}[0-9a-f]{12}")
 """A UUID: what a process calls itself to others, as ``transformers.utils.hub.SESSION_ID``."""
 
@@ -200,7 +199,7 @@ class InstalledCode:
             facts += [
                 f"{key}={value!r}"
                 for key, value in sorted(vars(module).items())
-                if type(value) in _SETTINGS
+                if type(value) in SETTINGS
                 and not key.startswith("__")
                 and not (isinstance(value, str) and _RANDOM_NAME.fullmatch(value))
             ]

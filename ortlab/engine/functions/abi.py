@@ -44,7 +44,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 
-from ortlab.engine.callback_error import keep_error
+from ortlab.engine.border import keep_error
 from ortlab.engine.functions.runner import FunctionCall, run_backward, run_forward
 
 _int64s = ctypes.POINTER(ctypes.c_int64)
@@ -52,11 +52,10 @@ _objects = ctypes.POINTER(ctypes.c_void_p)
 
 
 class NativeCall(ctypes.Structure):
-    """A runner's arguments as plain C; the same structure is declared in ``runner.cpp``.
+    """A runner's arguments as plain C; the same structure is declared in ``runner.cpp``."""
 
-    ``requires_grad``, ``is_tensor`` and ``arguments`` have ``n_arguments`` elements, ``reuse`` and
-    ``outputs`` ``n_outputs``. ``outputs`` is filled with new references.
-    """
+    # ``requires_grad``, ``is_tensor`` and ``arguments`` have ``n_arguments`` elements, ``reuse`` and ``outputs``
+    # ``n_outputs``. ``outputs`` is filled with new references.
 
     _fields_ = (
         ("name", ctypes.c_char_p),

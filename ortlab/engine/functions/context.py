@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.utils._pytree import tree_map_only
 
-from ortlab.engine.operators.dlpack import storage_address
+from ortlab.engine.border import storage_address
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,12 @@ class TensorType:
 
 
 class FunctionContext(FunctionCtx):
-    """The ``ctx`` of one call of a Function.
+    """The ``ctx`` of one call of a Function."""
 
-    ``save_for_backward``, ``mark_dirty``, ``mark_non_differentiable`` and ``set_materialize_grads`` are torch's own
-    (:class:`torch.autograd.function.FunctionCtx` stores their arguments in attributes); the attributes that PyTorch's
-    C++ adds are added here. `inputs` are all arguments of the Function, tensors and others, with one flag each in
-    `needs_input_grad`.
-    """
+    # ``save_for_backward``, ``mark_dirty``, ``mark_non_differentiable`` and ``set_materialize_grads`` are torch's own
+    # (:class:`torch.autograd.function.FunctionCtx` stores their arguments in attributes); the attributes that PyTorch's
+    # C++ adds are added here. `inputs` are all arguments of the Function, tensors and others, with one flag each in
+    # `needs_input_grad`.
 
     serial: int = -1  # among the contexts that wait for their backward
 
@@ -76,12 +75,10 @@ class FunctionContext(FunctionCtx):
         return self.to_save
 
     def keep(self, outputs: Sequence[object], borrowed: set[int]) -> None:
-        """Make what was saved independent of ORT's buffers, which are reused once the kernel has returned.
-
-        Whatever the ``ctx`` holds at the storage addresses `borrowed`, which ORT lent for this call, is copied, also a
-        view of an input or an attribute of ``ctx``; 1.19.2's C++ copies only inputs that were themselves given to
-        ``save_for_backward``. Backward's gradients get the types of `outputs`, which forward returned.
-        """
+        """Make what was saved independent of ORT's buffers, which are reused once the kernel has returned."""
+        # Whatever the ``ctx`` holds at the storage addresses `borrowed`, which ORT lent for this call, is copied, also
+        # a view of an input or an attribute of ``ctx``; 1.19.2's C++ copies only inputs that were themselves given to
+        # ``save_for_backward``. Backward's gradients get the types of `outputs`, which forward returned.
         copies: dict[int, Tensor] = {}
 
         def own(tensor: Tensor) -> Tensor:
@@ -139,10 +136,8 @@ _passes: Final = threading.local()
 
 
 def hold(context: FunctionContext) -> None:
-    """Keep a context until its backward, or until the forward pass that is under way on this thread has died.
-
-    A forward that runs in no pass of ORTModule's (a recomputation inside a backward) has only its backward.
-    """
+    """Keep a context until its backward, or until the forward pass that is under way on this thread has died."""
+    # A forward that runs in no pass of ORTModule's (a recomputation inside a backward) has only its backward.
     serial = next(_serials)
     _waiting[serial] = context
     context.serial = serial
@@ -191,10 +186,8 @@ def contexts_made() -> Iterator[list[int]]:
 
 
 def tie_contexts_to_pass(run_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``TrainingManager.execution_session_run_forward``: contexts live as long as the pass's run state.
-
-    The ``_RunStateInfo`` that it returns is held by the autograd node of ORTModule's outputs and by nobody else.
-    """
+    """Wrap ``TrainingManager.execution_session_run_forward``: contexts live as long as the pass's run state."""
+    # The ``_RunStateInfo`` that it returns is held by the autograd node of ORTModule's outputs and by nobody else.
 
     def run_forward_and_own(*args: Any, **kwargs: Any) -> Any:
         with contexts_made() as serials:

@@ -64,11 +64,9 @@ def unique_names(name_of_class: Callable[[type], str]) -> Callable[[type], str]:
 
 
 def register_any_function(register: Callable[[str, Any], None]) -> Callable[[str, Any], None]:
-    """Wrap ``register_torch_autograd_function``: accept a Function that derives from another one.
-
-    ORT looks for ``torch.autograd.Function`` among the direct bases (``EnsureTorchAutogradFunction``) and
-    then takes three attributes, so it gets an object that has just those.
-    """
+    """Wrap ``register_torch_autograd_function``: accept a Function that derives from another one."""
+    # ORT looks for ``torch.autograd.Function`` among the direct bases (``EnsureTorchAutogradFunction``) and then takes
+    # three attributes, so it gets an object that has just those.
 
     def register_function(name: str, cls: Any) -> None:
         if Function not in cls.__bases__:
@@ -81,12 +79,9 @@ def register_any_function(register: Callable[[str, Any], None]) -> Callable[[str
 
 
 def export_any_function(export: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``_default_export``: say where Functions cannot run, and carry boolean tensors through.
-
-    ORT exchanges booleans as ``uint8``. The runner is told which arguments to turn back, under a name of
-    the Function that says so, and a boolean output is declared as what it is, ``uint8``, with a ``Cast``
-    after it.
-    """
+    """Wrap ``_default_export``: say where Functions cannot run, and carry boolean tensors through."""
+    # ORT exchanges booleans as ``uint8``. The runner is told which arguments to turn back, under a name of the Function
+    # that says so, and a boolean output is declared as what it is, ``uint8``, with a ``Cast`` after it.
 
     def export_function(
         graph: Any,

@@ -52,10 +52,7 @@ def library_path(compiler: str) -> Path:
 
 
 def find_compiler() -> str:
-    """Return the path of the machine's C++ compiler: ``CXX``, or else ``c++``, ``g++``, ``clang++``.
-
-    Raises BuildError if there is none, and on Windows.
-    """
+    """Return the path of the machine's C++ compiler: ``CXX``, or else ``c++``, ``g++``, ``clang++``."""
     if sys.platform == "win32":
         # ORT is built with Visual C++ there; what is on PATH is MinGW, if anything: another std::vector.
         raise BuildError(
@@ -75,12 +72,9 @@ def find_compiler() -> str:
 
 
 def build(progress: Progress | None = None) -> Path:
-    """Compile the Function runners, unless the cache has them, and return the library's path.
-
-    Any number of processes may do so at once: one compiles, the others wait for it. The library appears in the cache
-    under its name only when it is complete. Raises BuildError if there is no compiler, it fails, or the cache folder
-    cannot be written.
-    """
+    """Compile the Function runners, unless the cache has them, and return the library's path."""
+    # Any number of processes may do so at once: one compiles, the others wait for it. The library appears in the cache
+    # under its name only when it is complete.
     report = progress or (lambda _stage, _fraction: None)
     report("Looking for a C++ compiler", 0.0)
     compiler = find_compiler()

@@ -30,9 +30,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils.dlpack import from_dlpack
 
+from ortlab.engine.border import give_capsule, storage_address, storages, unshared
 from ortlab.engine.functions import context as function_context
 from ortlab.engine.functions.context import FunctionContext
-from ortlab.engine.operators.dlpack import give_capsule, storage_address, storages, unshared
 
 
 @dataclass(frozen=True)
@@ -114,11 +114,7 @@ class _Borrowed:
             )
 
     def place(self, output: Tensor, position: int) -> Tensor:
-        """Put an output into the buffer of the input that ORT planned for it.
-
-        Raises RuntimeError if the output has memory of its own, although the Function's ``alias_input`` promised that
-        it reuses this input.
-        """
+        """Put an output into the buffer of the input that ORT planned for it."""
         lent, seen = self.lent[position], self.seen[position]
         if storage_address(output) not in {storage_address(lent), storage_address(seen)}:
             raise RuntimeError(
@@ -131,11 +127,9 @@ class _Borrowed:
 
 
 def run_forward(call: FunctionCall) -> list[object]:
-    """Run a Function's forward for ORT's ``PythonOp`` kernel, and return the context and the outputs.
-
-    The context is None if no backward can follow; each output is a capsule, or None where forward returned None. The
-    caller must not keep them: ORT checks that it holds the only reference to each capsule.
-    """
+    """Run a Function's forward for ORT's ``PythonOp`` kernel, and return the context and the outputs."""
+    # The context is None if no backward can follow; each output is a capsule, or None where forward returned None. The
+    # caller must not keep them: ORT checks that it holds the only reference to each capsule.
     borrowed, booleans = _Borrowed(call), boolean_arguments.get(call.name, frozenset())
     arguments = [
         borrowed.borrow(argument, requires_grad=needs and call.training, boolean=position in booleans)
@@ -175,11 +169,9 @@ def run_forward(call: FunctionCall) -> list[object]:
 
 
 def run_backward(call: FunctionCall) -> list[object]:
-    """Run a Function's backward, free its context, and return a capsule per gradient.
-
-    There is one for each argument of forward, None where it needs no gradient. As in PyTorch, a gradient that backward
-    left out although it is needed is zero, and each has the shape and dtype of its input.
-    """
+    """Run a Function's backward, free its context, and return a capsule per gradient."""
+    # There is one for each argument of forward, None where it needs no gradient. As in PyTorch, a gradient that
+    # backward left out although it is needed is zero, and each has the shape and dtype of its input.
     context: FunctionContext = call.arguments[0]
     borrowed = _Borrowed(call)
     try:

@@ -2,7 +2,7 @@
 
 A trace is watched for values that a graph would hold for ever: numbers and branches that are made of data. Torch's
 tracer warns of each tensor that becomes a Python number, and most of those are sizes, which ortlab binds an export to
-(`ortlab.engine.tracing.arguments`). What matters is whether data had a part in it. So what is known without data is
+(`ortlab.engine.tracing.graph_inputs`). What matters is whether data had a part in it. So what is known without data is
 followed here: sizes, constants, and what is computed of these alone.
 """
 
@@ -35,6 +35,7 @@ from ortlab.engine.tracing.traced_values import (
     is_certain_of_uniform,
 )
 from ortlab.records.preflight import Finding, Findings, Kind
+from ortlab.records.runs import EXECUTED_BY_EAGER
 
 if TYPE_CHECKING:
     from ortlab.options.options import Options
@@ -63,11 +64,10 @@ class Outcome:
 
 
 class Builder:
-    """Builds a model or one of its modules, watched; nothing of it runs on ONNX Runtime.
+    """Builds a model or one of its modules, watched; nothing of it runs on ONNX Runtime."""
 
-    The export and the gradient graph are kept for the module, as those of a lab are, so that wrapping it makes neither
-    again. `path` is that of the module to build; "" for the model.
-    """
+    # The export and the gradient graph are kept for the module, as those of a lab are, so that wrapping it makes
+    # neither again. `path` is that of the module to build; "" for the model.
 
     def __init__(self, model: torch.nn.Module, path: str, options: Options, progress: Progress) -> None:
         self._module = model.get_submodule(path)
@@ -85,11 +85,7 @@ class Builder:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Outcome:
-        """Build what the call needs.
-
-        `run_original` is the module's own forward, `instance_forward` the one on the object if there is one; see
-        `ortlab.runs.wrapping.Takeover`.
-        """
+        """Build what the call needs."""
         started = time.perf_counter()
         translation = Translation(self._places, self._findings.add)
         changes = Changes(self._module, self._places)
@@ -153,6 +149,19 @@ class Builder:
 
     def _note_time(self, done: Any) -> None:
         self._export_seconds = done.export_ms / 1000
+
+
+class BuildingEngine(OrtEngine):
+    """Build, at each call of the module, the graph and the session for it, and run the module's own forward."""
+
+    # ONNX Runtime draws no random numbers then. The state of its generator can be set but not read, so nothing could
+    # put right what it would draw later.
+
+    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Build what the call needs, and run it in PyTorch; raises `BuildError` where the build fails."""
+        self.prepare(args, kwargs)
+        self.executed_by = EXECUTED_BY_EAGER
+        return self._original_forward(*args, **kwargs)
 
 
 class GradientsAsked(TorchFunctionMode):

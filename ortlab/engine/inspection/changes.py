@@ -5,136 +5,86 @@
 
 from __future__ import annotations
 
-import copy
 import dis
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ortlab.engine.inspection.places import Places
 from ortlab.engine.random_state import RandomState
 from ortlab.engine.tracing import baked_in
-from ortlab.engine.tracing.buffers import Buffers
+from ortlab.engine.tracing.carried import Moment
+from ortlab.engine.tracing.graph_inputs import Buffers
+from ortlab.engine.tracing.reached import is_installed
 from ortlab.engine.tracing.source_lines import is_model_code
 from ortlab.records.preflight import Finding, Kind, Place
 
-_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+if TYPE_CHECKING:
+    from ortlab.engine.tracing.reached import Variable
 
 
 class Changes:
-    """What has changed, since this was made, in a module's attributes and the global variables that its code names."""
+    """What has changed, since this was made, in a module's attributes and in what else its forward reaches."""
 
     def __init__(self, module: torch.nn.Module, places: Places) -> None:
         self._places = places
         self._module = module
-        self._attributes = {
-            (part, name): (value, _kept(value), content_of(value))
-            for part in module.modules()
-            for name, value in _own(part)
-        }
-        self._globals = {
-            (id(function.__globals__), name): (function, value, _kept(value), content_of(value))
-            for function in _functions(module)
-            for name in function.__code__.co_names
-            if baked_in.matters(value := function.__globals__.get(name)) and name in function.__globals__
-            if type(value) not in baked_in.FUNCTIONS
-        }
+        self._before = Moment(module, writes=True)
 
     @property
     def any(self) -> bool:
         """Whether anything has changed since."""
-        return next(self._changed(), None) is not None or next(self._changed_globals(), None) is not None
+        return bool(self._before.changed() or self._before.added())
 
     @property
     def findings(self) -> Iterator[Finding]:
-        """What has changed since."""
-        for part, name in self._changed():
-            yield Finding.of(
-                Kind.ATTRIBUTE,
-                f"The forward changes self.{name} each time; ONNX Runtime does not run that line.",
-                self._places.of_object(part, _line_in(type(part), name)),
-                "Keep it in a buffer outside of the wrapped module, or change it in the training loop.",
-            )
-        for function, name in self._changed_globals():
-            yield Finding.of(
-                Kind.GLOBAL,
-                f"The forward changes the global variable {name} each time; ONNX Runtime does not run that line.",
-                self._owner(function, name),
-                "Change it in the training loop, or leave this module to PyTorch.",
-            )
+        """What has changed since, of the module's own and of global variables."""
+        for one in (*(known.variable for known in self._before.changed()), *self._before.added()):
+            owner, name = one.owner, one.name
+            if isinstance(owner, torch.nn.Module):
+                yield Finding.of(
+                    Kind.ATTRIBUTE,
+                    f"The forward changes self.{name} each time; ONNX Runtime does not run that line.",
+                    self._places.of_object(owner, _line_in(type(owner), name)),
+                    "Keep it in a buffer outside of the wrapped module, or change it in the training loop.",
+                )
+            elif isinstance(owner, (dict, types.ModuleType)):
+                yield Finding.of(
+                    Kind.GLOBAL,
+                    f"The forward changes the global variable {name} each time; ONNX Runtime does not run that line.",
+                    self._writer(one),
+                    "Change it in the training loop, or leave this module to PyTorch.",
+                )
 
     def put_back(self) -> None:
-        """Give everything the value that it had, and containers what they held."""
-        for part, name in list(self._changed()):
-            known = self._attributes.get((part, name))
-            if known is None:
-                del part.__dict__[name]
-            else:
-                part.__dict__[name] = refilled(known[0], known[2])
-        for function, name in list(self._changed_globals()):
-            _, value, _, content = self._globals[id(function.__globals__), name]
-            function.__globals__[name] = refilled(value, content)
+        """Give everything the value that it had, and containers what they held.
 
-    def _changed(self) -> Iterator[tuple[torch.nn.Module, str]]:
-        for part in self._module.modules():
-            for name, value in _own(part):
-                before = self._attributes.get((part, name))
-                if before is None or before[1] != _kept(value):
-                    yield part, name
-        for part, name in self._attributes:
-            if name not in part.__dict__:
-                yield part, name
+        What a library's configuration settles in a first call stays, as `problem_type` of transformers does: with its
+        old value, the first step would not find the builds that are kept.
+        """
+        config = self._module.__dict__.get("config")
+        changed = [known.variable for known in self._before.changed()]
+        settled = [(one, one.value) for one in changed if one.owner is config and is_installed(type(config))]
+        self._before.put_back()
+        for variable, value in settled:
+            variable.put(value)
 
-    def _changed_globals(self) -> Iterator[tuple[types.FunctionType, str]]:
-        for (_, name), (function, _, before, _) in self._globals.items():
-            if _kept(function.__globals__.get(name)) != before:
-                yield function, name
-
-    def _owner(self, function: types.FunctionType, name: str) -> Place:
-        writing = [
+    def _writer(self, variable: Variable) -> Place:
+        """Return the place where a module stores a global variable, or else reads it; the module's own for others."""
+        naming = [
             (part, one)
             for part in self._module.modules()
             for one in _methods(type(part))
-            if name in one.__code__.co_names and one.__globals__ is function.__globals__
+            if variable.name in one.__code__.co_names and one.__globals__ is variable.table
         ]
-        writing.sort(key=lambda found: name not in _stored(found[1]))
-        part, writer = writing[0]
-        return self._places.of_object(part, _line_of(writer, name))
-
-
-def _own(part: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, value in part.__dict__.items():
-        if name not in _OF_EVERY_MODULE and not name.startswith("_ortlab") and baked_in.matters(value):
-            yield name, value
-
-
-def _kept(value: object) -> object:
-    state = baked_in.state(value)
-    # A long one is known by identity.
-    return (state, len(value)) if isinstance(value, (list, dict, set)) else state
-
-
-def content_of(value: object) -> object:
-    """Return a copy of what a container holds; None for other values."""
-    return copy.copy(value) if isinstance(value, (list, dict, set)) else None
-
-
-def refilled(value: object, content: object) -> object:
-    """Return a container with the content that `content_of` has copied; another value as it is."""
-    if isinstance(value, list) and isinstance(content, list):
-        value[:] = content
-    elif isinstance(value, (dict, set)) and isinstance(content, (dict, set)) and value != content:
-        value.clear()
-        value.update(content)  # type: ignore[arg-type] # of the same kind as the value
-    return value
-
-
-def _functions(module: torch.nn.Module) -> Iterator[types.FunctionType]:
-    for kind in {type(part) for part in module.modules()}:
-        yield from _methods(kind)
+        naming.sort(key=lambda found: variable.name not in _stored(found[1]))
+        if not naming:
+            return self._places.root
+        part, writer = naming[0]
+        return self._places.of_object(part, _line_of(writer, variable.name))
 
 
 def _methods(kind: type) -> Iterator[types.FunctionType]:
@@ -183,11 +133,9 @@ def _started(instruction: Any) -> int:
 
 @contextmanager
 def unchanged(model: torch.nn.Module) -> Iterator[None]:
-    """Put back, when the block ends in any way, what looking at a model may change in it.
-
-    Weights are not put back: a trace refuses to write to them, and whoever runs the model in PyTorch has to use
-    `weights_kept`.
-    """
+    """Put back, when the block ends in any way, what looking at a model may change in it."""
+    # Weights are not put back: a trace refuses to write to them, and whoever runs the model in PyTorch has to use
+    # `weights_kept`.
     random, buffers, changes = RandomState.read(), Buffers(model), Changes(model, Places(model))
     try:
         yield

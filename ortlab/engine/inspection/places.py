@@ -17,10 +17,9 @@ from ortlab.records.preflight import Place
 
 
 class Places:
-    """Finds modules of a model by stack frames, traced nodes and names in a graph.
+    """Finds modules of a model by stack frames, traced nodes and names in a graph."""
 
-    Paths are those of the model's `named_modules`; `traced` is that of the exported module, "" for the model.
-    """
+    # Paths are those of the model's `named_modules`; `traced` is that of the exported module, "" for the model.
 
     def __init__(self, model: torch.nn.Module, traced: str = "") -> None:
         self._model = model

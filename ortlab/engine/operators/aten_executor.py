@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from ortlab.engine.callback_error import keep_error
-from ortlab.engine.operators.dlpack import (
+from ortlab.engine.border import (
     give_pointer,
+    keep_error,
     take_pointer,
     unreadable_pointer,
 )
@@ -72,10 +72,7 @@ class Argument:
     default: Any  # stands for "not given"; None without a default, which for a tensor means an undefined one
 
     def values(self, tensors: Sequence[Tensor | None]) -> Any:
-        """Make the argument's value of what ORT passed: one tensor or None, for a list of tensors any number of them.
-
-        Raises TypeError where the schema asks for what no tensor can carry: a string, a device, a generator.
-        """
+        """Make the argument's value of what ORT passed: a tensor or None; for a list of tensors, any number of them."""
         if self.is_list and self.kind == "TensorType":
             # torch has no undefined tensor inside `Tensor[]`, only inside `Tensor?[]`; None is right for both.
             given = any(tensor is not None for tensor in tensors)
@@ -149,13 +146,12 @@ class Operator:
         return self.returns[index] == "TensorType"
 
     def execute(self, tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """Call the operator with one tensor for each argument of its schema.
-
-        Surplus tensors belong to its one argument that is a list of tensors (``index``, ``cat``), since an ONNX node
-        has flat inputs. Missing ones are the last arguments, which are not given: ONNX leaves trailing optional inputs
-        out. An output is None where the tensor is undefined. Unless the operator works in place, no output shares
-        memory with an input or with another output, because ORT may overwrite any buffer whose last reader has run.
-        """
+        """Call the operator with one tensor for each argument of its schema."""
+        # Surplus tensors belong to its one argument that is a list of tensors (``index``, ``cat``), since an ONNX node
+        # has flat inputs. Missing ones are the last arguments, which are not given: ONNX leaves trailing optional
+        # inputs out. An output is None where the tensor is undefined. Unless the operator works in place, no output
+        # shares memory with an input or with another output, because ORT may overwrite any buffer whose last reader has
+        # run.
         if self._is_plain and len(tensors) <= len(self.arguments):
             given = zip_longest(self.arguments, tensors)
             return self._called([argument.value(tensor) for argument, tensor in given], {}, tensors)
@@ -204,11 +200,9 @@ def _argument(argument: Any) -> Argument:
 
 
 def _own(output: Tensor, taken: list[tuple[int, int]]) -> Tensor:
-    """Copy a dense output that lies in memory that is taken, by address and bytes; its own is added.
-
-    What ONNX Runtime passes and what it is given is dense, so that addresses suffice: asking for each tensor's storage
-    takes ten times as long, and that for every tensor of every call.
-    """
+    """Copy a dense output that lies in memory that is taken, by address and bytes; its own is added."""
+    # What ONNX Runtime passes and what it is given is dense, so that addresses suffice: asking for each tensor's
+    # storage takes ten times as long, and that for every tensor of every call.
     place = output.data_ptr()
     if any(start <= place < start + size for start, size in taken):
         return output.clone(memory_format=torch.contiguous_format)

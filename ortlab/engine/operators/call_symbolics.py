@@ -6,6 +6,7 @@ tensors, ``torch.onnx.utils._optimize_graph``), but it knows what is constant an
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 
 import torch
@@ -43,19 +44,18 @@ _READING_MEMORY: Final = frozenset({"set", "resize"})
 """Operators that change how a tensor lies in memory; `as_strided` is looked at by its symbolic function."""
 
 
+_OPERATORS_THAT_WRITE: Final = frozenset({"__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"})
+
+
 class NotACallError(Exception):
     """The operator cannot be called from the graph; the message says why."""
 
 
 def leave_to_torch(g: Any, node: Any, inputs: Any, *, trained: bool) -> Any:
-    """Emit a node of the traced graph as a `TorchCall`; return what stands for its outputs.
-
-    `inputs` are the node's inputs in the graph that is being made; `trained` says whether a gradient goes through the
-    node. Raises NotACallError where the operator has an effect beside its result, or takes or returns what ONNX Runtime
-    cannot hold.
-    """
+    """Emit a node of the traced graph as a `TorchCall`; return what stands for its outputs."""
     namespace, _, name = node.kind().partition("::")
-    name = name.removesuffix("_") if namespace == "aten" else name
+    if namespace == "aten":
+        name = _without_writing(name)
     if name in _WRITING:
         raise NotACallError("it changes buffers that it is given")
     if name in _READING_MEMORY:
@@ -83,6 +83,11 @@ def leave_to_torch(g: Any, node: Any, inputs: Any, *, trained: bool) -> Any:
     return emitted[0] if len(emitted) == 1 else emitted
 
 
+def _without_writing(name: str) -> str:
+    """Return the name of the operator that computes what one of torch's own writes: `add` of `add_`."""
+    return name.replace("__i", "__", 1) if name in _OPERATORS_THAT_WRITE else re.sub(r"(?<!_)_$", "", name)
+
+
 def expanded_by_torch(g: Any, source: Any, like: Any) -> Any:
     """Emit ``source.expand_as(like)`` as a call for the operator in work, whose result has the type of `like`."""
     output = g.original_node.output()
@@ -98,12 +103,10 @@ def is_random(overload: Any) -> bool:
 
 
 def has_no_kernels(value: Any) -> bool:
-    """Say whether a traced value is of a dtype that ONNX Runtime's CPU provider has few kernels for, or none.
-
-    For bfloat16 it has Cast alone. For float16 it casts to float32 and back around each node, which rounds elsewhere
-    than PyTorch does, and some gradients have no kernel. For float64 it lacks convolutions, layer normalisations and
-    products of matrices in the backward; scalars of that dtype are mostly Python's numbers, and stay.
-    """
+    """Say whether a traced value is of a dtype that ONNX Runtime's CPU provider has few kernels for, or none."""
+    # For bfloat16 it has Cast alone. For float16 it casts to float32 and back around each node, which rounds elsewhere
+    # than PyTorch does, and some gradients have no kernel. For float64 it lacks convolutions, layer normalisations and
+    # products of matrices in the backward; scalars of that dtype are mostly Python's numbers, and stay.
     kind = value.type()
     if kind.kind() != "TensorType" or not (kind.device() is None or kind.device().type == "cpu"):
         return False

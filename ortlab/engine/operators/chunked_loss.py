@@ -29,10 +29,8 @@ MEAN, SUM = 1, 2
 
 
 def rows_of_block(width: int) -> int:
-    """Return how many rows are computed at once, for hidden states of this width.
-
-    With as many rows as the hidden states have entries, the logits of a block are as large as the head's weight.
-    """
+    """Return how many rows are computed at once, for hidden states of this width."""
+    # With as many rows as the hidden states have entries, the logits of a block are as large as the head's weight.
     return max(width, FEWEST_ROWS)
 
 
@@ -59,10 +57,8 @@ def chunked_cross_entropy(
     class_weight: Tensor | None,
     how: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the loss and its gradients by hidden states, shape (..., width), weight and bias.
-
-    A gradient that is not wanted is empty. `how` holds a `How`.
-    """
+    """Return the loss and its gradients by hidden states, shape (..., width), weight and bias."""
+    # A gradient that is not wanted is empty. `how` holds a `How`.
     head = _Head(hidden, weight, bias, How(*how))
     loss = head.loss(target.reshape(-1).long(), class_weight)
     of_bias = head.of_bias if bias is None else head.of_bias.to(bias.dtype)

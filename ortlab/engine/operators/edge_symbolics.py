@@ -62,7 +62,8 @@ def symbolics() -> dict[str, Symbolic]:
     }
     functions |= {name: bounded(name, plain_symbolic(name)) for name in ("clamp", "clamp_min", "clamp_max")}
     functions |= {
-        name: while_training(of_two(plain_symbolic(name)), plain_symbolic(name)) for name in ("max", "min")
+        name: of_masks(while_training(of_two(plain_symbolic(name)), plain_symbolic(name)))
+        for name in ("max", "min")
     }
     functions["leaky_relu"] = while_training(
         leaky_relu(plain_symbolic("leaky_relu")), plain_symbolic("leaky_relu")
@@ -71,15 +72,16 @@ def symbolics() -> dict[str, Symbolic]:
         vector_norm(plain_symbolic("linalg_vector_norm")), plain_symbolic("linalg_vector_norm")
     )
     functions["pow"] = power(plain_symbolic("pow"))
+    functions["add"] = added_masks(plain_symbolic("add"))
+    functions["where"] = chosen_masks(plain_symbolic("where"))
+    functions["masked_fill"] = filled_masks(plain_symbolic("masked_fill"))
     return functions
 
 
 def bounded(name: str, plain: Symbolic) -> Symbolic:
-    """Return the symbolic function of a clamp: with both bounds, of which the one that is not given is infinite.
-
-    ONNX Runtime's Clip takes the largest number for a bound that is left out, and makes it of an infinite value. Bounds
-    that are tensors have gradients, which Max and Min compute otherwise.
-    """
+    """Return the symbolic function of a clamp: with both bounds, of which the one that is not given is infinite."""
+    # ONNX Runtime's Clip takes the largest number for a bound that is left out, and makes it of an infinite value.
+    # Bounds that are tensors have gradients, which Max and Min compute otherwise.
 
     def symbolic(g: Any, x: Any, *bounds: Any) -> Any:
         low, high = {
@@ -113,11 +115,20 @@ def of_two(plain: Symbolic) -> Symbolic:
     return symbolic
 
 
-def leaky_relu(plain: Symbolic) -> Symbolic:
-    """Return the symbolic function of ``F.leaky_relu``.
+def of_masks(plain: Symbolic) -> Symbolic:
+    """Return the symbolic function of ``torch.max`` and ``torch.min``, for which ONNX takes no bool."""
 
-    LeakyReluGrad of 1.19.2 reads the sign of the result, which is not that of the input where the slope is negative.
-    """
+    def symbolic(g: Any, x: Any, *rest: Any) -> Any:
+        if _are_masks(x):
+            raise LeftToTorch("ONNX has no maximum of masks")
+        return plain(g, x, *rest)
+
+    return symbolic
+
+
+def leaky_relu(plain: Symbolic) -> Symbolic:
+    """Return the symbolic function of ``F.leaky_relu``."""
+    # LeakyReluGrad of 1.19.2 reads the sign of the result, which is not that of the input where the slope is negative.
 
     def symbolic(g: Any, x: Any, slope: Any, *rest: Any) -> Any:
         if constant(slope, "f") < 0:
@@ -138,12 +149,47 @@ def vector_norm(plain: Symbolic) -> Symbolic:
     return symbolic
 
 
-def power(plain: Symbolic) -> Symbolic:
-    """Return the symbolic function of ``x ** exponent``, with forms for the exponents 0, 1/2 and -1/2.
+def added_masks(plain: Symbolic) -> Symbolic:
+    """Return the symbolic function of ``x + other``: of two masks it is what one of them has, and Add takes no bool."""
 
-    The gradient of ``x ** 0`` in 1.19.2 is 0 times ``x ** -1``, nan at 0. PyTorch takes a square root for ``x ** 0.5``,
-    which is nan for -inf. Where `x` is broadcast to the shape of the exponent, 1.19.2 does not sum its gradient.
-    """
+    def symbolic(g: Any, x: Any, other: Any, *rest: Any) -> Any:
+        return g.op("Or", x, other) if _are_masks(x, other) else plain(g, x, other, *rest)
+
+    return symbolic
+
+
+def chosen_masks(plain: Symbolic) -> Symbolic:
+    """Return the symbolic function of ``torch.where``; 1.19.2 has no kernel for masks."""
+
+    def symbolic(g: Any, condition: Any, x: Any = None, other: Any = None, *rest: Any) -> Any:
+        if x is not None and other is not None and _are_masks(condition, x, other):
+            return g.op("Or", g.op("And", condition, x), g.op("And", g.op("Not", condition), other))
+        return plain(g, condition, x, other, *rest)
+
+    return symbolic
+
+
+def filled_masks(plain: Symbolic) -> Symbolic:
+    """Return the symbolic function of ``Tensor.masked_fill``, for a mask in which there is True or False to fill in."""
+
+    def symbolic(g: Any, x: Any, places: Any, value: Any) -> Any:
+        number = _number(value) if _are_masks(x, places) else None
+        if number is None:
+            return plain(g, x, places, value)
+        return g.op("Or", x, places) if number else g.op("And", x, g.op("Not", places))
+
+    return symbolic
+
+
+def _are_masks(*values: Any) -> bool:
+    return all(one.type().kind() == "TensorType" and one.type().scalarType() == "Bool" for one in values)
+
+
+def power(plain: Symbolic) -> Symbolic:
+    """Return the symbolic function of ``x ** exponent``, with forms for the exponents 0, 1/2 and -1/2."""
+    # The gradient of ``x ** 0`` in 1.19.2 is 0 times ``x ** -1``, nan at 0. PyTorch takes a square root for ``x **
+    # 0.5``, which is nan for -inf. Where `x` is broadcast to the shape of the exponent, 1.19.2 does not sum its
+    # gradient.
 
     def symbolic(g: Any, x: Any, exponent: Any) -> Any:
         *_, traced = g.original_node.inputs()

@@ -10,7 +10,10 @@ much of each difference, so a network of both trains like PyTorch only where eve
 What ORT can recompute to save memory (``memory_optimizer/recompute_analysis.cc``, GetAllowedRecomputeOps) stays ORT's,
 so that no plan is lost: Gemm, but in networks with batch normalisations, and LayerNormalization, of which 1.19.2 takes
 the variance as the mean of squares less the square of the mean and loses digits where the mean is large. Over a few
-entries, such as the heads of an attention, it is PyTorch's all the same: there the digits are most of the gradient.
+entries, such as the heads of an attention, it is PyTorch's all the same: there the digits are most of the gradient. So
+is that of a mean over many places, as in the pooler of a network for images: the features that a mean leaves lie close
+together. And so is the product of a classifier's head, whose many terms ORT adds one after the other: the gradient of
+its bias is a difference of nearly equal numbers. A plan has next to nothing to save there: one row for each sample.
 """
 
 from __future__ import annotations
@@ -58,9 +61,14 @@ _SAME_INPUTS: Final = {
 _FEW_ENTRIES: Final = 8
 """Below so many entries PyTorch computes a layer normalisation: their variance is often much less than their square."""
 
+_FEW_MADE: Final = 16
+_MANY_FEATURES: Final = 256
+"""At most so many numbers of at least so many features are a head, whose product PyTorch computes."""
+
 _AXES_ARE_INPUT: Final = {"ReduceSum": 13, "ReduceMean": 18}
 """From which opset on the axes are an input of the node instead of an attribute."""
 _KEEPS_TYPE: Final = frozenset({"Unsqueeze", "Squeeze", "Reshape", "Identity", "Expand", "Scale"})
+_KEEPS_NUMBERS: Final = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 _REDUCTIONS: Final = ("none", "mean", "sum")
 """In the order of torch's numbers (at::Reduction)."""
 _NONE_IGNORED: Final = -(2**31)
@@ -175,13 +183,15 @@ class _ExactChoice:
         return _Call("divided", node.input) if attributes.get("scale_down") else None
 
     def _normalised(self, node: onnx.NodeProto, attributes: dict[str, Any]) -> _Call | None:
-        if len(node.input) < 3 or not self._are_few(node.input[1]):  # noqa: PLR2004 - input, weight and bias
+        x, weight, bias = [*node.input, ""][:3]
+        if not bias or not (self._are_few(weight) or self._is_mean(x)):
             return None
         eps = self._constant(node, "eps", TensorProto.FLOAT, [attributes.get("epsilon", 1e-5)])
-        return _Call("layer_norm_of_few", [*node.input[:3], eps])
+        return _Call("layer_norm", [x, weight, bias, eps])
 
     def _normalised_gradient(self, node: onnx.NodeProto, _: dict[str, Any]) -> _Call | None:
-        return _Call("layer_norm_backward", node.input) if self._are_few(node.input[2]) else None
+        x, weight = node.input[1:3]
+        return _Call("layer_norm_backward", node.input) if self._are_few(weight) or self._is_mean(x) else None
 
     def _are_few(self, weight: str) -> bool:
         """Say whether a layer normalisation, known by its weight, is over a few entries."""
@@ -189,6 +199,16 @@ class _ExactChoice:
         return (
             bool(shape)
             and math.prod(size if isinstance(size, int) else _FEW_ENTRIES for size in shape) < _FEW_ENTRIES
+        )
+
+    def _is_mean(self, name: str) -> bool:
+        """Say whether a value is a mean over places, perhaps in another shape."""
+        producer = self._facts.producers.get(name)
+        while producer is not None and producer.op_type in _KEEPS_NUMBERS:
+            producer = self._facts.producers.get(producer.input[0])
+        return producer is not None and (
+            producer.op_type in {"ReduceMean", "GlobalAveragePool"}
+            or "adaptive_avg_pool" in aten_operator(producer)
         )
 
     def _divided_gradient(self, node: onnx.NodeProto, _: dict[str, Any]) -> _Call | None:
@@ -226,11 +246,21 @@ class _ExactChoice:
         return number, ignored or self._numbers(node, "ignored", [index])
 
     def _product(self, node: onnx.NodeProto, attributes: dict[str, Any]) -> _Call | None:
-        if not self._normalises_batches or attributes.get("alpha", 1) != 1 or attributes.get("beta", 1) != 1:
+        is_asked = self._normalises_batches or self._is_head(node, attributes)
+        if not is_asked or attributes.get("alpha", 1) != 1 or attributes.get("beta", 1) != 1:
             return None
         turned = [attributes.get("transA", 0), attributes.get("transB", 0)]
         a, b, addend = [*node.input, ""][:3]
         return _Call("gemm", [a, b, self._numbers(node, "turned", turned), addend])
+
+    def _is_head(self, node: onnx.NodeProto, attributes: dict[str, Any]) -> bool:
+        """Say whether a product takes many features to a few numbers, as the head of a classifier does."""
+        shape = self._facts.shapes.get(node.input[1], ())
+        sizes = [size for size in shape if isinstance(size, int)]
+        if not len(sizes) == len(shape) == 2:  # noqa: PLR2004 - a matrix
+            return False
+        made, features = sizes if attributes.get("transB", 0) else reversed(sizes)
+        return made <= _FEW_MADE and features >= _MANY_FEATURES
 
     def _convolution(self, node: onnx.NodeProto, attributes: dict[str, Any]) -> _Call | None:
         numbers = self._windows(node, attributes)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     import onnx
 
+    from ortlab.engine.operators.torch_calls import TorchCall
+
 _Node = tuple[Any, ...]
 
 
@@ -89,6 +91,10 @@ _GRADIENTS: Final[dict[str, tuple[tuple[int, ...], list[_Node]]]] = {
             _constant("sparse_grad", value=False),
             _backward("gather", "GO(0) I(1) I(2) sparse_grad", "GI(3)"),
         ],
+    ),
+    "ortlab::grouped_linear": (
+        (2,),
+        [_backward("ortlab::grouped_linear_backward", "GO(0) I(0) I(1) I(2)", "GI(0) GI(1)")],
     ),
     "index_add": ((1, 2, 4), [_OF_OUTPUT, _backward("index_select", "GO(0) I(1) I(2)", "GI(3)")]),
     # Takes grad, log_probabilities, target, weight, reduction, ignore_index, total.
@@ -185,11 +191,9 @@ def _define_first(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def note_call_gradients(model: onnx.ModelProto) -> None:
-    """Write into each `TorchCall` of a graph which of its inputs need a gradient and which outputs get one.
-
-    ORT looks a gradient up by the operator and its overload, which for these holds the whole call. So calls that differ
-    in these needs alone must have different texts.
-    """
+    """Write into each `TorchCall` of a graph which of its inputs need a gradient and which outputs get one."""
+    # ORT looks a gradient up by the operator and its overload, which for these holds the whole call. So calls that
+    # differ in these needs alone must have different texts.
     facts = GraphFacts(model)
     for node in model.graph.node:
         text = call_text(node)
@@ -207,7 +211,7 @@ def note_call_gradients(model: onnx.ModelProto) -> None:
             if name in facts.leading_out and name in facts.differentiable
         ]
         if needing and giving:
-            _attribute(node, "overload_name").s = call.trained(needing, giving).text.encode()
+            set_call(node, call.trained(needing, giving))
 
 
 def define_call_gradients(model: onnx.ModelProto) -> None:
@@ -245,6 +249,11 @@ def call_text(node: onnx.NodeProto) -> str:
     attribute = _attribute(node, "overload_name")
     text = attribute.s.decode() if attribute is not None else ""
     return text if is_torch_call(text) else ""
+
+
+def set_call(node: onnx.NodeProto, call: TorchCall) -> None:
+    """Let a node that makes a `TorchCall` make another one."""
+    _attribute(node, "overload_name").s = call.text.encode()
 
 
 def _attribute(node: onnx.NodeProto, name: str) -> Any:

@@ -28,11 +28,9 @@ _INT64: Final = 7
 
 
 def scatter_add(g: Any, x: Any, dim: Any, index: Any, source: Any) -> Any:
-    """Leave ``Tensor.scatter_add`` to torch.
-
-    The gradient of ScatterElements in 1.19.2 (``gradient_builder.cc``, GetScatterElementsGradient) ignores its
-    `reduction`, and cuts the gradient of the tensor that is added to.
-    """
+    """Leave ``Tensor.scatter_add`` to torch."""
+    # The gradient of ScatterElements in 1.19.2 (``gradient_builder.cc``, GetScatterElementsGradient) ignores its
+    # `reduction`, and cuts the gradient of the tensor that is added to.
     return aten(g, "scatter_add", x, dim, index, source).setType(x.type())
 
 
@@ -54,13 +52,10 @@ def left_to_torch(why: str) -> Any:
 
 
 def as_strided(g: Any, x: Any, _sizes: Any, strides: Any, offset: Any = None) -> Any:
-    """Emit the elements that ``torch.as_strided`` chooses, by their places in memory as it was while tracing.
-
-    Torch's export takes every tensor for contiguous (``symbolic_opset9.as_strided``), and is silently wrong for others.
-    Here the dimensions are put in the order in which they lie in memory first. Places depend on the sizes of the batch,
-    to which such an export is bound (`ortlab.engine.tracing.arguments`). Raises BuildError where elements of the
-    tensor meet in memory or have gaps between them, or where it reads beyond them.
-    """
+    """Emit the elements that ``torch.as_strided`` chooses, by their places in memory as it was while tracing."""
+    # Torch's export takes every tensor for contiguous (``symbolic_opset9.as_strided``), and is silently wrong for
+    # others. Here the dimensions are put in the order in which they lie in memory first. Places depend on the sizes of
+    # the batch, to which such an export is bound (`ortlab.engine.tracing.graph_inputs`).
     helper = symbolic_module("symbolic_helper")
     traced = g.original_node.inputsAt(0).type()  # in the graph that is being made, nothing has strides
     chosen = g.original_node.output().type().sizes()
@@ -105,11 +100,9 @@ def _unreadable(why: str) -> BuildError:
 
 
 def index_put(onnx_index_put: Any) -> Any:
-    """Return the symbolic function of ``Tensor.index_put``: as torch exports it, where that is right.
-
-    Torch's export does not sum values that meet in one place, and for a mask of several dimensions it does not expand
-    the values to the places that the mask chooses. So torch executes sums and masks.
-    """
+    """Return the symbolic function of ``Tensor.index_put``: as torch exports it, where that is right."""
+    # Torch's export does not sum values that meet in one place, and for a mask of several dimensions it does not expand
+    # the values to the places that the mask chooses. So torch executes sums and masks.
 
     def symbolic(g: Any, x: Any, indices: Any, values: Any, accumulate: Any = None) -> Any:
         if accumulate is not None and constant(accumulate, "i"):
@@ -124,11 +117,9 @@ def index_put(onnx_index_put: Any) -> Any:
 
 
 def split(plain: Any) -> Any:
-    """Return the symbolic function of ``torch.split``: torch's own where all parts have sizes that are known.
-
-    Along an axis that is not known, such as the batch, torch's (``symbolic_opset13.split``) takes the last part to be
-    as long as the others, and parts whose sizes are computed become a sequence, through which no gradient flows.
-    """
+    """Return the symbolic function of ``torch.split``: torch's own where all parts have sizes that are known."""
+    # Along an axis that is not known, such as the batch, torch's (``symbolic_opset13.split``) takes the last part to be
+    # as long as the others, and parts whose sizes are computed become a sequence, through which no gradient flows.
 
     def symbolic(g: Any, x: Any, sizes: Any, dim: Any, _outputs: int | None = None) -> Any:
         helper, axis = symbolic_module("symbolic_helper"), constant(dim, "i")
@@ -151,11 +142,9 @@ def split(plain: Any) -> Any:
 
 
 def parts(plain: Any, *, even: bool) -> Any:
-    """Return the symbolic function of ``torch.tensor_split``, if `even`, or of ``torch.chunk``.
-
-    Torch's make a sequence of the parts where it does not know how many there are, and no gradient flows through one:
-    a batch of four makes two parts of ``chunk(3)``. The trace knows, by the list that it takes apart.
-    """
+    """Return the symbolic function of ``torch.tensor_split``, if `even`, or of ``torch.chunk``."""
+    # Torch's make a sequence of the parts where it does not know how many there are, and no gradient flows through one:
+    # a batch of four makes two parts of ``chunk(3)``. The trace knows, by the list that it takes apart.
 
     def symbolic(g: Any, x: Any, number: Any, dim: Any, _outputs: int | None = None) -> Any:
         count = symbolic_module("symbolic_helper")._maybe_get_const(number, "t")
@@ -198,12 +187,10 @@ _COUNTS: Final = frozenset({"ArgMax", "ArgMin", "NonZero", "Shape", "Size"})
 
 
 def index(plain: Any) -> Any:
-    """Return the symbolic function of ``aten::index``: torch's own, with negative indices made positive first.
-
-    With several tensors, torch's (``symbolic_opset9.index``) makes the number ``i * columns + j`` of the indices of an
-    element, and takes another element where one of them is negative. It warns of that in every model of transformers,
-    whose masks are indexed by ranges.
-    """
+    """Return the symbolic function of ``aten::index``: torch's own, with negative indices made positive first."""
+    # With several tensors, torch's (``symbolic_opset9.index``) makes the number ``i * columns + j`` of the indices of
+    # an element, and takes another element where one of them is negative. It warns of that in every model of
+    # transformers, whose masks are indexed by ranges.
 
     def symbolic(g: Any, x: Any, indices: Any) -> Any:
         helper = symbolic_module("symbolic_helper")

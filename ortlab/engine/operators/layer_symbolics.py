@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+import torch
+
 from ortlab.engine.exporter import symbolic_module
 from ortlab.engine.operators.symbolic_words import (
+    LeftToTorch,
     aten,
     boolean,
     constant,
@@ -20,6 +23,7 @@ from ortlab.engine.operators.symbolic_words import (
     is_training_export,
     none,
     onnx_type,
+    rank,
     sizes_between,
 )
 from ortlab.errors import BuildError
@@ -30,6 +34,8 @@ Symbolic = Callable[..., Any]
 _GELU: Final = 20
 """The opset in which ONNX got an operator for it."""
 
+_MATRIX: Final = 2  # dimensions
+_MASK: Final = 3  # position among the arguments of aten::scaled_dot_product_attention
 _TRANSPOSED: Final = 3  # positions in the arguments of aten::_convolution after input, weight and bias
 _GROUPS: Final = 5
 _SHAPE_ARGUMENTS: Final = 6
@@ -38,12 +44,10 @@ _SHARED: Final = 6
 
 
 def convolution(onnx_convolution: Symbolic) -> Symbolic:
-    """Return the symbolic function of ``aten::_convolution``: ONNX's Conv where its gradient is right, else torch's.
-
-    On the CPU, ConvGrad of 1.19.2 with more than one group writes outside its buffers
-    (``orttraining/training_ops/cpu/nn/conv_grad.cc``): gradients of *neighbouring* layers come out wrong, and larger
-    models abort in the allocator. ConvTransposeGrad has no CPU kernel at all.
-    """
+    """Return the symbolic function of ``aten::_convolution``: ONNX's Conv where its gradient is right, else torch's."""
+    # On the CPU, ConvGrad of 1.19.2 with more than one group writes outside its buffers
+    # (``orttraining/training_ops/cpu/nn/conv_grad.cc``): gradients of *neighbouring* layers come out wrong, and larger
+    # models abort in the allocator. ConvTransposeGrad has no CPU kernel at all.
 
     def symbolic(g: Any, x: Any, weight: Any, bias: Any, *args: Any) -> Any:
         transposed, groups = constant(args[_TRANSPOSED], "i"), constant(args[_GROUPS], "i")
@@ -60,11 +64,9 @@ def convolution(onnx_convolution: Symbolic) -> Symbolic:
 
 
 def convolution_mode(convolution: Symbolic) -> Symbolic:
-    """Return the symbolic function of ``aten::_convolution_mode``: padding "same" or "valid", written out in numbers.
-
-    Torch exports "same" as Conv with ``auto_pad``. ConvGrad of 1.19.2 ignores that attribute and reads beyond the
-    input: gradients of 1e19 were seen. An odd total is padded at the end, as torch does.
-    """
+    """Return the symbolic function of ``aten::_convolution_mode``: padding "same" or "valid", written in numbers."""
+    # Torch exports "same" as Conv with ``auto_pad``. ConvGrad of 1.19.2 ignores that attribute and reads beyond the
+    # input: gradients of 1e19 were seen. An odd total is padded at the end, as torch does.
 
     def symbolic(g: Any, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, *args: Any) -> Any:
         dilation, groups = args
@@ -93,12 +95,10 @@ def convolution_mode(convolution: Symbolic) -> Symbolic:
 
 
 def batch_norm(g: Any, x: Any, weight: Any, bias: Any, *args: Any) -> Any:
-    """Leave ``aten::batch_norm`` to torch.
-
-    In 1.19.2, a layer that trains gets the biased variance in ``running_var`` where torch has the unbiased one, and a
-    layer in eval mode inside a model that trains normalises with the statistics of the batch and overwrites its own
-    (BatchNormInternal, ``orttraining/training_ops/cpu/nn/batch_norm_internal.cc``).
-    """
+    """Leave ``aten::batch_norm`` to torch."""
+    # In 1.19.2, a layer that trains gets the biased variance in ``running_var`` where torch has the unbiased one, and a
+    # layer in eval mode inside a model that trains normalises with the statistics of the batch and overwrites its own
+    # (BatchNormInternal, ``orttraining/training_ops/cpu/nn/batch_norm_internal.cc``).
     running_mean, running_var, training, momentum, eps, _ = args
     if is_none(weight):
         weight, bias = _neutral(g, x)
@@ -106,11 +106,9 @@ def batch_norm(g: Any, x: Any, weight: Any, bias: Any, *args: Any) -> Any:
 
 
 def instance_norm(g: Any, x: Any, weight: Any, bias: Any, *args: Any) -> Any:
-    """Emit ``aten::instance_norm``: in a graph with a gradient as a call of PyTorch's kernels.
-
-    ONNX Runtime 1.19.2 has no gradient for ONNX's InstanceNormalization, and torch's own form needs the numbers of
-    channels and samples where the layer has no weight or keeps running statistics.
-    """
+    """Emit ``aten::instance_norm``: in a graph with a gradient as a call of PyTorch's kernels."""
+    # ONNX Runtime 1.19.2 has no gradient for ONNX's InstanceNormalization, and torch's own form needs the numbers of
+    # channels and samples where the layer has no weight or keeps running statistics.
     running_mean, running_var, of_input, momentum, eps, _ = args
     keeps, of_input = not is_none(running_mean), bool(constant(of_input, "i"))
     if is_none(weight):
@@ -130,10 +128,8 @@ def instance_norm(g: Any, x: Any, weight: Any, bias: Any, *args: Any) -> Any:
 
 
 def group_norm(aten_group_norm: Symbolic) -> Symbolic:
-    """Return the symbolic function of ``aten::group_norm``: as ORT exports it, also for a layer without weights.
-
-    ``_custom_op_symbolic_registry.group_norm`` leaves such a layer to torch, which emits InstanceNormalization.
-    """
+    """Return the symbolic function of ``aten::group_norm``: as ORT exports it, also for a layer without weights."""
+    # ``_custom_op_symbolic_registry.group_norm`` leaves such a layer to torch, which emits InstanceNormalization.
 
     def symbolic(g: Any, x: Any, groups: Any, weight: Any, bias: Any, *args: Any) -> Any:
         if is_none(weight):
@@ -144,10 +140,8 @@ def group_norm(aten_group_norm: Symbolic) -> Symbolic:
 
 
 def layer_norm(onnx_layer_norm: Symbolic) -> Symbolic:
-    """Return the symbolic function of ``F.layer_norm``: ORT's operator, with the weight and the bias that it needs.
-
-    Without a bias, LayerNormalizationGrad of 1.19.2 ends the process; without a weight its graph is invalid.
-    """
+    """Return the symbolic function of ``F.layer_norm``: ORT's operator, with the weight and the bias that it needs."""
+    # Without a bias, LayerNormalizationGrad of 1.19.2 ends the process; without a weight its graph is invalid.
 
     def symbolic(g: Any, x: Any, normalized_shape: Any, weight: Any, bias: Any, *args: Any) -> Any:
         sizes = int64(g, constant(normalized_shape, "is"))
@@ -158,12 +152,20 @@ def layer_norm(onnx_layer_norm: Symbolic) -> Symbolic:
     return symbolic
 
 
-def gelu(g: Any, x: Any, approximate: Any) -> Any:
-    """Emit ``F.gelu`` as ORT's operator where one trains it, else as torch does.
+def rms_norm(g: Any, x: Any, normalized_shape: Any, weight: Any = None, eps: Any = None) -> Any:
+    """Emit ``F.rms_norm`` over the last axis in the form that becomes one operator (`rms_norms.join_rms_norms`)."""
+    if len(constant(normalized_shape, "is")) > 1 or is_none(weight) or x.type().scalarType() != "Float":
+        raise LeftToTorch("ONNX Runtime's operator is of one axis, a weight and float32")
+    epsilon = torch.finfo(torch.float32).eps if is_none(eps) else constant(eps, "f")
+    mean = g.op("ReduceMean", g.op("Mul", x, x), axes_i=[-1], keepdims_i=1)
+    root = g.op("Sqrt", g.op("Add", mean, g.op("Constant", value_t=torch.tensor(epsilon))))
+    return g.op("Mul", g.op("Div", x, root), weight).setType(x.type())
 
-    ORT's fusions do not know the ten operators as which torch exports the approximation with a tanh (FastGeluFusion),
-    nor an exact Gelu whose result the model returns (GeluFusion): its gradient then takes six times as long.
-    """
+
+def gelu(g: Any, x: Any, approximate: Any) -> Any:
+    """Emit ``F.gelu`` as ORT's operator where one trains it, else as torch does."""
+    # ORT's fusions do not know the ten operators as which torch exports the approximation with a tanh (FastGeluFusion),
+    # nor an exact Gelu whose result the model returns (GeluFusion): its gradient then takes six times as long.
     rough = constant(approximate, "s") == "tanh"
     if x.type().scalarType() == "Float" and is_training_export():
         return g.op(f"com.microsoft::{'FastGelu' if rough else 'Gelu'}", x).setType(x.type())
@@ -171,23 +173,82 @@ def gelu(g: Any, x: Any, approximate: Any) -> Any:
     return symbolic_module(f"symbolic_opset{_GELU if opset >= _GELU else 9}").gelu(g, x, approximate)
 
 
-def attention(plain: Symbolic) -> Symbolic:
-    """Return the symbolic function of ``F.scaled_dot_product_attention``: torch's own, with what that cannot use.
+def grouped_linear(g: Any, x: Any, experts: Any, offsets: Any = None, *rest: Any) -> Any:
+    """Emit ``F.grouped_mm`` of rows with transposed matrices, as a mixture of experts calls it, as one kernel."""
+    # As a call of torch's operator it needs the matrices of all experts turned in memory, and their gradients turned
+    # back, in each step. In PyTorch a transpose is a view.
+    turned = experts.node()
+    device = g.original_node.inputsAt(0).type().device()
+    fits = (
+        turned.kind() == "onnx::Transpose"
+        and getattr(turned, "is")("perm") == [0, 2, 1]
+        and rank(x) == _MATRIX
+        and not is_none(offsets)
+        and all(map(is_none, rest))
+        and x.type().scalarType() == "Float"
+        and str(device) == "cpu"
+    )
+    if not fits:
+        raise LeftToTorch("ONNX has no product of groups")
+    product = aten(g, "ortlab::grouped_linear", x, turned.inputsAt(0), offsets)
+    return product.setType(g.original_node.output().type().with_sizes([None] * _MATRIX))
 
-    That of torch 2.4 (``symbolic_opset14``) reads a constant scale as a Python number and fails to use it; here the
-    scale is a value of the graph. None knows heads that share keys and values (``enable_gqa``); here they are repeated.
-    """
+
+def broadcast_tensors(plain: Symbolic) -> Symbolic:
+    """Return the symbolic function of ``torch.broadcast_tensors``, which copies no tensors of one shape."""
+    # The losses of torch.nn.functional call it first, nearly always with two of one shape. Where a size is 1, it may be
+    # another one in a later batch.
+
+    def symbolic(g: Any, tensors: Any) -> Any:
+        listed = [one.type().sizes() for one in next(g.original_node.inputs()).node().inputs()]
+        alike = (
+            bool(listed)
+            and None not in listed
+            and all(sizes == listed[0] and 1 not in sizes for sizes in listed)
+        )
+        return tensors if alike else plain(g, tensors)
+
+    return symbolic
+
+
+def attention(plain: Symbolic) -> Symbolic:
+    """Return the symbolic function of ``F.scaled_dot_product_attention``: torch's own, with what that cannot use."""
+    # That of torch 2.4 (``symbolic_opset14``) reads a constant scale as a Python number and fails to use it; here the
+    # scale is a value of the graph. None knows heads that share keys and values (``enable_gqa``); here they are
+    # repeated. Where a mask lets a position see nothing, torch's makes 0 of what is not a number in the probabilities:
+    # a pass over them forward and one backward, a copy of them that is kept, and gradients that are not numbers.
 
     def symbolic(g: Any, query: Any, key: Any, value: Any, *args: Any) -> Any:
         arguments = [query, key, value, *args]
+        mask: Any = arguments[_MASK] if len(arguments) > _MASK else None
+        sees = None
+        if not is_none(mask) and mask.type().scalarType() == "Bool":
+            arguments[_MASK], sees = _masking(g, mask, query)
         if len(arguments) > _SCALE + 1 and not is_none(scale := arguments[_SCALE + 1]):
             arguments[_SCALE + 1] = g.op("Cast", scale, to_i=onnx_type(query))
         shared = arguments[_SHARED + 1 :]
         if shared and not is_none(shared[0]) and constant(shared[0], "i"):
             arguments[1:3] = [for_each_head(g, one, query) for one in (key, value)]
-        return plain(g, *arguments[: _SHARED + 1])
+        attended = plain(g, *arguments[: _SHARED + 1])
+        return attended if sees is None else g.op("Mul", attended, sees)
 
     return symbolic
+
+
+def _masking(g: Any, mask: Any, query: Any) -> tuple[Any, Any]:
+    """Emit what a boolean mask adds to scores, and 1 for each position that sees something, 0 for the others.
+
+    What is added is finite, so that probabilities are numbers where a position sees nothing; its result is made 0.
+    """
+    # Scores are lost in half of the lowest number, and the sum stays above the lowest. Memory plans recompute the
+    # probabilities from the mask as long as nothing but a Where stands in between.
+    sees = g.op("ReduceMax", g.op("Cast", mask, to_i=onnx_type(query)), axes_i=[-1], keepdims_i=1)
+    dtype = {"Double": torch.float64, "Half": torch.float16, "BFloat16": torch.bfloat16}.get(
+        query.type().scalarType(), torch.float32
+    )
+    lowest = torch.finfo(dtype).min / 2
+    zero, never = (g.op("Constant", value_t=torch.tensor(one, dtype=dtype)) for one in (0.0, lowest))
+    return g.op("Where", mask, zero, never).setType(mask.type().with_dtype(dtype)), sees
 
 
 def for_each_head(g: Any, shared: Any, query: Any) -> Any:

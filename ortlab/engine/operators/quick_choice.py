@@ -5,8 +5,9 @@ several passes, those of Gather and GatherElements add one entry at a time, Wher
 and Cos ask the C library for each entry, and the gradient of ``x ** 2`` raises x to the power of one. Gradients of
 grouped convolutions and maxima of windows are torch's anyway: they get the layout that is quicker. Only nodes of
 float32 are taken, and but for Gather's gradient only those of at least `FEWEST` entries, since a call costs some 30
-microseconds. In the forward only LeakyRelu, ReduceLogSumExp, Sin, Cos, TopK and calls of torch are, which ORT cannot
-recompute to save memory (``memory_optimizer/recompute_analysis.cc``, GetAllowedRecomputeOps); so no plan is lost.
+microseconds. In the forward only LeakyRelu, ReduceLogSumExp, Sin, Cos, TopK, GatherElements and calls of torch are,
+which ORT cannot recompute to save memory (``memory_optimizer/recompute_analysis.cc``, GetAllowedRecomputeOps); so no
+plan is lost.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from ortlab.engine.passes.graph_edits import (
     GraphFacts,
     aten_operator,
     attributes_of,
+    has_inner_graphs,
     kernel_call,
+    needed_nodes,
     put_calls,
 )
 
@@ -33,7 +36,7 @@ FEWEST: Final = 2**13
 _UNKNOWN: Final = 64
 """What a dimension counts that is not known before the step, such as that of the batch."""
 
-_FORWARD: Final = frozenset({"LeakyRelu", "ReduceLogSumExp", "Sin", "Cos", "TopK", "ATen"})
+_FORWARD: Final = frozenset({"LeakyRelu", "ReduceLogSumExp", "Sin", "Cos", "TopK", "GatherElements", "ATen"})
 _OTHER_LAYOUT: Final = {
     "convolution_backward": "grouped_convolution_backward",
     "max_pool2d_with_indices": "max_pool2d",
@@ -56,6 +59,8 @@ def choose_quick(model: onnx.ModelProto) -> None:
         backward.update(node.output if is_backward else ())
         nodes += choice.instead_of(node, backward=is_backward)
     if choice.changed:
+        # Indices that are broadcast for nobody any more are dropped; what an inner graph reads cannot be told here.
+        nodes = nodes if choice.has_inner_graphs else needed_nodes(nodes, choice.outputs)
         put_calls(model, nodes, choice.untyped)
 
 
@@ -67,12 +72,12 @@ class _Choice:
         self.untyped: dict[str, int] = {}
         self._opset = next(one.version for one in model.opset_import if one.domain in {"", "ai.onnx"})
         facts = GraphFacts(model)
+        self._constant_of = facts.scalar
         self._types, self._shapes, self._ranks = facts.element_types, facts.shapes, facts.ranks
         self._producers = facts.producers
-        self._outputs = {value.name for value in model.graph.output}
-        self._constants = {tensor.name: tensor for tensor in model.graph.initializer}
+        self.outputs = {value.name for value in model.graph.output}
         self._only_float32 = FLOAT_TYPES.isdisjoint(set(self._types.values()) - {TensorProto.FLOAT})
-        self._has_inner_graphs = any(one.HasField("g") for node in model.graph.node for one in node.attribute)
+        self.has_inner_graphs = has_inner_graphs(model.graph)
         self._same: dict[str, str] = {}
         self._kinds: dict[str, _Kind] = {
             "LeakyRelu": self._leaky("leaky_relu"),
@@ -81,13 +86,15 @@ class _Choice:
             "Cos": self._call("cos"),
             "TopK": self._top,
             "LayerNormalizationGrad": self._call("layer_norm_backward"),
+            "SimplifiedLayerNormalizationGrad": self._call("rms_norm_backward"),
             "ReluGrad": self._call("relu_backward"),
             "LeakyReluGrad": self._leaky("leaky_relu_backward"),
             "GeluGrad": self._call("gelu_backward"),
             "FastGeluGrad": self._call("gelu_tanh_backward"),
             "LogSoftmaxGrad_13": self._along("log_softmax_backward", -1),
             "GatherGrad": self._along("gather_backward", 0),
-            "GatherElementsGrad": self._along("gather_elements_backward", 0),
+            "GatherElements": self._gathered,
+            "GatherElementsGrad": self._add_to_gathered,
             "SliceGrad": self._call("slice_backward"),
             "Where": self._call("where"),
             "ATen": self._laid_out,
@@ -103,7 +110,7 @@ class _Choice:
             return []
         kind = self._kinds.get(node.op_type)
         asked = kind is not None and (backward or node.op_type in _FORWARD)
-        if kind is None or not asked or not self._is_float32(node) or not self._is_large(node):
+        if kind is None or not asked or not self._is_computed(node) or not self._is_large(node):
             return [node]
         made = kind(node, attributes_of(node))
         if made != [node]:
@@ -111,13 +118,22 @@ class _Choice:
             for index, name in enumerate(made[-1].output):
                 if not self._types.get(name):
                     places = index == 1 and (node.op_type == "TopK" or "max_pool2d" in aten_operator(node))
-                    self.untyped[name] = TensorProto.INT64 if places else TensorProto.FLOAT
+                    whole = places or self._sorts_whole_numbers(node)
+                    self.untyped[name] = TensorProto.INT64 if whole else TensorProto.FLOAT
         return made
 
     def _changes_nothing(self, node: onnx.NodeProto) -> bool:
         """Say whether a Pow is to the power of one; its readers can be told, unless an inner graph is among them."""
-        is_told = node.output[0] not in self._outputs and not self._has_inner_graphs
+        is_told = node.output[0] not in self.outputs and not self.has_inner_graphs
         return is_told and self._scalar(node.input[1]) == 1
+
+    def _is_computed(self, node: onnx.NodeProto) -> bool:
+        """Say whether a node computes what the kernels of PyTorch are chosen for."""
+        return self._is_float32(node) or self._sorts_whole_numbers(node)
+
+    def _sorts_whole_numbers(self, node: onnx.NodeProto) -> bool:
+        """Say whether a node sorts whole numbers, such as those of experts: PyTorch has its own order of ties."""
+        return node.op_type == "TopK" and self._types.get(node.input[0]) == TensorProto.INT64
 
     def _is_float32(self, node: onnx.NodeProto) -> bool:
         """Say whether a node computes in float32: one of no known type does if all of the graph does."""
@@ -126,11 +142,9 @@ class _Choice:
         return known == {TensorProto.FLOAT} or (not known and is_gradient and self._only_float32)
 
     def _is_large(self, node: onnx.NodeProto) -> bool:
-        """Say whether a node has many entries; one of which nothing is known has, since most have in a large model.
-
-        The gradient of a Gather counts as large whatever it has: ORT's takes more than ten times as long. So does what
-        sorts: ORT puts what is not a number elsewhere than PyTorch does.
-        """
+        """Say whether a node has many entries; one of which nothing is known has, since most have in a large model."""
+        # The gradient of a Gather counts as large whatever it has: ORT's takes more than ten times as long. So does
+        # what sorts: ORT puts what is not a number elsewhere than PyTorch does.
         if node.op_type in {"GatherGrad", "TopK"}:
             return True
         names = [*node.output, *node.input]
@@ -148,15 +162,11 @@ class _Choice:
 
     def _scalar(self, name: str) -> float | None:
         """Return a constant of one entry, or the difference of two, as the gradient of Pow has; else None."""
-        tensor = self._constants.get(name)
         producer = self._producers.get(name)
         if producer is not None and producer.op_type == "Sub":
             minuend, subtrahend = map(self._scalar, producer.input)
             return None if minuend is None or subtrahend is None else minuend - subtrahend
-        if producer is not None and producer.op_type == "Constant":
-            tensor = attributes_of(producer).get("value")
-        value = None if tensor is None else numpy_helper.to_array(tensor)
-        return float(value.item()) if value is not None and value.size == 1 else None
+        return self._constant_of(name)
 
     # ---- the kinds of nodes -----------------------------------------------------------------------------------
 
@@ -176,6 +186,22 @@ class _Choice:
             return [axis, kernel_call(kernel, [*node.input, axis.output[0]], list(node.output), node)]
 
         return choose
+
+    def _gathered(self, node: onnx.NodeProto, attributes: dict[str, Any]) -> list[onnx.NodeProto]:
+        before = self._before_broadcast(node.input[1])
+        if not before:
+            return [node]
+        node.input[1:] = before
+        return self._along("gather_elements", 0)(node, attributes)
+
+    def _add_to_gathered(self, node: onnx.NodeProto, attributes: dict[str, Any]) -> list[onnx.NodeProto]:
+        node.input[2] = (self._before_broadcast(node.input[2]) or [node.input[2]])[0]
+        return self._along("gather_elements_backward", 0)(node, attributes)
+
+    def _before_broadcast(self, name: str) -> list[str]:
+        """Return the value that another one is a broadcast of, and the shape that it has been broadcast to."""
+        producer = self._producers.get(name)
+        return list(producer.input) if producer is not None and producer.op_type == "Expand" else []
 
     @staticmethod
     def _leaky(kernel: str) -> _Kind:

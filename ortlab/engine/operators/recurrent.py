@@ -297,10 +297,7 @@ def _unpacked(value: Any) -> list[Any] | None:
 
 
 def _layers(g: Any, kind: str, x: Any, states: list[Any], *args: Any, numbers: tuple[int, ...] = ()) -> Any:
-    """Emit the layers one after the other; return the last layer's output and the last states of all.
-
-    `args` are the operator's, behind the states; `numbers` tell the kernel the activation.
-    """
+    """Emit the layers one after the other; return the last layer's output and the last states of all."""
     weights, has_biases, number, dropout, train, bidirectional, batch_first = args
     parameters = _unpacked(weights) or []
     directions, layers = 1 + constant(bidirectional, "i"), constant(number, "i")

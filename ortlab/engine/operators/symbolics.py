@@ -61,7 +61,8 @@ tenth of a step of a language model with a vocabulary of thirty thousand. Read d
 """
 
 FEWEST_CLASSES: Final = 256
-"""From how many classes on torch's kernels gain more than the calls into Python cost."""
+FEWEST_SCORES: Final = 2**15
+"""From how many classes, or scores in the trace, on torch's kernels gain more than the calls into Python cost."""
 
 # The gradients that ONNX Runtime has for these end the process.
 _CRASHING: Final = ("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "scatter_reduce")
@@ -80,9 +81,11 @@ def install() -> None:
     }
     convolution = while_training(layers.convolution(ort["_convolution"]), ort["_convolution"])
     functions = {
+        "_grouped_mm": layers.grouped_linear,
         "_convolution": convolution,
         "_convolution_mode": layers.convolution_mode(convolution),
         "as_strided": indexing.as_strided,
+        "broadcast_tensors": layers.broadcast_tensors(plain_symbolic("broadcast_tensors")),
         "chunk": indexing.parts(plain_symbolic("chunk"), even=False),
         "copy": copy,
         "copy_": copy,
@@ -101,6 +104,7 @@ def install() -> None:
         "layer_norm": layers.layer_norm(ort["layer_norm"]),
         "lstm": recurrent.lstm(plain_symbolic("lstm")),
         "permute": permute,
+        "rms_norm": layers.rms_norm,
         "rnn_relu": recurrent.rnn("relu", plain_symbolic("rnn_relu")),
         "rnn_tanh": recurrent.rnn("tanh", plain_symbolic("rnn_tanh")),
         "scaled_dot_product_attention": by_torch(
@@ -120,6 +124,7 @@ def install() -> None:
         "index_put": indexing.index_put(plain_symbolic("index_put")),
         "max_pool1d": layers.max_pool1d,
         "max_pool3d": layers.max_pool3d,
+        "mse_loss": indexing.left_to_torch("in pieces it takes seven times as long"),
         "scatter_add": indexing.scatter_add,
     } | {name: indexing.left_to_torch("its gradient crashes") for name in _CRASHING}
     # Masks are joined in place (`mask |= other`), which torch 2.4 cannot export.
@@ -131,10 +136,8 @@ def install() -> None:
 
 
 def diff(g: Any, x: Any, n: Any, dim: Any, prepend: Any = None, append: Any = None) -> Any:
-    """Emit ``torch.diff``, neighbouring differences, as slices; neither torch nor 1.19.2 has a symbolic for it.
-
-    Transformers finds packed sequences in position ids with it, when no attention mask is given.
-    """
+    """Emit ``torch.diff``, neighbouring differences, as slices; neither torch nor 1.19.2 has a symbolic for it."""
+    # Transformers finds packed sequences in position ids with it, when no attention mask is given.
     axis = constant(dim, "i")
     parts = [part for part in (prepend, x, append) if not is_none(part)]
     values = g.op("Concat", *parts, axis_i=axis) if len(parts) > 1 else x
@@ -147,22 +150,18 @@ def diff(g: Any, x: Any, n: Any, dim: Any, prepend: Any = None, append: Any = No
 
 
 def chunk(g: Any, x: Any, chunks: int, dim: int) -> Any:
-    """Emit ``torch.chunk`` as slices whose sizes stay symbols.
-
-    Torch's own symbolic (``symbolic_opset11.prim_constant_chunk``) emits the same, but its results keep the shapes that
-    they had in the trace, and their sizes become numbers: the heads of an attention, ``rearrange(q, "b n (h d) -> b h n
-    d")`` of einops, were those of the first batch.
-    """
+    """Emit ``torch.chunk`` as slices whose sizes stay symbols."""
+    # Torch's own symbolic (``symbolic_opset11.prim_constant_chunk``) emits the same, but its results keep the shapes
+    # that they had in the trace, and their sizes become numbers: the heads of an attention, ``rearrange(q, "b n (h d)
+    # -> b h n d")`` of einops, were those of the first batch.
     return indexing.slices(g, x, chunks, dim, g.original_node.outputsSize())
 
 
 def unflatten(g: Any, x: Any, dim: Any, sizes: Any) -> Any:
-    """Emit ``Tensor.unflatten`` as a Reshape to the shape with one dimension replaced.
-
-    Torch's own (``symbolic_opset13.unflatten``) computes the dimension with ``Mod`` and needs the rank; the symbolic
-    shape inference of 1.19.2 stops at what it emits with a bare AssertionError, and with it
-    ``nn.MultiheadAttention`` and ``nn.TransformerEncoder``.
-    """
+    """Emit ``Tensor.unflatten`` as a Reshape to the shape with one dimension replaced."""
+    # Torch's own (``symbolic_opset13.unflatten``) computes the dimension with ``Mod`` and needs the rank; the symbolic
+    # shape inference of 1.19.2 stops at what it emits with a bare AssertionError, and with it ``nn.MultiheadAttention``
+    # and ``nn.TransformerEncoder``.
     axis = constant(dim, "i")
     parts = [int64_vector(g, sizes)]
     if axis != 0:
@@ -179,11 +178,9 @@ def permute(g: Any, x: Any, dims: Any) -> Any:
 
 
 def copy(g: Any, x: Any, source: Any, _: Any) -> Any:
-    """Emit what ``x.copy_(source)`` leaves in `x`: the source, in the dtype and shape of `x`.
-
-    Torch's exporter has no form for it, and torch no gradient of the operator as such; scans of state-space models
-    (Bamba, Zamba2) write their steps into slices with it.
-    """
+    """Emit what ``x.copy_(source)`` leaves in `x`: the source, in the dtype and shape of `x`."""
+    # Torch's exporter has no form for it, and torch no gradient of the operator as such; scans of state-space models
+    # (Bamba, Zamba2) write their steps into slices with it.
     traced, given, *_rest = g.original_node.inputs()
     if is_complex(traced) or is_complex(given):
         if not (is_complex(traced) and is_complex(given)):
@@ -212,11 +209,9 @@ def softplus(g: Any, x: Any, beta: Any, threshold: Any) -> Any:
 
 
 def cross_entropy_loss(onnx_cross_entropy: Symbolic) -> Symbolic:
-    """Return the symbolic function of ``aten::cross_entropy_loss``: ORT's own, or torch's.
-
-    Torch's is taken where `ATEN_CROSS_ENTROPY` asks for it and it fits. Label smoothing and class probabilities as
-    targets are left to torch: ORT's operator has neither.
-    """
+    """Return the symbolic function of ``aten::cross_entropy_loss``: ORT's own, or torch's."""
+    # Torch's is taken where `ATEN_CROSS_ENTROPY` asks for it and it fits. Label smoothing and class probabilities as
+    # targets are left to torch: ORT's operator has neither.
 
     def symbolic(
         g: Any, logits: Any, target: Any, weight: Any, reduction: Any, ignore_index: Any, smoothing: Any
@@ -236,17 +231,15 @@ def cross_entropy_loss(onnx_cross_entropy: Symbolic) -> Symbolic:
 
 
 def _suits_torch(g: Any, logits: Any, target: Any) -> bool:
-    """Say whether torch computes a loss faster, and whether ORT's optimizers can do without its operator.
-
-    The optimizer that leaves out ignored rows (``InsertGatherBeforeSceLoss``) looks for ORT's operator behind the
-    marker that ORTModule puts on sparse labels, a Python operator.
-    """
+    """Say whether torch computes a loss faster, and whether ORT's optimizers can do without its operator."""
+    # The optimizer that leaves out ignored rows (``InsertGatherBeforeSceLoss``) looks for ORT's operator behind the
+    # marker that ORTModule puts on sparse labels, a Python operator.
     traced, *_ = g.original_node.inputs()  # with the sizes of the trace, which the export forgets
     sizes: list[int | None] = traced.type().sizes() or []
     return (
         is_training_export()
         and len(sizes) == 2  # noqa: PLR2004 - rows, classes
-        and (sizes[1] is None or sizes[1] >= FEWEST_CLASSES)
+        and (sizes[1] is None or sizes[1] >= FEWEST_CLASSES or sizes[1] * (sizes[0] or 0) >= FEWEST_SCORES)
         and logits.type().scalarType() == "Float"
         and str(logits.type().device()) == "cpu"
         and target.type().scalarType() == "Long"
@@ -255,10 +248,8 @@ def _suits_torch(g: Any, logits: Any, target: Any) -> bool:
 
 
 def by_torch(in_pieces: Symbolic) -> Symbolic:
-    """Return the symbolic function of ``F.scaled_dot_product_attention``: one call to torch, or else `in_pieces`.
-
-    It is one call where `sdpa_fallback` asks for that and torch's operator can compute it.
-    """
+    """Return the symbolic function of ``F.scaled_dot_product_attention``: one call to torch, or else `in_pieces`."""
+    # It is one call where `sdpa_fallback` asks for that and torch's operator can compute it.
 
     def symbolic(g: Any, query: Any, key: Any, value: Any, *args: Any) -> Any:
         if not acts("sdpa_fallback"):

@@ -14,28 +14,32 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
 from ortlab.engine.operators.exact_choice import choose_exact
 from ortlab.engine.operators.quick_choice import choose_quick
-from ortlab.engine.operators.torch_kernels import OutputBuffers
+from ortlab.engine.operators.torch_kernels import OutputBuffers, keep_heap
 from ortlab.engine.passes.graph_edits import (
     ATEN,
     GraphFacts,
     aten_operator,
     attributes_of,
     kernel_call,
+    needed_nodes,
     put_calls,
 )
 from ortlab.engine.passes.training_graph import (
     GraphInfo,
     drop_empty_sums,
+    drop_expansions,
     hand_over,
     leave_short_sums,
     mend_layer_gradients,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import onnx
 
     from ortlab.options.options import Options
@@ -64,6 +68,7 @@ class TorchBackward:
         if self._device.type == "cpu":  # type: ignore[attr-defined]
             leave_short_sums(models.optimized_model)
             drop_empty_sums(models.optimized_model)
+            drop_expansions(models.optimized_model)
             if self.options.aten_backward:
                 free_outputs = choose_kernels(models.optimized_model)
                 choose_exact(models.optimized_model)
@@ -77,15 +82,14 @@ class TorchBackward:
     def _create_execution_agent(self) -> None:
         super()._create_execution_agent()  # type: ignore[misc]
         if self.options.cpu_memory_arena and self._device.type == "cpu":  # type: ignore[attr-defined]
+            keep_heap()
             self._execution_agent = _BufferedAgent(self._execution_agent)
 
 
 def _with_free_outputs(info: Any, free_outputs: list[int]) -> GraphInfo:
-    """Return ORT's facts about a gradient graph, without the outputs whose missing gradient need not be zeros.
-
-    ``_ORTModuleFunction.backward`` makes a tensor of zeros for each output that no gradient comes for, if the graph
-    has to see its shape; for the logits of a language model these are more bytes than for everything else together.
-    """
+    """Return ORT's facts about a gradient graph, without the outputs whose missing gradient need not be zeros."""
+    # ``_ORTModuleFunction.backward`` makes a tensor of zeros for each output that no gradient comes for, if the graph
+    # has to see its shape; for the logits of a language model these are more bytes than for everything else together.
     indices = info.output_grad_indices_require_full_shape
     needed = [index for index in indices if index not in free_outputs]
     return GraphInfo(info, output_grad_indices_require_full_shape=needed)
@@ -114,11 +118,9 @@ class _BufferedAgent:
 
 
 def choose_kernels(model: onnx.ModelProto) -> list[int]:
-    """Let PyTorch compute what it computes faster in the backward of a gradient graph, on the CPU.
-
-    The graph is changed in place; one without a YieldOp stays as it is. Returns the numbers of the module's outputs for
-    which "no gradient" may be given as a scalar, instead of as zeros in the output's shape.
-    """
+    """Let PyTorch compute what it computes faster in the backward of a gradient graph, on the CPU."""
+    # The graph is changed in place; one without a YieldOp stays as it is. Returns the numbers of the module's outputs
+    # for which "no gradient" may be given as a scalar, instead of as zeros in the output's shape.
     choice = _FasterChoice(model)
     choice.make()
     return choice.free_outputs
@@ -155,16 +157,7 @@ class _FasterChoice:
         if not self._instead:
             return
         nodes = [self._instead.get(node.output[0], node) for node in graph.node]
-        put_calls(self._model, self._needed(nodes))
-
-    def _needed(self, nodes: list[onnx.NodeProto]) -> list[onnx.NodeProto]:
-        """Drop the nodes that nothing reads any more; `nodes` are in topological order."""
-        read, needed = set(self._outputs), []
-        for node in reversed(nodes):
-            if node.op_type == "YieldOp" or not read.isdisjoint(node.output):
-                read.update(node.input)
-                needed.append(node)
-        return needed[::-1]
+        put_calls(self._model, needed_nodes(nodes, self._outputs))
 
     def _choose(self, node: onnx.NodeProto) -> None:
         attributes = attributes_of(node)
@@ -226,6 +219,10 @@ class _FasterChoice:
         )
 
     def _sum(self, node: onnx.NodeProto) -> None:
+        rotation = self._rotation(*node.input) or self._rotation(*node.input[::-1])
+        if rotation:
+            self._call("rotary_backward", rotation, node)
+            return
         for total, other in (node.input, node.input[::-1]):
             if self._only_reader(total) is not node or self._only_reader(other) is not node:
                 continue
@@ -242,6 +239,34 @@ class _FasterChoice:
                 self._call("add_embedding_gradient", [total, grad, indices, padding], node)
                 return
 
+    def _rotation(self, straight: str, turned: str) -> list[str]:
+        """Return a gradient, the cosines and the sines where a sum of two values is the gradient of a rotary embedding.
+
+        That is ``x * cos + concat(-x2, x1) * sin`` of the halves of x, in one pass over memory less for each half.
+        """
+        product, concat = self._maker(straight, "Mul"), self._maker(turned, "Concat")
+        second = (
+            None if concat is None or len(concat.input) != _MATRIX else self._maker(concat.input[1], "Neg")
+        )
+        if product is None or concat is None or second is None:
+            return []
+        split = self._producers.get(concat.input[0])
+        halves = [self._facts.shapes.get(name, (None,))[-1] for name in (concat.input[0], second.input[0])]
+        if split is None or split.op_type not in {"Split", "SplitTraining"} or None in halves:
+            return []
+        source = self._maker(split.input[0], "Mul")
+        last = {-1, self._facts.ranks.get(turned, 0) - 1}
+        axes = {attributes_of(one).get("axis", 0) for one in (split, concat)}
+        parts = [second.input[0], concat.input[0]]
+        if source is None or list(split.output) != parts or halves[0] != halves[1] or not axes <= last:
+            return []
+        for grad, cosines in (product.input, product.input[::-1]):
+            for other, sines in (source.input, source.input[::-1]):
+                same = self._plain(grad) == self._plain(other)
+                if same and self._facts.shapes.get(grad, 0) == self._facts.shapes.get(turned, 1):
+                    return [grad, cosines, sines]
+        return []
+
     # ---- what it asks -----------------------------------------------------------------------------------------
 
     def _call(self, kernel: str, inputs: list[str], node: onnx.NodeProto) -> None:
@@ -250,6 +275,18 @@ class _FasterChoice:
         self._instead[node.output[0]] = new
         for name in node.output:
             self._producers[name] = new
+
+    def _plain(self, name: str) -> str:
+        """Follow a value back through Identities."""
+        while (producer := self._producers.get(name)) is not None and producer.op_type == "Identity":
+            name = producer.input[0]
+        return name
+
+    def _maker(self, name: str, operator: str) -> onnx.NodeProto | None:
+        """Return the node behind Identities that makes a value, which nothing else reads, if it is of this kind."""
+        producer = self._producers.get(self._source(name))
+        alone = self._only_reader(name) is not None
+        return producer if alone and producer is not None and producer.op_type == operator else None
 
     def _width(self, name: str) -> int:
         size = (self._facts.shapes.get(name) or (0,))[-1]
@@ -281,11 +318,9 @@ class _FasterChoice:
         return name
 
     def _memory(self, name: str) -> tuple[str, ...]:
-        """Return what owns the memory of a value that one node reads, and the shape to read it in; else nothing.
-
-        The output of a Reshape does not own the memory that it is in: ORT frees that with the Reshape's input.
-        """
-        if self._makes_memory(name):
+        """Return what owns the memory of a value that one node reads, and the shape to read it in; else nothing."""
+        # The output of a Reshape does not own the memory that it is in: ORT frees that with the Reshape's input.
+        if self._makes_memory(name) or self._is_squeezed_sum(name):
             return (name,)
         producer = self._producers.get(name)
         if producer is None or producer.op_type != "Reshape":
@@ -299,6 +334,34 @@ class _FasterChoice:
     def _makes_memory(self, name: str) -> bool:
         producer = self._producers.get(name)
         return producer is not None and (producer.op_type in _PRODUCTS or producer.domain == ATEN)
+
+    def _is_squeezed_sum(self, name: str) -> bool:
+        """Say whether a value is a sum without the axes that it is over, and let the sum itself leave them out."""
+        squeeze = self._producers.get(name)
+        if squeeze is None or squeeze.op_type != "Squeeze":
+            return False
+        total = self._producers.get(squeeze.input[0])
+        if total is None or total.op_type != "ReduceSum" or self._only_reader(total.output[0]) is None:
+            return False
+        axes = self._numbers(total.input[1:])
+        if (
+            not axes
+            or axes != self._numbers(squeeze.input[1:])
+            or not attributes_of(total).get("keepdims", 1)
+        ):
+            return False
+        new = helper.make_node("ReduceSum", list(total.input), [name], name=total.name, keepdims=0)
+        self._instead[name] = self._producers[name] = new
+        return True
+
+    def _numbers(self, names: Sequence[str]) -> list[int]:
+        """Return the integers of a constant that may be named; none where there is none."""
+        tensors = [self._constants.get(name) for name in names]
+        for index, name in enumerate(names):
+            producer = self._producers.get(name)
+            if producer is not None and producer.op_type == "Constant":
+                tensors[index] = attributes_of(producer).get("value")
+        return [int(one) for tensor in tensors if tensor for one in numpy_helper.to_array(tensor).reshape(-1)]
 
     def _is_dense_embedding(self, node: onnx.NodeProto) -> bool:
         if aten_operator(node).removeprefix("aten::") != "embedding_backward":

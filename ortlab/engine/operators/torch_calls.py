@@ -11,7 +11,7 @@ the gradient of the operator's only result and the operator's arguments, and ret
 their order.
 
 Between the nodes of a graph, booleans that such a call returns are bytes, because that is what
-`ortlab.engine.operators.dlpack` hands over, and complex numbers are pairs of real ones in a last dimension of two,
+`ortlab.engine.border` hands over, and complex numbers are pairs of real ones in a last dimension of two,
 because ONNX Runtime has no complex tensors. Between two calls these are what they were.
 """
 
@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ortlab.engine.operators.dlpack import storages, unshared
+from ortlab.engine.border import storages, unshared
 
 _aten: Final = torch.ops.aten
 
@@ -99,6 +99,12 @@ def _roll(grad: Tensor, _: Tensor, shifts: Sequence[int], dims: Sequence[int] = 
     return (grad.roll([-shift for shift in shifts], list(dims)),)
 
 
+def _mse(grad: Tensor, x: Tensor, target: Tensor, reduction: int = 1) -> tuple[Tensor]:
+    # Its operands were of one shape in the trace; the exported graph broadcasts them no more (`layer_symbolics`).
+    every = x.expand(torch.broadcast_shapes(x.shape, target.shape))
+    return (_aten.mse_loss_backward(grad, every, target, reduction).sum_to_size(x.shape),)
+
+
 def _smooth_l1(
     grad: Tensor, x: Tensor, target: Tensor, reduction: int = 1, beta: float = 1.0
 ) -> tuple[Tensor]:
@@ -157,6 +163,7 @@ FORMULAS: Final[dict[tuple[str, str], Callable[..., tuple[Tensor, ...]]]] = {
     ("min", "other"): _minimum,
     ("minimum", "default"): _minimum,
     ("mish", "default"): lambda grad, x: (_aten.mish_backward(grad, x),),
+    ("mse_loss", "default"): _mse,
     ("pixel_shuffle", "default"): lambda grad, _, factor: (F.pixel_unshuffle(grad, factor),),
     ("relu6", "default"): lambda grad, x: (_aten.hardtanh_backward(grad, x, 0, 6),),
     ("rms_norm", "default"): _rms_norm,
@@ -191,6 +198,10 @@ class TorchCall:
     # Whether it draws numbers and has a gradient. Then the generator's state before the call is one more output, from
     # which the backward draws the same numbers again.
     random: bool = False
+    # Whether it gives one more byte, and whether it takes the one that a call before it gives, to run after that. Of
+    # calls with one text, ORT knows one gradient, for as many inputs as one of them has.
+    awaited: bool = False
+    waits: bool = False
     gradient_of: tuple[int, ...] = ()  # the inputs whose gradient the second node gives
     gradients_from: tuple[int, ...] = ()  # the outputs whose gradient it gets, as its first inputs
 
@@ -257,11 +268,9 @@ class CallableCall:
         return not is_argument or self.call.kinds[index] not in {NUMBER, NUMBERS}
 
     def execute(self, tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """Call the operator, or compute its gradient.
-
-        No output shares memory with an input or with another output, because ORT may overwrite any buffer whose last
-        reader has run.
-        """
+        """Call the operator, or compute its gradient."""
+        # No output shares memory with an input or with another output, because ORT may overwrite any buffer whose last
+        # reader has run.
         with _plain():
             outputs = self._gradient(tensors) if self._is_gradient else self._forward(tensors)
         owned = storages(tensors)
@@ -274,6 +283,7 @@ class CallableCall:
 
     def _forward(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         state = [_generator_state(_device(tensors))] if self.call.random else []
+        state += [torch.zeros(1, dtype=torch.uint8, device=_device(tensors))] if self.call.awaited else []
         with torch.no_grad():
             return self._results(tensors) + state
 
@@ -356,6 +366,11 @@ def crossing_type(dtype: str, rank: int) -> tuple[str, int]:
     """Return the dtype and rank that a result has between the nodes of a graph."""
     real = {"complex64": "float32", "complex128": "float64"}.get(dtype)
     return (real, rank + 1) if real else ("uint8" if dtype == "bool" else dtype, rank)
+
+
+def draws(operator: str, text: str) -> bool:
+    """Say whether a call draws numbers from torch's generators."""
+    return torch.Tag.nondeterministic_seeded in CallableCall.find(operator, text)._operator.tags
 
 
 def is_elementwise(operator: str, call: TorchCall) -> bool:

@@ -35,17 +35,19 @@ _NARROW: Final = 32
 SMALLEST_KEPT: Final = 2**20
 """Bytes from which on memory is kept; the C library itself keeps what is smaller."""
 
+_LARGEST_OF_HEAP: Final = 2**25 - 2**16
+"""Bytes of the largest block that raises the limit; with what the C library adds it has to stay below 32 MiB."""
+
 # How many tensors and other holders a storage has; not in every build of torch, and then nothing is kept.
 _holders = getattr(torch._C, "_storage_Use_Count", None)
 
 
 class OutputBuffers:
-    """The memory of one session, of which a piece is used again when nothing holds a tensor in it any more.
+    """The memory of one session, of which a piece is used again when nothing holds a tensor in it any more."""
 
-    ONNX Runtime takes the outputs of its own kernels from an arena. PyTorch gives the memory of a large tensor back to
-    the system when the tensor dies, and the next one gets new pages, which the system has to clear: for the logits of a
-    language model that takes a third as long as the matrix product that fills them.
-    """
+    # ONNX Runtime takes the outputs of its own kernels from an arena. PyTorch gives the memory of a large tensor back
+    # to the system when the tensor dies, and the next one gets new pages, which the system has to clear: for the logits
+    # of a language model that takes a third as long as the matrix product that fills them.
 
     def __init__(self) -> None:
         self._kept: dict[int, list[torch.UntypedStorage]] = {}
@@ -68,10 +70,8 @@ class OutputBuffers:
             _current.reset(token)
 
     def storage(self, size: int) -> torch.UntypedStorage:
-        """Return memory of at least `size` bytes that nobody holds.
-
-        It is up to an eighth larger, so that batches of almost the same shape share it.
-        """
+        """Return memory of at least `size` bytes that nobody holds."""
+        # It is up to an eighth larger, so that batches of almost the same shape share it.
         step = 2 ** max(size.bit_length() - 4, 0)
         size = -(-size // step) * step
         self._last_used[size] = self._run
@@ -87,6 +87,15 @@ class OutputBuffers:
         """Free what the last two steps, forward and backward, had no use for: the shapes of the inputs change."""
         for size in [size for size, run in self._last_used.items() if run < self._run - 4]:
             del self._kept[size], self._last_used[size]
+
+
+@cache
+def keep_heap() -> None:
+    """Let the C library keep the pages of tensors that are freed, once in a process."""
+    # glibc gives free pages at the end of its heap back where they are more than twice the largest block that was ever
+    # freed, up to twice 32 MiB ("dynamic mmap threshold", mallopt(3)). A small model never frees a large block, and
+    # each of its steps then gets new pages, which the system has to clear: a quarter of the time of some.
+    torch.empty(_LARGEST_OF_HEAP, dtype=torch.uint8)
 
 
 _current: Final[ContextVar[OutputBuffers | None]] = ContextVar("current", default=None)
@@ -172,6 +181,34 @@ def gemm(a: Tensor, b: Tensor, turned: list[int], addend: Tensor | None) -> Tens
     return torch.addmm(addend, a, b, out=output)
 
 
+@kernel("(Tensor x, Tensor weights, Tensor offsets) -> Tensor")
+def grouped_linear(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+    """Multiply groups of rows with the transpose of a matrix each, shape (groups, n, k); `offsets` are their ends."""
+    output = empty((x.shape[0], weights.shape[1]), x)
+    for weight, rows in zip(weights, _groups(offsets, output), strict=True):
+        torch.mm(x[rows], weight.t(), out=output[rows])
+    return output
+
+
+@kernel("(Tensor grad, Tensor x, Tensor weights, Tensor offsets) -> (Tensor, Tensor)")
+def grouped_linear_backward(
+    grad: Tensor, x: Tensor, weights: Tensor, offsets: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of rows and matrices of `grouped_linear`."""
+    of_x, of_weights = empty(x.shape, x), empty(weights.shape, weights)
+    for weight, of_weight, rows in zip(weights, of_weights, _groups(offsets, of_x), strict=True):
+        torch.mm(grad[rows], weight, out=of_x[rows])
+        torch.mm(grad[rows].t(), x[rows], out=of_weight)
+    return of_x, of_weights
+
+
+def _groups(offsets: Tensor, output: Tensor) -> Iterator[slice]:
+    """Return the rows of each group; those of no group become 0 in the output."""
+    ends = offsets.tolist()
+    output[ends[-1] :].zero_()
+    return (slice(start, end) for start, end in zip([0, *ends], ends, strict=False))
+
+
 # --- memory of one's own -----------------------------------------------------------------------------------------
 
 
@@ -228,8 +265,8 @@ def _bits_of_bytes(device: torch.device) -> Tensor:
 
 
 @kernel("(Tensor x, Tensor weight, Tensor bias, Tensor eps) -> (Tensor, Tensor, Tensor)")
-def layer_norm_of_few(x: Tensor, weight: Tensor, bias: Tensor, eps: Tensor) -> Any:
-    """Return the layer normalisation of a few entries, their mean and their inverse deviation."""
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: Tensor) -> Any:
+    """Return the layer normalisation of entries, their mean and their inverse deviation."""
     return torch.ops.aten.native_layer_norm(x, list(weight.shape), weight, bias, eps.item())
 
 
@@ -241,6 +278,18 @@ def layer_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, r
     return torch.ops.aten.native_layer_norm_backward(
         grad, x, shape, mean, rstd, weight, weight, [True, True, True]
     )
+
+
+@kernel("(Tensor grad, Tensor x, Tensor weight, Tensor rstd) -> (Tensor, Tensor)")
+def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> Any:
+    """Return the gradients of input and weight of a normalisation by the root of the mean square over a row."""
+    # That of a layer normalisation with a mean of zero, which takes the mean of the gradient from each row as well.
+    shape, rows = list(weight.shape), rstd.numel()
+    of_x, of_weight, _ = torch.ops.aten.native_layer_norm_backward(
+        grad, x, shape, torch.zeros_like(rstd), rstd, weight, None, [True, True, False]
+    )
+    taken = torch.mv(grad.view(rows, -1), weight).mul_(rstd.view(-1)).div_(weight.numel())
+    return of_x.view(rows, -1).add_(taken[:, None]).view(x.shape), of_weight
 
 
 @kernel(
@@ -256,10 +305,8 @@ def instance_norm(
     momentum: float,
     eps: float,
 ) -> Any:
-    """Normalise each channel of each sample: a batch normalisation of shape (1, samples * channels, ...).
-
-    Running statistics move towards the averages over the samples.
-    """
+    """Normalise each channel of each sample: a batch normalisation of shape (1, samples * channels, ...)."""
+    # Running statistics move towards the averages over the samples.
     samples = x.shape[0]
     each = [None if one is None else one.repeat(samples) for one in (weight, bias, running_mean, running_var)]
     normal = torch.ops.aten.native_batch_norm
@@ -314,11 +361,9 @@ def softmax_backward(grad: Tensor, probabilities: Tensor, mask: Tensor | None) -
 
 @kernel("(Tensor(a!) grad, Tensor probabilities, Tensor? mask=None) -> Tensor(a!)")
 def softmax_backward_over(grad: Tensor, probabilities: Tensor, mask: Tensor | None) -> Any:
-    """Return what `softmax_backward` does, in the memory of `grad`, which nothing else reads.
-
-    A buffer of scores more would be the peak of a step with long sequences. The kernel
-    (vec_host_softmax_backward_lastdim) reads a row before it writes it.
-    """
+    """Return what `softmax_backward` does, in the memory of `grad`, which nothing else reads."""
+    # A buffer of scores more would be the peak of a step with long sequences. The kernel
+    # (vec_host_softmax_backward_lastdim) reads a row before it writes it.
     if mask is not None:
         grad.masked_fill_(mask, 0.0)
     return _softmax_backward(grad, probabilities, grad)
@@ -394,11 +439,19 @@ def gather_backward(shape: list[int], indices: Tensor, grad: Tensor, axis: int) 
     return whole.index_add_(axis, torch.where(rows < 0, rows + shape[axis], rows), grad)
 
 
+@kernel("(Tensor x, Tensor indices, int[] shape, int axis) -> Tensor")
+def gather_elements(x: Tensor, indices: Tensor, shape: list[int], axis: int) -> Tensor:
+    """Take entries along an axis by indices that are broadcast to a shape; they may be negative."""
+    entries = torch.where(indices < 0, indices + x.shape[axis], indices).long()
+    entries = entries.expand(torch.broadcast_shapes(entries.shape, shape))
+    return torch.gather(x, axis, entries, out=empty(entries.shape, x))
+
+
 @kernel("(Tensor grad, int[] shape, Tensor indices, int axis) -> Tensor")
 def gather_elements_backward(grad: Tensor, shape: list[int], indices: Tensor, axis: int) -> Tensor:
-    """Add the gradient of each gathered entry to the entry that it is of; indices may be negative."""
+    """Add the gradient of each gathered entry to the entry that it is of; indices may be negative, and broadcast."""
     entries = torch.where(indices < 0, indices + shape[axis], indices).long()
-    return empty(shape, grad).zero_().scatter_add_(axis, entries, grad)
+    return empty(shape, grad).zero_().scatter_add_(axis, entries.expand_as(grad), grad)
 
 
 @kernel("(Tensor grad, int[] shape, int[] starts, int[] ends, int[]? axes=None, int[]? steps=None) -> Tensor")
@@ -442,12 +495,10 @@ def grouped_convolution_backward(  # noqa: PLR0913, PLR0917 - the arguments of t
     groups: int,
     wanted: list[bool],
 ) -> Any:
-    """Return the gradients of input, weight and bias of a convolution, as ``aten::convolution_backward`` does.
-
-    For the weight of a depthwise convolution with a wide window, oneDNN has a kernel in the layout with channels last
-    only, and without it takes two to four times as long; for windows of three it is the other way round. On narrow
-    images, as in ConvNeXt, products of matrices take half of that kernel's time.
-    """
+    """Return the gradients of input, weight and bias of a convolution, as ``aten::convolution_backward`` does."""
+    # For the weight of a depthwise convolution with a wide window, oneDNN has a kernel in the layout with channels last
+    # only, and without it takes two to four times as long; for windows of three it is the other way round. On narrow
+    # images, as in ConvNeXt, products of matrices take half of that kernel's time.
     backward = torch.ops.aten.convolution_backward
     shape = stride, padding, dilation, transposed, output_padding, groups
     window = weight.shape[2:]
@@ -471,11 +522,9 @@ def grouped_convolution_backward(  # noqa: PLR0913, PLR0917 - the arguments of t
 def _depthwise_weight_gradient(
     grad: Tensor, x: Tensor, window: Sequence[int], padding: Sequence[int]
 ) -> Tensor:
-    """Return the gradient of a depthwise convolution's weight, shape (channels, rows, columns) of the window.
-
-    For each row of the window, one product of matrices a channel multiplies each column of the gradient with each of
-    the input; an entry of the window is the sum along a diagonal of it. Padding takes no part: zero times infinity.
-    """
+    """Return the gradient of a depthwise convolution's weight, shape (channels, rows, columns) of the window."""
+    # For each row of the window, one product of matrices a channel multiplies each column of the gradient with each of
+    # the input; an entry of the window is the sum along a diagonal of it. Padding takes no part: zero times infinity.
     rows, columns = window
     above, left = padding
     grad, x = (one.permute(1, 2, 0, 3).contiguous() for one in (grad, x))
@@ -503,10 +552,8 @@ def max_pool2d(
     dilation: list[int],
     ceil_mode: bool,  # noqa: FBT001 - in the order of torch's operator
 ) -> tuple[Tensor, ...]:
-    """Return the maxima of windows and their places, as ``aten::max_pool2d_with_indices`` does, bit for bit.
-
-    With channels last, torch compares many channels at once, which takes a half to a fifth of the time.
-    """
+    """Return the maxima of windows and their places, as ``aten::max_pool2d_with_indices`` does, bit for bit."""
+    # With channels last, torch compares many channels at once, which takes a half to a fifth of the time.
     if x.dim() == _IMAGES and x.shape[1] >= _MANY_CHANNELS:
         x = x.contiguous(memory_format=torch.channels_last)
     found = torch.ops.aten.max_pool2d_with_indices(x, window, stride, padding, dilation, ceil_mode)
@@ -549,10 +596,8 @@ def cross_entropy_backward(
     ignore_index: int,
     total: Tensor,
 ) -> Tensor:
-    """Return the gradient of the logits: each row's share times (probabilities - the target's one).
-
-    It is written over the log probabilities, which nothing else reads.
-    """
+    """Return the gradient of the logits: each row's share times (probabilities - the target's one)."""
+    # It is written over the log probabilities, which nothing else reads.
     counts = target != ignore_index
     target = torch.where(counts, target, 0)
     share = grad / total if reduction == _MEAN else grad
@@ -645,11 +690,9 @@ def divided(x: Tensor, divisor: Tensor) -> Tensor:
 def quotient_backward(
     grad: Tensor, dividend: Tensor, divisor: Tensor, wanted: list[int]
 ) -> tuple[Tensor, ...]:
-    """Return those of the gradients of dividend and divisor that are wanted, in the order in which torch divides.
-
-    A divisor that is broadcast, as in a normalisation, divides sums instead of what is summed: two passes over memory
-    less, which make a tenth of a Llama's step.
-    """
+    """Return those of the gradients of dividend and divisor that are wanted, in the order in which torch divides."""
+    # A divisor that is broadcast, as in a normalisation, divides sums instead of what is summed: two passes over memory
+    # less, which make a tenth of a Llama's step.
     shape = _broadcast(grad, divisor)
     found = []
     if 0 in wanted:
@@ -717,8 +760,8 @@ def convolution(
     bias: Tensor | None,
 ) -> Any:
     """Return a convolution of one, two or three dimensions."""
-    turned = {"transposed": False, "output_padding": [0] * len(stride)}
-    return torch.ops.aten.convolution(x, weight, bias, stride, padding, dilation, groups=groups, **turned)
+    # Of torch's two names for it this one takes a third less time to call.
+    return torch.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)  # noqa: FBT003 - not transposed
 
 
 @kernel(
@@ -753,6 +796,16 @@ def add_output_gradient(total: Tensor, grad: Tensor, shape: list[int] | None) ->
     """Add the gradient of an output of the graph; a scalar stands for "no gradient came" and adds nothing."""
     total = total if shape is None else total.view(shape)
     return total if grad.dim() == 0 else total.add_(grad)
+
+
+@kernel("(Tensor grad, Tensor cosines, Tensor sines) -> Tensor")
+def rotary_backward(grad: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Return the gradient of a rotary embedding, ``x * cosines + concat(-x2, x1) * sines`` of the halves of x."""
+    output = torch.mul(grad, cosines, out=empty(grad.shape, grad))
+    turned, half = grad * sines, grad.shape[-1] // 2
+    output[..., :half].add_(turned[..., half:])
+    output[..., half:].sub_(turned[..., :half])
+    return output
 
 
 @kernel("(Tensor(a!) total, Tensor grad, Tensor indices, int padding_idx) -> Tensor(a!)")

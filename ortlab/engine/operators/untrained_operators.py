@@ -61,10 +61,9 @@ _FLOATS: Final = frozenset({1, 10, 11, 16})  # ONNX's numbers of float, float16,
 
 
 class _Export:
-    """One export in work: what needs a gradient in its traced graph, and what was left to torch.
+    """One export in work: what needs a gradient in its traced graph, and what was left to torch."""
 
-    The tracer's own `requires_grad` is not enough: it is false for what ``aten::_convolution`` returns.
-    """
+    # The tracer's own `requires_grad` is not enough: it is false for what ``aten::_convolution`` returns.
 
     def __init__(self) -> None:
         self.left: Counter[str] = Counter()
@@ -236,7 +235,7 @@ class _Translation:
         ):
             return self._by_torch("it works on complex numbers")
         kind, values = self.node.kind(), (*self.node.inputs(), *self.node.outputs())
-        by_torch = kind in _OF_EQUALS or (kind in _BY_TORCH and is_training_export())
+        by_torch = kind in _OF_EQUALS | _DRAWS or (kind in _BY_TORCH and is_training_export())
         if by_torch or (kind not in _OF_ALL_DTYPES and any(map(has_no_kernels, values))):
             with suppress(NotACallError):
                 return self._leave()
@@ -302,17 +301,22 @@ _OF_ALL_DTYPES: Final = frozenset(
 )
 """Casts, and questions about a shape: ONNX Runtime has kernels for these, whatever the dtype. A copy knows dtypes."""
 
-# Operators whose form in ONNX is never right: torch's own draw the random numbers of PyTorch for the same seed, and the
-# Range of linspace and the Loop of an embedding bag end the process when 1.19.2 builds a graph with them. Or it is
-# slow: a roll would be slices put together, whose gradient is a sum of padded parts, and im2col a gather of single
-# entries.
-_BY_TORCH: Final = frozenset(
+_DRAWS: Final = frozenset(
     f"aten::{name}"
     for name in (
-        "bernoulli", "im2col", "linspace", "multinomial", "normal", "rand", "rand_like", "randint", "randint_like",
-        "embedding_bag", "randn", "randn_like", "randperm", "roll",
+        "bernoulli", "multinomial", "normal", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like",
+        "randperm", "rrelu", "rrelu_with_noise",
     )
 )  # fmt: skip
+"""Operators that draw: torch's own draw the random numbers of PyTorch for the same seed, in evaluation, too.
+
+ONNX Runtime's generators do not even draw theirs again for the same `torch.manual_seed`.
+"""
+
+# Operators whose form in ONNX is never right: the Range of linspace and the Loop of an embedding bag end the process
+# when 1.19.2 builds a graph with them. Or it is slow: a roll would be slices put together, whose gradient is a sum of
+# padded parts, and im2col a gather of single entries.
+_BY_TORCH: Final = frozenset(f"aten::{name}" for name in ("im2col", "linspace", "embedding_bag", "roll"))
 _OF_EQUALS: Final = frozenset({"aten::topk"})
 """Operators that choose among equal values otherwise than those of ONNX, which take the first.
 
@@ -324,11 +328,9 @@ _SMALL: Final = 16
 
 @contextmanager
 def _constants_kept(inputs: Any) -> Iterator[None]:
-    """Undo what a symbolic function changes in its constants, which other operators share.
-
-    Torch's symbolic function of repeat_interleave (``symbolic_opset11``, to 2.15) adds the rank to a negative dimension
-    in place; a later ``torch.stack(..., dim=-1)`` then stacks along another one.
-    """
+    """Undo what a symbolic function changes in its constants, which other operators share."""
+    # Torch's symbolic function of repeat_interleave (``symbolic_opset11``, to 2.15) adds the rank to a negative
+    # dimension in place; a later ``torch.stack(..., dim=-1)`` then stacks along another one.
     constants = [
         (tensor, tensor.clone())
         for tensor in (
@@ -351,10 +353,8 @@ def _constants_kept(inputs: Any) -> Iterator[None]:
 
 
 def _sources(node: Any, inputs: Any) -> dict[int, bool]:
-    """Return the inputs of a node in the graph that is being made, and which of them need a gradient.
-
-    Call it before the node is translated: torch's symbolic function of `cat` takes empty tensors out of its list.
-    """
+    """Return the inputs of a node in the graph that is being made, and which of them need a gradient."""
+    # Call it before the node is translated: torch's symbolic function of `cat` takes empty tensors out of its list.
     needs = _export.get().needs
     sources: dict[int, bool] = {}
     for traced, value in zip(node.inputs(), inputs, strict=True):

@@ -3,7 +3,7 @@
 Looked for is a product with a matrix, with a bias or without, then what leaves each row a row (casts, slices of rows,
 reshapes), then a cross entropy. Where something else reads the logits, or something else stands between, the graph
 stays as it is, and the lab says why. Logits that the forward returns are left out of the graph; in their place stands
-an object that refuses to be read (`ortlab.engine.tracing.unmade_outputs`).
+an object that refuses to be read (`ortlab.engine.tracing.outputs`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ortlab.engine.operators.chunked_loss import KERNEL, MEAN, SUM, How, rows_of
 from ortlab.engine.operators.gradients import call_text
 from ortlab.engine.operators.torch_calls import TENSOR, VALUE, parsed
 from ortlab.engine.passes.graph_edits import (
+    LOSSES,
     NAMESPACE,
     GraphFacts,
     Shape,
@@ -31,7 +32,7 @@ from ortlab.engine.passes.graph_edits import (
     kernel_call,
 )
 from ortlab.engine.patching import replace, set_to
-from ortlab.engine.tracing.unmade_outputs import UnmadePart, names_of_tensors
+from ortlab.engine.tracing.outputs import UnmadePart, names_of_tensors
 from ortlab.memory.symbolic_sizes import shape_at
 from ortlab.units import size
 
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 
 SWITCH: Final = "chunked_loss"
 
-_LOSSES: Final = frozenset({"SoftmaxCrossEntropyLossInternal", "SoftmaxCrossEntropyLoss"})
 _CALLED_LOSS: Final = f"{NAMESPACE}::cross_entropy"
 _TORCHS_LOSS: Final = "cross_entropy_loss"
 _RESHAPES: Final = frozenset(
@@ -115,10 +115,7 @@ def _leave_outputs_out(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def messages(info: Any, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    """Yield level and text of what there is to say of an export; nothing if nothing was looked for.
-
-    `sizes` has the values of the symbols in shapes, for the batch of the export.
-    """
+    """Yield level and text of what there is to say of an export; nothing if nothing was looked for."""
     findings: Findings | None = getattr(info, SWITCH, None)
     if findings is None:
         return
@@ -157,10 +154,8 @@ def _success(one: Replaced, unmade: Sequence[str], sizes: Mapping[str, int]) -> 
 
 
 def block_bytes(info: Any, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return for each loss in blocks how many bytes the logits of a block take; `sizes` as in `messages`.
-
-    Scores are float32; logits of half precision are there beside them.
-    """
+    """Return for each loss in blocks how many bytes the logits of a block take; `sizes` as in `messages`."""
+    # Scores are float32; logits of half precision are there beside them.
     findings: Findings | None = getattr(info, SWITCH, None)
     found = []
     for one in findings.replaced if findings else ():
@@ -187,7 +182,7 @@ def chunk_losses(model: onnx.ModelProto) -> bool:
 
 
 def _is_loss(node: onnx.NodeProto) -> bool:
-    return _operator(node) in {*_LOSSES, _CALLED_LOSS, _TORCHS_LOSS}
+    return _operator(node) in {*LOSSES, _CALLED_LOSS, _TORCHS_LOSS}
 
 
 def _operator(node: onnx.NodeProto) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Final, TypeAlias
 
@@ -22,6 +22,9 @@ NAMESPACE: Final = "ortlab"
 
 STOP: Final = "detach_copy"
 """The ATen operator through which no gradient flows."""
+
+LOSSES: Final = frozenset({"SoftmaxCrossEntropyLossInternal", "SoftmaxCrossEntropyLoss"})
+"""ORT's operators of a loss over classes."""
 
 NEEDING_GRADIENT: Final[ContextVar[frozenset[str] | None]] = ContextVar("NEEDING_GRADIENT", default=None)
 """The inputs of the graph in work whose gradient is asked for; None if that is not known: then all that are floats."""
@@ -48,6 +51,7 @@ class GraphFacts:
                 )
                 if None not in sizes:
                     self.shapes[value.name] = sizes
+        self._constants = {tensor.name: tensor for tensor in graph.initializer}
         for initializer in graph.initializer:
             self.shapes[initializer.name] = tuple(initializer.dims)
             self.ranks[initializer.name] = len(initializer.dims)
@@ -82,8 +86,21 @@ class GraphFacts:
             return None
         return [int(number) for number in numpy_helper.to_array(node.attribute[0].t).reshape(-1)]
 
+    def scalar(self, name: str) -> float | None:
+        """Return a constant of one entry as a number; None if it is computed, or has more."""
+        tensor, node = self._constants.get(name), self.producers.get(name)
+        if node is not None and node.op_type == "Constant":
+            tensor = attributes_of(node).get("value")
+        value = None if tensor is None else numpy_helper.to_array(tensor)
+        return float(value.item()) if value is not None and value.size == 1 else None
+
     def _is_float(self, name: str) -> bool:
         return self.element_types.get(name, TensorProto.FLOAT) in FLOAT_TYPES | {TensorProto.UNDEFINED}
+
+
+def has_inner_graphs(graph: onnx.GraphProto) -> bool:
+    """Say whether a node holds a graph, such as the body of a Loop, which reads values of this one by their names."""
+    return any(one.HasField("g") for node in graph.node for one in node.attribute)
 
 
 def aten_operator(node: onnx.NodeProto) -> str:
@@ -130,10 +147,8 @@ class GraphAdditions:
         return self.node(before, "Constant", [], output, value=tensor)
 
     def apart(self, before: onnx.NodeProto, name: str, output: str, axis: int = 0) -> str:
-        """Add a pair of nodes that change a value's shape and change it back; return the name of the same value.
-
-        Optimizers of ORT that look for what makes a value, or for what reads it, stop at the pair.
-        """
+        """Add a pair of nodes that change a value's shape and change it back; return the name of the same value."""
+        # Optimizers of ORT that look for what makes a value, or for what reads it, stop at the pair.
         along = self.vector(before, f"{output}_axis", [axis])
         wider = self.node(before, "Unsqueeze", [name, along], f"{output}_wider")
         return self.node(before, "Squeeze", [wider, along], output)
@@ -167,13 +182,21 @@ def copied(node: onnx.NodeProto) -> onnx.NodeProto:
     return copy
 
 
+def needed_nodes(nodes: Sequence[onnx.NodeProto], outputs: Collection[str]) -> list[onnx.NodeProto]:
+    """Drop the nodes that nothing reads, of a graph with these outputs; `nodes` are in topological order."""
+    read, needed = set(outputs), []
+    for node in reversed(nodes):
+        if node.op_type == "YieldOp" or not read.isdisjoint(node.output):
+            read.update(node.input)
+            needed.append(node)
+    return needed[::-1]
+
+
 def put_calls(
     model: onnx.ModelProto, nodes: Sequence[onnx.NodeProto], untyped: Mapping[str, int] | None = None
 ) -> None:
-    """Give a model, which is changed in place, these nodes, among them calls of torch.
-
-    ORT infers no type for what torch returns: `untyped` holds the element types that the model does not tell.
-    """
+    """Give a model, which is changed in place, these nodes, among them calls of torch."""
+    # ORT infers no type for what torch returns: `untyped` holds the element types that the model does not tell.
     kept = [copied(node) for node in nodes]
     model.graph.value_info.extend(
         helper.make_tensor_value_info(name, element_type, None)

@@ -7,15 +7,19 @@ from; the export itself stays as torch made it.
 
 from __future__ import annotations
 
+import dataclasses
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 from onnx import TensorProto, defs, helper
 
-from ortlab.engine.operators.gradients import note_call_gradients
+from ortlab.engine.operators.gradients import call_text, note_call_gradients, set_call
+from ortlab.engine.operators.torch_calls import draws, parsed
 from ortlab.engine.passes.chunked_loss import chunk_losses
 from ortlab.engine.passes.graph_edits import (
     ATEN,
     FLOAT_TYPES,
+    LOSSES,
     NEEDING_GRADIENT,
     STOP,
     GraphAdditions,
@@ -24,6 +28,7 @@ from ortlab.engine.passes.graph_edits import (
     attributes_of,
     nodes_of,
 )
+from ortlab.engine.passes.rms_norms import join_rms_norms
 from ortlab.engine.patching import replace
 
 if TYPE_CHECKING:
@@ -44,13 +49,13 @@ _GRADIENT_INPUTS: Final = {
     "_scaled_dot_product_flash_attention_for_cpu": (0, 1, 2),
     "LayerNormalization": (0, 1, 2),
     "index_add": (0, 3),
+    "ortlab::grouped_linear": (0, 1),
     "native_batch_norm": (0, 1, 2),
     "native_group_norm": (0, 1, 2),
     "ortlab::instance_norm": (0, 1, 2),
     "scatter_add": (0, 3),
 }
 
-_LOSSES: Final = frozenset({"SoftmaxCrossEntropyLossInternal", "SoftmaxCrossEntropyLoss"})
 
 _MEETING: Final = ("Add", "Sub", "Mul", "Div", "MatMul", "Expand")
 """Operators whose gradients sum over the dimensions that were broadcast."""
@@ -65,11 +70,9 @@ def install() -> None:
 
 
 def _ask_only_for_gradients_that_exist(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``GraphTransitionManager._post_export_process``, which asks for the gradient of each parameter.
-
-    The gradient builder fails if one of them does not influence the outputs differentiably; torch leaves its
-    gradient None.
-    """
+    """Wrap ``GraphTransitionManager._post_export_process``, which asks for the gradient of each parameter."""
+    # The gradient builder fails if one of them does not influence the outputs differentiably; torch leaves its gradient
+    # None.
 
     def post_export_process(*args: Any, **kwargs: Any) -> Any:
         token = NEEDING_GRADIENT.set(
@@ -98,6 +101,7 @@ def _run_passes(original: Callable[[onnx.ModelProto], onnx.ModelProto]) -> Calla
         model = original(model)
         # These read shapes and types, so they come after the first inference; what they add is inferred by a second.
         passes = (
+            join_rms_norms,
             chunk_losses,
             lift_vector_products,
             slice_partly_used_splits,
@@ -106,11 +110,12 @@ def _run_passes(original: Callable[[onnx.ModelProto], onnx.ModelProto]) -> Calla
             isolate_inputs,
             broadcast_where,
             tie_gradient_inputs,
+            order_draws,
         )
         changed = [change(model) for change in passes]
         if any(changed):
             model = original(model)
-        forget_needless_casts(model)
+        forget_needless_nodes(model)
         note_call_gradients(model)
         forget_unlike_shapes(model)
         declare_opset_16(model)
@@ -120,14 +125,31 @@ def _run_passes(original: Callable[[onnx.ModelProto], onnx.ModelProto]) -> Calla
     return infer_shapes
 
 
-def keep_constant_outputs(model: onnx.ModelProto) -> bool:
-    """Let torch copy each output that is computed from constants alone; say whether the model changed.
+def order_draws(model: onnx.ModelProto) -> bool:
+    """Let each call of torch that draws numbers wait for the one before it; say whether the model changed."""
+    # ONNX Runtime runs what does not depend on each other in an order of its own, and for the same seed each draw would
+    # get the numbers of another one.
+    drawing = [
+        node for node in model.graph.node if (text := call_text(node)) and draws(aten_operator(node), text)
+    ]
+    for before, node in pairwise(drawing):
+        call = parsed(call_text(before))
+        if not call.random:
+            drawn = helper.make_tensor_value_info(f"{before.output[0]}_drawn", TensorProto.UINT8, [1])
+            before.output.append(drawn.name)
+            model.graph.value_info.append(drawn)  # an inference that stops early would not come to it
+            set_call(before, dataclasses.replace(call, awaited=True))
+        node.input.append(before.output[-1])
+        set_call(node, dataclasses.replace(parsed(call_text(node)), waits=True))
+    return len(drawing) > 1
 
-    ONNX Runtime folds constants before it builds a gradient, and what is folded into an output, such as a mask or a
-    table of positions, has no node any more: the constructor of GradientGraphBuilder in 1.19.2
-    (``gradient_graph_builder.cc``) then stops with "couldn't find the producer node, and it's not a graph input". A
-    copy that torch makes is not folded.
-    """
+
+def keep_constant_outputs(model: onnx.ModelProto) -> bool:
+    """Let torch copy each output that is computed from constants alone; say whether the model changed."""
+    # ONNX Runtime folds constants before it builds a gradient, and what is folded into an output, such as a mask or a
+    # table of positions, has no node any more: the constructor of GradientGraphBuilder in 1.19.2
+    # (``gradient_graph_builder.cc``) then stops with "couldn't find the producer node, and it's not a graph input". A
+    # copy that torch makes is not folded.
     graph = model.graph
     variable = {value.name for value in graph.input}
     for node in graph.node:
@@ -167,12 +189,10 @@ def _copy(
 
 
 def complete_dropouts(model: onnx.ModelProto) -> bool:
-    """Give each Dropout its `training_mode` input and its mask output; say whether the model changed.
-
-    Torch exports the dropout inside scaled dot product attention (``symbolic_opset14``) as ``Dropout(x, p)``. Without
-    `training_mode` ONNX's Dropout lets everything pass, so the model silently trains without that dropout; without a
-    mask there is no gradient. The functional form drops in training and in eval alike, as torch does.
-    """
+    """Give each Dropout its `training_mode` input and its mask output; say whether the model changed."""
+    # Torch exports the dropout inside scaled dot product attention (``symbolic_opset14``) as ``Dropout(x, p)``. Without
+    # `training_mode` ONNX's Dropout lets everything pass, so the model silently trains without that dropout; without a
+    # mask there is no gradient. The functional form drops in training and in eval alike, as torch does.
     incomplete = [
         node
         for node in nodes_of(model, "Dropout")
@@ -193,13 +213,11 @@ def complete_dropouts(model: onnx.ModelProto) -> bool:
 
 
 def broadcast_where(model: onnx.ModelProto) -> bool:
-    """Expand the branches of a Where that need a gradient to its output's shape; say whether the model changed.
-
-    The gradient of Where in 1.19.2 (``orttraining/core/graph/gradient_builder.cc``, GetWhereGradient) has the shape
-    of the output and is not summed over broadcast dimensions. The gradient of Expand is, so the broadcast is left to
-    an Expand to the shape of the other branch and one to the shape of the condition: three shapes broadcast
-    together are the shape of the output, whichever of them spans it.
-    """
+    """Expand the branches of a Where that need a gradient to its output's shape; say whether the model changed."""
+    # The gradient of Where in 1.19.2 (``orttraining/core/graph/gradient_builder.cc``, GetWhereGradient) has the shape
+    # of the output and is not summed over broadcast dimensions. The gradient of Expand is, so the broadcast is left to
+    # an Expand to the shape of the other branch and one to the shape of the condition: three shapes broadcast together
+    # are the shape of the output, whichever of them spans it.
     facts, additions = GraphFacts(model), GraphAdditions(model)
     for node in nodes_of(model, "Where"):
         if facts.element_types.get(node.output[0]) not in FLOAT_TYPES:
@@ -218,27 +236,27 @@ def broadcast_where(model: onnx.ModelProto) -> bool:
     return additions.apply()
 
 
-def forget_needless_casts(model: onnx.ModelProto) -> None:
-    """Make an Identity of each Cast to the type that its input has.
-
-    ORT's PropagateCastOps removes them, too, but stops the build where a node reads such a result twice ("Argument
-    mismatch when removing edge", ``core/optimizer/propagate_cast_ops.cc``), as in the gated delta rule of Qwen3-Next.
-    """
+def forget_needless_nodes(model: onnx.ModelProto) -> None:
+    """Make an Identity of each Cast to the type that its input has, and of each Concat of a single value."""
+    # ORT's PropagateCastOps removes such casts, too, but stops the build where a node reads the result twice ("Argument
+    # mismatch when removing edge", ``core/optimizer/propagate_cast_ops.cc``), as in the gated delta rule of Qwen3-Next.
+    # A cache of keys and values that was empty is put together of one value in each layer, and so is its gradient.
     facts = GraphFacts(model)
-    for node in nodes_of(model, "Cast"):
-        if facts.element_types.get(node.input[0]) == attributes_of(node)["to"]:
+    for node in nodes_of(model, "Cast", "Concat"):
+        is_cast = node.op_type == "Cast"
+        if len(node.input) == 1 and not (
+            is_cast and facts.element_types.get(node.input[0]) != attributes_of(node)["to"]
+        ):
             node.op_type = "Identity"
             del node.attribute[:]
 
 
 def forget_unlike_shapes(model: onnx.ModelProto) -> None:
-    """Forget the shape of values with dimensions that meet another one and may be 1.
-
-    The gradients of Add, Sub, Mul, Div, MatMul and Expand in 1.19.2 (``gradient_builder_base.cc``,
-    ComputeBroadcastBackwardAxes) take two dimensions with symbols for equal: ``x * adaptive_avg_pool2d(x, 1)``, as in
-    each squeeze-and-excitation block, then gets wrong gradients, and reads beyond its buffers. Where a shape is not
-    known they look at the sizes at run time.
-    """
+    """Forget the shape of values with dimensions that meet another one and may be 1."""
+    # The gradients of Add, Sub, Mul, Div, MatMul and Expand in 1.19.2 (``gradient_builder_base.cc``,
+    # ComputeBroadcastBackwardAxes) take two dimensions with symbols for equal: ``x * adaptive_avg_pool2d(x, 1)``, as in
+    # each squeeze-and-excitation block, then gets wrong gradients, and reads beyond its buffers. Where a shape is not
+    # known they look at the sizes at run time.
     facts = GraphFacts(model)
     given = {size for value in model.graph.input for size in facts.shapes.get(value.name, ())}
     unlike: set[int | str | None] = set()
@@ -258,14 +276,12 @@ def forget_unlike_shapes(model: onnx.ModelProto) -> None:
 
 
 def tie_gradient_inputs(model: onnx.ModelProto) -> bool:
-    """Let all inputs of an operator with several gradients need theirs, or none; say whether the model changed.
-
-    GetExternalGradient of 1.19.2 (``orttraining/core/graph/gradient_builder.cc``) looks at the wrong input when one
-    of them needs no gradient, such as the image that a model's first layer gets or a kernel that is a buffer: the
-    build ends in "... is not a valid intermediate output" or the backward in "invalid index -1". LayerNormalization
-    defines the gradient of a constant bias once for each layer that shares it. Such an input gets a zero added that
-    depends on one that needs a gradient. Where chooses the zero, so that an infinite weight stays without influence.
-    """
+    """Let all inputs of an operator with several gradients need theirs, or none; say whether the model changed."""
+    # GetExternalGradient of 1.19.2 (``orttraining/core/graph/gradient_builder.cc``) looks at the wrong input when one
+    # of them needs no gradient, such as the image that a model's first layer gets or a kernel that is a buffer: the
+    # build ends in "... is not a valid intermediate output" or the backward in "invalid index -1". LayerNormalization
+    # defines the gradient of a constant bias once for each layer that shares it. Such an input gets a zero added that
+    # depends on one that needs a gradient. Where chooses the zero, so that an infinite weight stays without influence.
     facts, additions = GraphFacts(model), GraphAdditions(model)
     for node in model.graph.node:
         inputs = {
@@ -288,11 +304,9 @@ def tie_gradient_inputs(model: onnx.ModelProto) -> bool:
 
 
 def lift_vector_products(model: onnx.ModelProto) -> bool:
-    """Give the vectors in a MatMul a second dimension; say whether the model changed.
-
-    The gradient of MatMul in 1.19.2 (``gradient_builder.cc``, GetMatMulGradient) takes its operands for matrices; a
-    vector's gradient fails when it runs, or has another shape.
-    """
+    """Give the vectors in a MatMul a second dimension; say whether the model changed."""
+    # The gradient of MatMul in 1.19.2 (``gradient_builder.cc``, GetMatMulGradient) takes its operands for matrices; a
+    # vector's gradient fails when it runs, or has another shape.
     facts, additions = GraphFacts(model), GraphAdditions(model)
     for node in nodes_of(model, "MatMul"):
         vectors = [index for index, name in enumerate(node.input) if facts.ranks.get(name) == 1]
@@ -311,11 +325,9 @@ def lift_vector_products(model: onnx.ModelProto) -> bool:
 
 
 def keep_reduced_dimensions(model: onnx.ModelProto) -> bool:
-    """Let ReduceL2 and ReduceLogSumExp keep their axes, and remove these afterwards; say whether the model changed.
-
-    Their gradients in 1.19.2 (``gradient_builder.cc``, GetReduceL2Gradient, GetReduceLogSumExpGradient) put the
-    dimensions back with an Unsqueeze of an opset before 13, which is no valid node.
-    """
+    """Let ReduceL2 and ReduceLogSumExp keep their axes, and remove these afterwards; say whether the model changed."""
+    # Their gradients in 1.19.2 (``gradient_builder.cc``, GetReduceL2Gradient, GetReduceLogSumExpGradient) put the
+    # dimensions back with an Unsqueeze of an opset before 13, which is no valid node.
     additions = GraphAdditions(model)
     for node in nodes_of(model, "ReduceL2", "ReduceLogSumExp"):
         attributes = attributes_of(node)
@@ -336,11 +348,9 @@ def keep_reduced_dimensions(model: onnx.ModelProto) -> bool:
 
 
 def declare_opset_16(model: onnx.ModelProto) -> bool:
-    """Declare opset 16 where only layer normalisations need opset 17; say whether the model changed.
-
-    They then mean ORT's own operator, which computes the same, with the same kernels. The shapes have to be inferred
-    before.
-    """
+    """Declare opset 16 where only layer normalisations need opset 17; say whether the model changed."""
+    # They then mean ORT's own operator, which computes the same, with the same kernels. The shapes have to be inferred
+    # before.
     declared = next((one for one in model.opset_import if not one.domain), None)
     if declared is None or declared.version != _NEWER:
         return False
@@ -357,11 +367,9 @@ def _is_older(operator: str) -> bool:
 
 
 def keep_needed_stops(model: onnx.ModelProto) -> None:
-    """Drop each stop through which no gradient would flow, and double those on an input that needs one.
-
-    The constructor of GradientGraphBuilder in 1.19.2 (``orttraining/core/framework/gradient_graph_builder.cc``)
-    differentiates each node that reads an input in need of a gradient, also a stop, which has no gradient.
-    """
+    """Drop each stop through which no gradient would flow, and double those on an input that needs one."""
+    # The constructor of GradientGraphBuilder in 1.19.2 (``orttraining/core/framework/gradient_graph_builder.cc``)
+    # differentiates each node that reads an input in need of a gradient, also a stop, which has no gradient.
     differentiable = GraphFacts(model).differentiable
     inputs = {value.name for value in model.graph.input}
     additions = GraphAdditions(model)
@@ -381,11 +389,9 @@ def keep_needed_stops(model: onnx.ModelProto) -> None:
 
 
 def slice_partly_used_splits(model: onnx.ModelProto) -> bool:
-    """Turn a Split into Slices where not all of its outputs lead to an output; say whether the model changed.
-
-    The gradient of Split in 1.19.2 (``gradient_builder.cc``, GetSplitGradient) joins the gradients that it gets and
-    leaves out the others, where zeros belong: the result has a wrong shape, or values in the wrong place.
-    """
+    """Turn a Split into Slices where not all of its outputs lead to an output; say whether the model changed."""
+    # The gradient of Split in 1.19.2 (``gradient_builder.cc``, GetSplitGradient) joins the gradients that it gets and
+    # leaves out the others, where zeros belong: the result has a wrong shape, or values in the wrong place.
     facts, additions = GraphFacts(model), GraphAdditions(model)
     for node in nodes_of(model, "Split"):
         used = [index for index, name in enumerate(node.output) if name in facts.leading_out]
@@ -413,14 +419,12 @@ def slice_partly_used_splits(model: onnx.ModelProto) -> bool:
 
 
 def isolate_choices(model: onnx.ModelProto) -> bool:
-    """Keep ORT's optimizers away from a Slice or a Gather that they get wrong; say whether the model changed.
-
-    ``UpStreamGatherGraphTransformer`` of 1.19.2 (``core/optimizer/compute_optimizer/upstream_gather.cc``) moves a
-    choice along the last axis towards the inputs, and fails for an operand with fewer dimensions, such as the bias of a
-    linear layer: ``linear(x)[..., :n]`` does not build. ``GatherSliceToSplitFusion`` joins the choices from one value
-    into a Split, whose gradient is wrong if one of them needs none (see `slice_partly_used_splits`). Both are stopped
-    by a pair of nodes in front that only change the shape, which copies nothing.
-    """
+    """Keep ORT's optimizers away from a Slice or a Gather that they get wrong; say whether the model changed."""
+    # ``UpStreamGatherGraphTransformer`` of 1.19.2 (``core/optimizer/compute_optimizer/upstream_gather.cc``) moves a
+    # choice along the last axis towards the inputs, and fails for an operand with fewer dimensions, such as the bias of
+    # a linear layer: ``linear(x)[..., :n]`` does not build. ``GatherSliceToSplitFusion`` joins the choices from one
+    # value into a Split, whose gradient is wrong if one of them needs none (see `slice_partly_used_splits`). Both are
+    # stopped by a pair of nodes in front that only change the shape, which copies nothing.
     facts, additions = GraphFacts(model), GraphAdditions(model)
     for node in nodes_of(model, "Slice", "Gather"):
         if node.input[0] not in facts.differentiable:
@@ -435,16 +439,14 @@ def isolate_choices(model: onnx.ModelProto) -> bool:
 
 
 def isolate_losses_of_bfloat16(model: onnx.ModelProto) -> bool:
-    """Keep the filter of ignored labels behind the Cast from bfloat16; say whether the model changed.
-
-    ``InsertGatherBeforeSceLoss`` of 1.19.2 lets the loss see only the rows whose label counts, and ``UpStreamGather``
-    moves that choice ahead of the Cast that autocast puts in front of a loss. No kernel computes its gradient in
-    bfloat16 on the CPU ("Could not find an implementation for GatherGrad(1)"). A pair of nodes that only change the
-    shape stops it, as in `isolate_choices`.
-    """
+    """Keep the filter of ignored labels behind the Cast from bfloat16; say whether the model changed."""
+    # ``InsertGatherBeforeSceLoss`` of 1.19.2 lets the loss see only the rows whose label counts, and ``UpStreamGather``
+    # moves that choice ahead of the Cast that autocast puts in front of a loss. No kernel computes its gradient in
+    # bfloat16 on the CPU ("Could not find an implementation for GatherGrad(1)"). A pair of nodes that only change the
+    # shape stops it, as in `isolate_choices`.
     facts, additions = GraphFacts(model), GraphAdditions(model)
     for node in model.graph.node:
-        cast = facts.producers.get(node.input[0]) if node.op_type in _LOSSES else None
+        cast = facts.producers.get(node.input[0]) if node.op_type in LOSSES else None
         if cast is None or cast.op_type != "Cast":
             continue
         if facts.element_types.get(cast.input[0]) in {TensorProto.BFLOAT16, None}:
@@ -453,18 +455,16 @@ def isolate_losses_of_bfloat16(model: onnx.ModelProto) -> bool:
 
 
 def isolate_inputs(model: onnx.ModelProto) -> bool:
-    """Put a pair of nodes between an input and what 1.19.2 cannot read it with; say whether the model changed.
-
-    Where a node reads an input in need of a gradient twice, as in ``x * x``, both gradients get one name ("Duplicate
-    definition of name", ``gradient_graph_builder.cc``). Where a loss reads one, the optimizer that leaves out ignored
-    labels ends the process, since it looks for what has made the scores. The pair only changes the shape.
-    """
+    """Put a pair of nodes between an input and what 1.19.2 cannot read it with; say whether the model changed."""
+    # Where a node reads an input in need of a gradient twice, as in ``x * x``, both gradients get one name ("Duplicate
+    # definition of name", ``gradient_graph_builder.cc``). Where a loss reads one, the optimizer that leaves out ignored
+    # labels ends the process, since it looks for what has made the scores. The pair only changes the shape.
     facts, additions = GraphFacts(model), GraphAdditions(model)
     inputs = {value.name for value in model.graph.input}
     for node in model.graph.node:
         read = [name for name in node.input if name in inputs and name in facts.differentiable]
         for name in dict.fromkeys(read):
-            if read.count(name) == 1 and not (node.op_type in _LOSSES and node.input[0] == name):
+            if read.count(name) == 1 and not (node.op_type in LOSSES and node.input[0] == name):
                 continue
             apart = additions.apart(node, name, f"{node.output[0]}_apart_{name}")
             node.input[:] = [apart if one == name else one for one in node.input]

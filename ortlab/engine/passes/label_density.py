@@ -24,11 +24,9 @@ _KEEPS_VALUES: Final = frozenset({"Reshape", "Flatten", "Identity", "Cast", "Squ
 
 
 def install() -> None:
-    """Let the mark that label sparsity looks for print nothing.
-
-    ``_runtime_inspector.FlagAndPrintDensity`` prints a line in each forward that an export takes;
-    `ortlab.records.density` counts densities, and says which input they are of.
-    """
+    """Let the mark that label sparsity looks for print nothing."""
+    # ``_runtime_inspector.FlagAndPrintDensity`` prints a line in each forward that an export takes;
+    # `ortlab.records.density` counts densities, and says which input they are of.
     from onnxruntime.training.ortmodule._runtime_inspector import FlagAndPrintDensity
 
     replace(FlagAndPrintDensity, "forward", _only_mark)
@@ -42,12 +40,10 @@ def _only_mark(_original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def valid_label_counts(model: onnx.ModelProto, inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Count the labels that are not ignored behind each symbol that label sparsity has made.
-
-    ORT inserts `NonZero(labels - ignore_index)` (InsertGatherBeforeSceLoss) into the optimised graph and gives the
-    number of its results the symbol. The result is empty where the graph has no such symbol, or where several losses
-    leave open which is whose.
-    """
+    """Count the labels that are not ignored behind each symbol that label sparsity has made."""
+    # ORT inserts `NonZero(labels - ignore_index)` (InsertGatherBeforeSceLoss) into the optimised graph and gives the
+    # number of its results the symbol. The result is empty where the graph has no such symbol, or where several losses
+    # leave open which is whose.
     graph = model.graph
     counts = set(_counts(graph, inputs))
     count = counts.pop() if len(counts) == 1 else None
@@ -55,11 +51,9 @@ def valid_label_counts(model: onnx.ModelProto, inputs: Mapping[str, torch.Tensor
 
 
 def label_totals(model: onnx.ModelProto) -> dict[str, str]:
-    """Say how many labels there are in all behind each symbol that label sparsity has made in an optimised graph.
-
-    The number is a formula over the dimensions of the inputs. The result is empty where the shape of the labels is not
-    known, or where several losses leave open which is whose.
-    """
+    """Say how many labels there are in all behind each symbol that label sparsity has made in an optimised graph."""
+    # The number is a formula over the dimensions of the inputs. The result is empty where the shape of the labels is
+    # not known, or where several losses leave open which is whose.
     graph = model.graph
     shapes = {
         value.name: [

@@ -4,11 +4,12 @@ The memory optimizer of 1.19.2 repeats what stands in its list of operators, in 
 set of values can be kept: what the backward reads beyond them is made again by copies of the forward's nodes, just
 before it is read. Gradients are the same bit for bit, since each copy is the same operator on the same numbers.
 
-What is never made again: what the model returns; integers and shapes, which are small and steer others; what weights
-alone determine, which is the same in each step and whose inputs are there anyway; and what a second run could make
-otherwise: results of random and stateful operators, of Functions, and of calls of torch that are not known to be pure.
-A dropout is made again from its mask: its gradient multiplies by the same numbers as its forward. The mask is drawn
-once, by the generator that draws it without recomputation, and kept with eight entries in a byte.
+What is never made again: what the model returns; integers and shapes, which are small and steer others, but for those
+that an Expand repeats; what weights alone determine, which is the same in each step and whose inputs are there anyway;
+and what a second run could make otherwise: results of random and stateful operators, of Functions, and of calls of
+torch that are not known to be pure. A dropout is made again from its mask: its gradient multiplies by the same numbers
+as its forward. The mask is drawn once, by the generator that draws it without recomputation, and kept with eight
+entries in a byte.
 
 **How copies stay apart.** A session's CommonSubexpressionElimination finds nodes with the same operator and inputs, and
 would make one of each node and its copy: the backward then reads what the forward kept, and nothing is saved. So a copy
@@ -38,7 +39,7 @@ from ortlab.engine.passes.training_graph import HIDING
 from ortlab.graphs.nodes import YIELD, executed_operator
 from ortlab.memory.products import in_late_order, late_products
 from ortlab.memory.recompute import COPY, HELD, PACKED
-from ortlab.memory.trace import ONNX_VIEWS
+from ortlab.memory.trace import ONNX_VIEWS, WRITTEN_OVER
 
 _MICROSOFT: Final = "com.microsoft"
 
@@ -58,10 +59,10 @@ WITHOUT_VALUES: Final = frozenset({"Shape", "Size"})
 
 _PURE_CALLS: Final = frozenset(
     """abs adaptive_avg_pool2d add addmm bmm cat clamp constant_pad_nd contiguous div divided exp expand gelu gemm
-    layer_norm layer_norm_of_few leaky_relu linear log log_sum_exp masked_fill matmul matmul_transposed mean
+    layer_norm leaky_relu linear log log_sum_exp masked_fill matmul matmul_transposed mean
     mean_over mean_over_space mul native_group_norm neg permute pow relu repeat reshape rsqrt select sigmoid silu
     slice softmax split sqrt squeeze stack sub sum sum_over tanh transpose unsqueeze view where convolution copy_of
-    cos im2col roll sin""".split()  # noqa: SIM905
+    cos gather_elements grouped_linear im2col roll sin""".split()  # noqa: SIM905
 )
 """Operators of torch, and of ortlab's kernels, that return the same for the same operands and write nothing; others,
 attention with its dropout among them, are left alone."""
@@ -158,7 +159,11 @@ class ForwardPass:
     def can_repeat(self, name: str) -> bool:
         """Tell whether a value of the forward, which is no view, comes out the same if its node runs again."""
         node = self.nodes[self.made[name]]
-        if name in self.determined or self.types.get(name, 0) not in _REPEATED_TYPES:
+        if name in self.determined:
+            return False
+        if node.op_type == "Expand":  # of a few indices, say, to one for each entry that is gathered
+            return True
+        if self.types.get(name, 0) not in _REPEATED_TYPES:
             return False
         if node.op_type in _OF_DROPOUT:
             return name == node.output[0] and any(node.output[1:])
@@ -421,12 +426,16 @@ class _Rewrite:
         readings = [_Reading(executed_operator(node), node.input, node.output) for node in forward.nodes]
         late = self._late(readings)
         waits = {other: (name, forward.nodes[other].output[0]) for other, name in late.values()}
-        instead |= {made: made + _LATE for _, made in waits.values()}
+        later = {made: made + _LATE for _, made in waits.values()}
         for place in in_late_order(readings, late):
             node = forward.nodes[place]
             if place in backward:
                 node = copied(node)
-                _read_instead(node, instead)
+                # What is written over has to be the memory itself: ONNX Runtime frees that of a value that only shares
+                # it behind the call, whose result lies in it.
+                written = WRITTEN_OVER.get(readings[place].operator, ())
+                over = {name for number, name in enumerate(node.input) if number in written}
+                _read_instead(node, instead | {name: later[name] for name in later.keys() - over})
                 if place in late:
                     _read_instead(node, {late[place][1]: late[place][1] + _LATE})
                 yield from _needed(node, made, there)

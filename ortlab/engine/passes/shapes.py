@@ -44,11 +44,9 @@ _PRIMES: Final = (
 def called(
     node: onnx.NodeProto, operand: Callable[[int, bool], torch.Tensor]
 ) -> Sequence[torch.Tensor | None]:
-    """Return what the call of torch in a node returns; raises what the operator raises that needs values.
-
-    `operand` makes the input of a place: a tensor without memory, or one with values where the second argument is
-    False.
-    """
+    """Return what the call of torch in a node returns; raises what the operator raises that needs values."""
+    # `operand` makes the input of a place: a tensor without memory, or one with values where the second argument is
+    # False.
     text = call_text(node)
     overload = next((one.s.decode() for one in node.attribute if one.name == "overload_name"), "")
     found = CallableCall.find if text else Operator.find
@@ -67,11 +65,9 @@ def symbolic_results(
     shapes: Sequence[Sequence[int | str] | None],
     values: Sequence[np.ndarray[Any, Any] | None],
 ) -> Results | None:
-    """Return dtype and shape of each result of a call of torch; None if torch cannot tell them without more values.
-
-    The operands are told by their ONNX element types, their shapes, and their values where these are constants. A size
-    of a result is None if it is neither a constant nor a size of an operand.
-    """
+    """Return dtype and shape of each result of a call of torch; None if torch cannot tell them without more values."""
+    # The operands are told by their ONNX element types, their shapes, and their values where these are constants. A
+    # size of a result is None if it is neither a constant nor a size of an operand.
     # Each is a size of its own, even "Min(512, length)" beside "length": evaluated, it would be a constant for some.
     texts = sorted({size for shape in shapes for size in shape or () if isinstance(size, str)})
     if len(texts) > len(_PRIMES[0]):
@@ -155,6 +151,7 @@ def _tolerant(base: Any) -> Any:  # noqa: C901 - one class, of small methods
             self.complete_open = False
             for name in _SAME_SHAPE:
                 self.aten_op_dispatcher_[name] = partial(_infer_same_shape, self)
+            self.aten_op_dispatcher_["ortlab::grouped_linear"] = partial(_infer_grouped_linear, self)
             self.aten_op_dispatcher_["ortlab::cross_entropy"] = partial(_infer_cross_entropy, self)
             self.aten_op_dispatcher_[f"ortlab::{KERNEL}"] = partial(_infer_chunked_cross_entropy, self)
             for kind in ("lstm", "gru", "rnn"):
@@ -170,13 +167,11 @@ def _tolerant(base: Any) -> Any:  # noqa: C901 - one class, of small methods
                 _log.debug("These dimensions may differ: %s", dims)
 
         def _add_suggested_merge(self, symbols: Any, apply: bool = False) -> None:  # noqa: FBT001, FBT002 - ORT's
-            """Take two dimensions that meet for equal only if both are dimensions of inputs.
-
-            ORT's own does it for any two ("auto merge has the risk of incorrectly merge symbols while one of them being
-            1", it says). ``x * adaptive_avg_pool2d(x, 1)`` then gets wrong gradients, and reads beyond its buffers. Of
-            two dimensions, this method keeps the one that comes first among the inputs; ORT's own leaves that to the
-            order of a set of strings, and so to the process.
-            """
+            """Take two dimensions that meet for equal only if both are dimensions of inputs."""
+            # ORT's own does it for any two ("auto merge has the risk of incorrectly merge symbols while one of them
+            # being 1", it says). ``x * adaptive_avg_pool2d(x, 1)`` then gets wrong gradients, and reads beyond its
+            # buffers. Of two dimensions, this method keeps the one that comes first among the inputs; ORT's own leaves
+            # that to the order of a set of strings, and so to the process.
             if not all(is_literal(one) or str(one) in self.input_symbols_ for one in symbols):
                 return
             met = {self.suggested_merge_.get(one, one) for one in symbols}
@@ -265,10 +260,8 @@ def _name_open_dimensions(inference: Any, node: onnx.NodeProto, index: int) -> N
 
 
 def _met_uncut(inference: Any, node: onnx.NodeProto, place: int) -> str:
-    """Return the dimension that both operands of an addition or the like have at a place; "" if there is none.
-
-    `place` counts from the end, from 1.
-    """
+    """Return the dimension that both operands of an addition or the like have at a place; "" if there is none."""
+    # `place` counts from the end, from 1.
     if node.op_type not in _BROADCASTING or node.domain:
         return ""
     left, right = (inference._try_get_shape(node, operand) for operand in range(2))
@@ -281,11 +274,9 @@ def _met_uncut(inference: Any, node: onnx.NodeProto, place: int) -> str:
 
 
 def _uncut(shape: Sequence[Any], beside: Sequence[Any]) -> list[Any]:
-    """Replace each dimension of `shape` that is cut to the dimension of `beside` that it meets by the latter.
-
-    A buffer of 512 positions, cut to the length of a batch, has "Min(512, length)" of them beside "length": where the
-    two meet they are equal, or the batch is too long for the model.
-    """
+    """Replace each dimension of `shape` that is cut to the dimension of `beside` that it meets by the latter."""
+    # A buffer of 512 positions, cut to the length of a batch, has "Min(512, length)" of them beside "length": where the
+    # two meet they are equal, or the batch is too long for the model.
     sizes = list(shape)
     for place in range(1, min(len(shape), len(beside)) + 1):
         cut = _CUT.fullmatch(str(shape[-place]))
@@ -295,10 +286,8 @@ def _uncut(shape: Sequence[Any], beside: Sequence[Any]) -> list[Any]:
 
 
 def _infer_call(inference: Any, infer: Callable[[Any], None] | None, node: onnx.NodeProto) -> None:
-    """Give the results of a call of torch the types and shapes that torch tells for its operands.
-
-    Where torch cannot tell without values it is left to `infer`; the dimensions of a `TorchCall` get names then.
-    """
+    """Give the results of a call of torch the types and shapes that torch tells for its operands."""
+    # Where torch cannot tell without values it is left to `infer`; the dimensions of a `TorchCall` get names then.
     places = range(len(node.input))
     named = [bool(name) for name in node.input]
     results = symbolic_results(
@@ -348,11 +337,9 @@ def _untold(inference: Any, node: onnx.NodeProto, call: TorchCall) -> Results:
 
 
 def _infer_recurrent(inference: Any, node: onnx.NodeProto) -> None:
-    """Give the outputs of a layer of `ortlab.engine.operators.recurrent` their shapes.
-
-    They are the states of the sequence, the last one, an LSTM's last cell, and what the backward reads: a GRU's four
-    gates, or the bytes of oneDNN's workspace, of which only oneDNN knows how many there are.
-    """
+    """Give the outputs of a layer of `ortlab.engine.operators.recurrent` their shapes."""
+    # They are the states of the sequence, the last one, an LSTM's last cell, and what the backward reads: a GRU's four
+    # gates, or the bytes of oneDNN's workspace, of which only oneDNN knows how many there are.
     length, batch, _ = inference._get_shape(node, 0)
     hidden = inference._get_shape(node, 2)[1]
     shapes: list[list[Any]] = [[length, batch, hidden], *[[batch, hidden]] * (len(node.output) - 1)]
@@ -373,6 +360,13 @@ def _infer_same_shape(inference: Any, node: onnx.NodeProto) -> None:
         length = str(inference._new_symbolic_dim_from_output(node, index, 0))
         vector = helper.make_tensor_value_info(name, _element_type(inference, node.input[0]), [length])
         inference.known_vi_[name].CopyFrom(vector)
+
+
+def _infer_grouped_linear(inference: Any, node: onnx.NodeProto) -> None:
+    """Give each row as many entries as a matrix has rows; how many of them belong to each matrix, values tell."""
+    shape = [inference._get_shape(node, 0)[0], inference._get_shape(node, 1)[1]]
+    value = helper.make_tensor_value_info(node.output[0], _element_type(inference, node.input[0]), shape)
+    inference.known_vi_[node.output[0]].CopyFrom(value)
 
 
 def _infer_cross_entropy(inference: Any, node: onnx.NodeProto) -> None:
@@ -405,13 +399,11 @@ def _element_type(inference: Any, name: str) -> int:
 
 
 def with_sizes(model: onnx.ModelProto, sizes: Mapping[str, int]) -> onnx.ModelProto:
-    """Copy an exported model with numbers in its shapes where `sizes`, the values of its symbols, determine them.
-
-    So a graph can be built for one batch shape. 1.19.2 hands the sizes to its graph builder, which counts no inputs and
-    refuses them: ORTModule lists the inputs among the initializers
-    (``_graph_execution_manager._initialize_graph_builder``), and the builder (``ortmodule_graph_builder.cc``,
-    ``SetConcreteInputShapes``) expects one shape for each input that is not there.
-    """
+    """Copy an exported model with numbers in its shapes where `sizes`, the values of its symbols, determine them."""
+    # So a graph can be built for one batch shape. 1.19.2 hands the sizes to its graph builder, which counts no inputs
+    # and refuses them: ORTModule lists the inputs among the initializers
+    # (``_graph_execution_manager._initialize_graph_builder``), and the builder (``ortmodule_graph_builder.cc``,
+    # ``SetConcreteInputShapes``) expects one shape for each input that is not there.
     import sympy
 
     fixed = type(model)()
@@ -439,13 +431,11 @@ def with_sizes(model: onnx.ModelProto, sizes: Mapping[str, int]) -> onnx.ModelPr
 
 
 def _infer_and_forget(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``GraphTransitionManager._post_export_process``, so that its switch decides only what ORT is told.
-
-    Where ``symbolic_shape_inference`` is off, 1.19.2 skips its inference, and with it all that ortlab does to an export
-    at that place: the graph passes that give Dropout its mode and mask and Where its right gradient, the stops of
-    gradients, and the types of ATen nodes, which ONNX Runtime has to be told. So shapes are inferred whatever the
-    switch says, and taken out again at the end.
-    """
+    """Wrap ``GraphTransitionManager._post_export_process``, so that its switch decides only what ORT is told."""
+    # Where ``symbolic_shape_inference`` is off, 1.19.2 skips its inference, and with it all that ortlab does to an
+    # export at that place: the graph passes that give Dropout its mode and mask and Where its right gradient, the stops
+    # of gradients, and the types of ATen nodes, which ONNX Runtime has to be told. So shapes are inferred whatever the
+    # switch says, and taken out again at the end.
 
     def post_export_process(*args: Any, run_symbolic_shape_infer: bool, **kwargs: Any) -> Any:
         info = original(*args, run_symbolic_shape_infer=True, **kwargs)

@@ -17,6 +17,8 @@ from ortlab.engine.passes.graph_edits import (
     call_kernel,
     copied,
     declare_aten,
+    has_inner_graphs,
+    needed_nodes,
 )
 
 _YIELD: Final = "YieldOp"
@@ -32,22 +34,17 @@ _MATRIX: Final = 2
 
 
 def hand_over(model: onnx.ModelProto) -> None:
-    """Give each output of the forward memory of its own, and keep GemmSumFusion from gradients that it stops at.
-
-    Two faults of 1.19.2 stand at the YieldOp, where outputs go to the caller and their gradients to the backward.
-
-    Outputs: ORT's planner of memory lets an operator write its output over an input that nobody else reads
-    (``core/framework/allocation_planner.cc``, FindReusableInput), and a Reshape must. Such a tensor does not own its
-    memory: when the graph is done with it, in the backward, it is written over, although the caller has it. The planner
-    leaves out an operator whose output goes to YieldOp, but it looks at the first reader only. So ``hidden =
-    norm(x).relu(); return hidden, head(hidden)`` returned other numbers after ``backward()``.
-
-    Gradients: GemmSumFusion takes the number of an output for the number of an input, and stops the build at a Sum of a
-    Gemm of the third output of a node, or a later one, such as the gradient of what the forward returns third
-    (``core/optimizer/gemm_sum_fusion.cc``).
-
-    The gradient graph is changed in place; one without a YieldOp stays as it is.
-    """
+    """Give each output of the forward memory of its own, and keep GemmSumFusion from gradients that it stops at."""
+    # Two faults of 1.19.2 stand at the YieldOp, where outputs go to the caller and their gradients to the backward.
+    # Outputs: ORT's planner of memory lets an operator write its output over an input that nobody else reads
+    # (``core/framework/allocation_planner.cc``, FindReusableInput), and a Reshape must. Such a tensor does not own its
+    # memory: when the graph is done with it, in the backward, it is written over, although the caller has it. The
+    # planner leaves out an operator whose output goes to YieldOp, but it looks at the first reader only. So ``hidden =
+    # norm(x).relu(); return hidden, head(hidden)`` returned other numbers after ``backward()``. Gradients:
+    # GemmSumFusion takes the number of an output for the number of an input, and stops the build at a Sum of a Gemm of
+    # the third output of a node, or a later one, such as the gradient of what the forward returns third
+    # (``core/optimizer/gemm_sum_fusion.cc``). The gradient graph is changed in place; one without a YieldOp stays as it
+    # is.
     place = next((index for index, node in enumerate(model.graph.node) if node.op_type == _YIELD), None)
     if place is None:
         return
@@ -124,12 +121,10 @@ def _keep_from_fusion(graph: onnx.GraphProto) -> None:
 
 
 def mend_layer_gradients(model: onnx.ModelProto) -> None:
-    """Let the backward of a layer of ours run whichever of its results and inputs take part in the training.
-
-    A call has one definition of its gradient (``gradient_builder.cc``, GetExternalGradient). So ORT names gradients of
-    results that nothing reads, which are not there, and gives no name to results that nobody needs, which ``ATen``
-    cannot set. The model is changed in place.
-    """
+    """Let the backward of a layer of ours run whichever of its results and inputs take part in the training."""
+    # A call has one definition of its gradient (``gradient_builder.cc``, GetExternalGradient). So ORT names gradients
+    # of results that nothing reads, which are not there, and gives no name to results that nobody needs, which ``ATen``
+    # cannot set. The model is changed in place.
     graph = model.graph
     there = {value.name for value in (*graph.input, *graph.initializer)}
     there |= {name for node in graph.node for name in node.output}
@@ -146,15 +141,13 @@ def mend_layer_gradients(model: onnx.ModelProto) -> None:
 
 
 def drop_empty_sums(model: onnx.ModelProto) -> None:
-    """Take sums out of a gradient graph, changed in place, that sum over no axis, whatever the sizes of a batch.
-
-    The gradient of an operand is summed over the axes in which it was broadcast. Where ORT does not know all sizes it
-    asks for these axes in each step (``BroadcastGradientArgs``), and copies where there are none. But a product is
-    never broadcast by a bias of its width, and nothing by a single number; that needs no size of a batch.
-    """
+    """Take sums out of a gradient graph, changed in place, that sum over no axis, whatever the sizes of a batch."""
+    # The gradient of an operand is summed over the axes in which it was broadcast. Where ORT does not know all sizes it
+    # asks for these axes in each step (``BroadcastGradientArgs``), and copies where there are none. But a product is
+    # never broadcast by a bias of its width, and nothing by a single number; that needs no size of a batch.
     graph, facts = model.graph, GraphFacts(model)
-    if any(one.HasField("g") for node in graph.node for one in node.attribute):
-        return  # inner graphs read by names, too
+    if has_inner_graphs(graph):
+        return
     widths = _widths(graph, facts)
     outputs = {value.name for value in graph.output}
     same: dict[str, str] = {}
@@ -198,6 +191,40 @@ def _widths(graph: onnx.GraphProto, facts: GraphFacts) -> dict[str, int]:
     return widths
 
 
+def drop_expansions(model: onnx.ModelProto) -> None:
+    """Let products of a gradient graph, changed in place, broadcast what is copied to the shape of the other factor."""
+    # So is the gradient of each sum and mean, and mostly to be multiplied. The forward stays as plans know it.
+    graph, facts = model.graph, GraphFacts(model)
+    if has_inner_graphs(graph):
+        return
+    place = next((index for index, node in enumerate(graph.node) if node.op_type == _YIELD), len(graph.node))
+    changed = False
+    for node in graph.node[place:]:
+        if node.op_type != "Mul" or node.domain:
+            continue
+        for index, name in enumerate(node.input):
+            expand = facts.producers.get(name)
+            if expand is not None and expand.op_type == "Expand":
+                shape = facts.producers.get(expand.input[1])
+                if shape is not None and _is_shape_of(shape, node.input[1 - index], facts):
+                    node.input[index] = expand.input[0]
+                    changed = True
+                    break  # else both factors could be copies of smaller ones
+    if changed:
+        outputs = {value.name for value in graph.output}
+        nodes = [copied(node) for node in needed_nodes(graph.node, outputs)]
+        del graph.node[:]
+        graph.node.extend(nodes)
+
+
+def _is_shape_of(shape: onnx.NodeProto, name: str, facts: GraphFacts) -> bool:
+    if shape.op_type != "Shape" or any(attributes_of(shape).values()):  # of some of the axes
+        return False
+    source = shape.input[0]
+    known = facts.shapes.get(source)
+    return source == name or (known is not None and None not in known and known == facts.shapes.get(name))
+
+
 def leave_short_sums(model: onnx.ModelProto) -> None:
     """Let PyTorch compute the sums of float16 and bfloat16 in a typed gradient graph, which is changed in place."""
     facts = GraphFacts(model)
@@ -222,38 +249,47 @@ _SUFFIX: Final = "_to_keep"
 
 
 def leaving_alone(model: onnx.ModelProto, kept: Iterable[Sequence[str]]) -> tuple[onnx.ModelProto, list[str]]:
-    """Copy a training graph, before its session is made, so that the results in `kept` cannot be recomputed.
-
-    The memory optimizer of 1.19.2 applies a plan in all places of its cluster or in none: it reads a count, compares it
-    with a number of places that it has counted to one only (``optimization_planner.cc``,
-    ``FinalizeNodePlansFromUserConfig``), and recomputes everywhere for any count but 0, for which it leaves out the
-    last place. So a place that is not to be recomputed is made one that it cannot recompute: its results go through a
-    node that hands its inputs on as they are, without a copy, and that is not in the list of what it may repeat.
-
-    `kept` lists them by node. Returns the copy, and those of the results that no node of the graph makes.
-    """
+    """Copy a training graph, before its session is made, so that the results in `kept` cannot be recomputed."""
+    # The memory optimizer of 1.19.2 applies a plan in all places of its cluster or in none: it reads a count, compares
+    # it with a number of places that it has counted to one only (``optimization_planner.cc``,
+    # ``FinalizeNodePlansFromUserConfig``), and recomputes everywhere for any count but 0, for which it leaves out the
+    # last place. So a place that is not to be recomputed is made one that it cannot recompute: its results go through a
+    # node that hands its inputs on as they are, without a copy, and that is not in the list of what it may repeat.
+    # `kept` lists them by node. Returns the copy, and those of the results that no node of the graph makes.
     copied = onnx.ModelProto()
     copied.CopyFrom(model)
     graph = copied.graph
     wanted = {output for outputs in kept for output in outputs}
     types = {value.name: value for value in graph.value_info}
+    # ORT lets nothing that the model returns lie in the memory of another value (``allocation_planner.cc``,
+    # ``FindReusableInput``): handed on by that node, it would be an error. So the caller gets the result itself, also
+    # through Identity nodes, which ORT leaves out, and all others get what is handed on.
+    returned: set[str] = set()
+    for node in reversed(graph.node):
+        if node.op_type == _YIELD or (node.op_type == "Identity" and node.output[0] in returned):
+            returned.update(node.input)
+    handed_on: dict[str, str] = {}
     nodes: list[onnx.NodeProto] = []
     for node in graph.node:
+        if node.op_type != _YIELD and returned.isdisjoint(
+            node.output[:1] if node.op_type == "Identity" else ()
+        ):
+            node.input[:] = [handed_on.get(name, name) for name in node.input]
         nodes.append(node)
         made = [output for output in node.output if output]
         if wanted.isdisjoint(made):
             continue
         wanted.difference_update(made)
         # All results go through one node: what only backward reads would otherwise be handed on there, too late.
-        for number, output in enumerate(node.output):
-            if output:
-                node.output[number] = output + _SUFFIX
-                if output in types:
-                    graph.value_info.add(name=output + _SUFFIX, type=types[output].type)
+        before = [one if one in returned else one + _SUFFIX for one in made]
+        after = [one + _SUFFIX if one in returned else one for one in made]
+        handed_on |= {one: one + _SUFFIX for one in made if one in returned}
+        node.output[:] = [one and one + _SUFFIX * (one not in returned) for one in node.output]
+        for one in made:
+            if one in types:
+                graph.value_info.add(name=one + _SUFFIX, type=types[one].type)
         name = f"{node.name or made[0]}{_SUFFIX}"
-        nodes.append(
-            helper.make_node(HIDING, [one + _SUFFIX for one in made], made, name=name, domain=_DOMAIN)
-        )
+        nodes.append(helper.make_node(HIDING, before, after, name=name, domain=_DOMAIN))
     del graph.node[:]
     graph.node.extend(nodes)
     return copied, sorted(wanted)

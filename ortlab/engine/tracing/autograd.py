@@ -12,7 +12,8 @@ notebooks do, has the old one, and the export ends in a message with ORTModule's
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import sys
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -21,11 +22,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from ortlab.engine.build_environment import present
+from ortlab.engine.patching import with_attributes
 from ortlab.errors import BuildError
 from ortlab.records.messages import ORTLAB, MessageLog
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 _ON_TENSORS: Final = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
 _BACKWARD: Final = ("_backward_hooks", "_backward_pre_hooks")
@@ -83,6 +85,19 @@ def _listed(names: list[str]) -> str:
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more (each)"  # noqa: PLR2004
 
 
+@contextmanager
+def masks_indexed_plainly() -> Iterator[None]:
+    """Let masks that are made with `vmap` index tensors in the block as elsewhere, not in a Function of torch's own."""
+    # T5Gemma2's encoder makes such masks. What `vmap` makes of the Function cannot be exported, and its own backward is
+    # for flex attention.
+    module = sys.modules.get("torch._dynamo._trace_wrapped_higher_order_op")
+    if module is None or not hasattr(module, "mod_index"):
+        yield
+        return
+    with with_attributes(module, mod_index=torch.ops.aten.index):
+        yield
+
+
 # --- checkpoints --------------------------------------------------------------------------------------------------
 
 _NAME: Final = "torch.utils.checkpoint.CheckpointFunction"
@@ -123,11 +138,9 @@ def _leave_to_torch(*_args: Any, **_kwargs: Any) -> None:
 
 
 def saving_apart() -> AbstractContextManager[object]:
-    """Keep hooks on saved tensors around a call, such as a checkpoint's, out of its build.
-
-    It acts only where there are such hooks: before torch 2.6, `torch.vmap` refuses to run under hooks, and models of
-    transformers make their masks with it.
-    """
+    """Keep hooks on saved tensors around a call, such as a checkpoint's, out of its build."""
+    # It acts only where there are such hooks: before torch 2.6, `torch.vmap` refuses to run under hooks, and models of
+    # transformers make their masks with it.
     try:
         with disable_saved_tensors_hooks("asking whether there are any"):
             return nullcontext()

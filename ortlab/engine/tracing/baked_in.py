@@ -1,4 +1,4 @@
-"""What a trace bakes into a graph besides tensors' sizes and dtypes: numbers, constant tensors, and code.
+"""What a trace bakes into a graph besides tensors' sizes and dtypes: numbers, constants, code and its names.
 
 Values are read in two ways. `state` makes something that is compared at every step: quick, and exact about objects as
 long as it is held. `describe` makes text that means the same in another process.
@@ -6,14 +6,16 @@ long as it is held. `describe` makes text that means the same in another process
 
 from __future__ import annotations
 
+import dis
 import enum
 import functools
 import hashlib
 import types
 import zlib
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Final
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -42,6 +44,10 @@ _FEW_BYTES: Final = 4096
 """Tensors up to here are compared by content, too: what is written through `.data` or numpy counts no version."""
 
 _DEEPEST: Final = 4
+
+
+OF_EVERY_MODULE: Final = frozenset(vars(torch.nn.Module()))
+"""Attributes that every module has, whose changes torch itself makes."""
 
 
 class Same:
@@ -246,3 +252,110 @@ def closures(functions: Iterable[object]) -> list[types.CellType]:
                 if type(content(cell)) in FUNCTIONS:
                     pending.append(content(cell))
     return list(found.values())
+
+
+# ---- the names in code ---------------------------------------------------------------------------------------------
+
+
+_BETWEEN: Final = frozenset(("CACHE", "PRECALL", "PUSH_NULL", "EXTENDED_ARG"))
+_FILLING: Final = frozenset(("append", "add", "update", "extend", "clear"))
+_NEAR: Final = 4
+"""Instructions from one that adds to one that stores."""
+
+
+class Names(NamedTuple):
+    """The names in code, also in functions inside it."""
+
+    all: frozenset[str]  # of attributes and variables, and texts that may be such names
+    paths: tuple[tuple[str, ...], ...]  # global names with the attributes that follow
+    imports: tuple[tuple[int, str, tuple[str, ...]], ...]  # leading dots, module, and what is taken from it
+    any_of: frozenset[str]  # what `getattr` is called on with a name that is computed
+
+
+@lru_cache(maxsize=4096)
+def names_in(code: types.CodeType) -> Names:
+    """Return the names in code; it is read once."""
+    names, any_of = set(code.co_names), set[str]()
+    paths: dict[tuple[str, ...], None] = {}
+    imports: dict[tuple[int, str, tuple[str, ...]], None] = {}
+    instructions = [one for one in dis.get_instructions(code) if one.opname not in _BETWEEN]
+    for position, one in enumerate(instructions):
+        if one.opname == "IMPORT_NAME":
+            level, parts = (instructions[position - back].argval for back in (2, 1))
+            imports[level, str(one.argval), parts or ()] = None
+        # Names that nobody can write are those by which pytest reaches itself from an assertion.
+        if one.opname in ("LOAD_GLOBAL", "LOAD_NAME") and str(one.argval).isidentifier():
+            path = [str(one.argval)]
+            for after in instructions[position + 1 :]:
+                if after.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
+                    break
+                path.append(str(after.argval))
+            paths[tuple(path)] = None
+            if path == ["getattr"]:
+                any_of |= _object_of_getattr(instructions[position + 1 :])
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            inner = names_in(constant)
+            names |= inner.all
+            any_of |= inner.any_of
+            paths |= dict.fromkeys(inner.paths)
+            imports |= dict.fromkeys(inner.imports)
+        elif isinstance(constant, str) and constant.isidentifier():
+            names.add(constant)
+    return Names(frozenset(names), tuple(paths), tuple(imports), frozenset(any_of))
+
+
+def reads_itself(function: types.FunctionType) -> bool:
+    """Tell whether a method asks for attributes of its own object by names that it computes."""
+    code = function.__code__
+    return code.co_argcount > 0 and code.co_varnames[0] in names_in(code).any_of
+
+
+def _object_of_getattr(instructions: list[dis.Instruction]) -> set[str]:
+    """Return the name of what `getattr` is asked of, by the instructions behind it; nothing if it asks for a text."""
+    found = [*_plain_loads(instructions)]
+    if not found:
+        return set()
+    asked, *rest = instructions[len(found) :]
+    default = [*_plain_loads(rest)] or [one for one in rest[:1] if one.opname == "LOAD_CONST" or one.arg == 0]
+    is_text = asked.opname == "LOAD_CONST" and any(
+        after.opname.startswith("CALL") for after in (rest[0], rest[len(default)])
+    )
+    return set() if is_text else {str(found[-1].argval)}
+
+
+def _plain_loads(instructions: list[dis.Instruction]) -> Iterator[dis.Instruction]:
+    """Yield the loads of a name and its attributes with which some instructions begin."""
+    for position, one in enumerate(instructions):
+        if not one.opname.startswith(
+            "LOAD_ATTR" if position else ("LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME")
+        ):
+            return
+        yield one
+
+
+def global_names(code: types.CodeType) -> set[str]:
+    """Return the names of globals that code reads, also in functions inside it."""
+    return {path[0] for path in names_in(code).paths}
+
+
+@lru_cache(maxsize=1024)
+def used_names(code: types.CodeType) -> frozenset[str]:
+    """Return the names of variables and attributes that code reads, but for ``self.n += 1`` and ``found.append``."""
+    found: set[str] = set()
+    instructions = [one for one in dis.get_instructions(code) if one.opname not in _BETWEEN]
+    for position, one in enumerate(instructions):
+        if one.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"):
+            after = instructions[position + 1 : position + 2 + _NEAR]
+            adds = len(after) > 1 and after[1].opname.startswith(("BINARY_", "INPLACE_"))
+            adds &= any(
+                other.opname.startswith("STORE_") and other.argval == one.argval for other in after[2:]
+            )
+            if not adds and not (after and after[0].argval in _FILLING):
+                found.add(str(one.argval))
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= used_names(constant)
+        elif isinstance(constant, str):
+            found.add(constant)
+    return frozenset(found)

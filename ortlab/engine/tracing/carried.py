@@ -7,6 +7,7 @@ computes something else than later ones, as with an initialisation by the first 
 
 from __future__ import annotations
 
+import copy
 import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -15,11 +16,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
-from ortlab.engine.inspection.changes import content_of, refilled
 from ortlab.engine.patching import replace
 from ortlab.engine.random_state import RandomState
 from ortlab.engine.tracing import baked_in
-from ortlab.engine.tracing.buffers import Buffers
+from ortlab.engine.tracing.graph_inputs import Buffers
 from ortlab.engine.tracing.reached import MISSING, Reached, Variable
 from ortlab.engine.tracing.traced_values import FACTS, SIZES, function_name
 from ortlab.errors import BuildError
@@ -27,7 +27,6 @@ from ortlab.errors import BuildError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-_OF_EVERY_MODULE: Final = frozenset(vars(torch.nn.Module()))
 _DEEPEST: Final = 3
 _LONGEST: Final = 64
 
@@ -47,10 +46,10 @@ def _see_what_is_carried(original: Callable[..., Any]) -> Callable[..., Any]:
     def export_model(*, flattened_module: torch.nn.Module, **kwargs: Any) -> Any:
         module: Any = flattened_module._original_module
         inputs = kwargs["flatten_module_inputs"]
-        before = _Moment(module)
+        before = Moment(module)
         try:
             exported = original(flattened_module=flattened_module, **kwargs)
-            first = _Moment(module)
+            first = Moment(module)
             if before.differing(first):
                 _look_closer(before, first, flattened_module, inputs)
         except BaseException:
@@ -61,14 +60,20 @@ def _see_what_is_carried(original: Callable[..., Any]) -> Callable[..., Any]:
     return export_model
 
 
-def _look_closer(before: _Moment, first: _Moment, flattened: Any, inputs: Sequence[Any]) -> None:
+def _look_closer(before: Moment, first: Moment, flattened: Any, inputs: Sequence[Any]) -> None:
     """Run the forward again: what changes once more is carried along, what does not was settled by the first call."""
+
+    def run() -> list[Any]:
+        """Return what the forward returns for these inputs, and the inputs, since it may write to them."""
+        copies = [one.clone() if isinstance(one, torch.Tensor) else one for one in inputs]
+        return [flattened(*copies), copies]
+
     with _as_it_is(flattened, first):
         with _as_it_is(flattened):
-            flattened(*inputs)  # a trace may leave tensors where there are numbers otherwise
-        second = _Moment(flattened._original_module)
+            run()  # a trace may leave tensors where there are numbers otherwise
+        second = Moment(flattened._original_module)
         with _Used(second.tensors) as used:
-            settled = flattened(*inputs)
+            settled = run()
         again = second.changed()
     _check(again, used, first.reached)
     labels = before.differing(first) - {one.label for one in again}
@@ -76,7 +81,7 @@ def _look_closer(before: _Moment, first: _Moment, flattened: Any, inputs: Sequen
         return
     with _as_it_is(flattened, first):
         before.put_back()
-        unsettled = flattened(*inputs)
+        unsettled = run()
     if not _alike(settled, unsettled):
         raise CarriedStateError(
             f"The first call of this module computes something else than later ones: it settles {_listed(labels)}.",
@@ -99,39 +104,44 @@ class _Known(NamedTuple):
         return self.variable.label
 
 
-class _Moment:
+class Moment:
     """Attributes of a module's parts, and what else its forward reaches, as they are at one moment."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    # With `writes`, a tensor has changed where it was written to, too; otherwise where it is another one.
+
+    def __init__(self, module: torch.nn.Module, *, writes: bool = False) -> None:
         self.reached = Reached(module)
-        owners: list[tuple[Any, str]] = [
+        self._state = baked_in.state if writes else _state
+        self._writes = writes
+        self._owners: list[tuple[Any, str]] = [
             (part, f"self.{{}} of {type(part).__name__}") for part in module.modules()
         ]
-        config = module.__dict__.get("config")
-        owners += [(config, "config.{}")] if hasattr(config, "__dict__") else []
-        found = [
-            Variable(owner, vars(owner), name, label.format(name))
-            for owner, label in owners
-            for name in vars(owner)
-            if not name.startswith("_ortlab") and (owner is config or name not in _OF_EVERY_MODULE)
-        ]
-        found += self.reached.variables
-        self._tables = [(vars(owner), set(vars(owner))) for owner, _ in owners]
+        self._config = module.__dict__.get("config")
+        self._owners += [(self._config, "config.{}")] if hasattr(self._config, "__dict__") else []
+        self._names = [set(vars(owner)) for owner, _ in self._owners]
+        found = [*self._attributes(), *self.reached.variables]
         # A first call may put hooks on: transformers does, to give out hidden states.
         self._hooks = [
             (table, dict(table))
             for part in module.modules()
             for name, table in vars(part).items()
-            if name in _OF_EVERY_MODULE and "_hooks" in name and isinstance(table, dict)
+            if name in baked_in.OF_EVERY_MODULE and "_hooks" in name and isinstance(table, dict)
         ]
         self._known = [
-            _Known(one, value, content_of(value), _state(value))
+            _Known(one, value, _content_of(value), self._state(value))
             for one in found
             if baked_in.matters(value := one.value) and type(value) not in baked_in.FUNCTIONS
         ]
         self.tensors = [one.value for one in self._known if isinstance(one.value, torch.Tensor)]
 
-    def differing(self, later: _Moment) -> set[str]:
+    def _attributes(self) -> Iterator[Variable]:
+        for owner, label in self._owners:
+            for name in vars(owner):
+                own = owner is self._config or name not in baked_in.OF_EVERY_MODULE
+                if own and not name.startswith("_ortlab"):
+                    yield Variable(owner, vars(owner), name, label.format(name))
+
+    def differing(self, later: Moment) -> set[str]:
         """Return the labels of what has another value at a later moment."""
         mine = {(id(one.variable.table), one.variable.name): one.state for one in self._known}
         return {
@@ -140,27 +150,38 @@ class _Moment:
             if one.state != mine.get((id(one.variable.table), one.variable.name), MISSING)
         }
 
+    def added(self) -> list[Variable]:
+        """Return the attributes that there are now and were not then."""
+        names = {id(owner): names for (owner, _), names in zip(self._owners, self._names, strict=True)}
+        return [
+            one
+            for one in self._attributes()
+            if one.name not in names[id(one.owner)] and baked_in.matters(one.value)
+        ]
+
     def changed(self) -> list[_Known]:
-        """Return what has another value now; of a tensor, what is another tensor."""
+        """Return what has another value now."""
         return [
             one
             for one in self._known
             if (
                 one.variable.value is not one.value
-                if isinstance(one.value, torch.Tensor)
-                else _state(one.variable.value) != one.state
+                if isinstance(one.value, torch.Tensor) and not self._writes
+                else self._state(one.variable.value) != one.state
             )
         ]
 
     def put_back(self) -> None:
         """Give everything the value that it had, containers their content, and take out what was not there."""
         for one in self._known:
-            value = refilled(one.value, one.content)
+            value = _refilled(one.value, one.content)
             if one.variable.value is not value:
                 one.variable.put(value)
-        for table, names in self._tables:
-            for name in [name for name in table if name not in names]:
-                del table[name]
+        for (owner, _), names in zip(self._owners, self._names, strict=True):
+            for name in [
+                name for name in vars(owner) if name not in names and not name.startswith("_ortlab")
+            ]:
+                del vars(owner)[name]
         for table, hooks in self._hooks:
             if table != hooks:
                 table.clear()
@@ -183,7 +204,7 @@ class _Used(TorchFunctionMode):
 
 
 @contextmanager
-def _as_it_is(flattened: Any, moment: _Moment | None = None) -> Iterator[None]:
+def _as_it_is(flattened: Any, moment: Moment | None = None) -> Iterator[None]:
     """Let a forward run in the block and put buffers and random state back, and what a moment knows."""
     buffers, random = Buffers(flattened), RandomState.read()
     try:
@@ -229,6 +250,21 @@ def _state(value: object, depth: int = 0) -> object:
         items = value.values() if isinstance(value, dict) else value
         return [type(value), *(_state(item, depth + 1) for item in items)]
     return baked_in.state(value, depth)
+
+
+def _content_of(value: object) -> object:
+    """Return a copy of what a container holds; None for other values."""
+    return copy.copy(value) if isinstance(value, (list, dict, set)) else None
+
+
+def _refilled(value: object, content: object) -> object:
+    """Return a container with the content that `_content_of` has copied; another value as it is."""
+    if isinstance(value, list) and isinstance(content, list):
+        value[:] = content
+    elif isinstance(value, (dict, set)) and isinstance(content, (dict, set)) and value != content:
+        value.clear()
+        value.update(content)  # type: ignore[arg-type] # of the same kind as the value
+    return value
 
 
 def _alike(one: Any, other: Any) -> bool:

@@ -26,11 +26,10 @@ from torch.overrides import TorchFunctionMode
 from ortlab.engine.operators.symbolic_words import aten, is_training_export
 from ortlab.engine.passes.graph_edits import ATEN, STOP
 from ortlab.engine.patching import replace
-from ortlab.engine.tracing.assignments import translatable
+from ortlab.engine.tracing.graph_inputs import give_out
 from ortlab.engine.tracing.source_lines import in_words, is_model_code
 from ortlab.engine.tracing.taps import is_tracing
-from ortlab.engine.tracing.traced_writes import ExpandedWrites, TracedWrites, memory, tensors_in
-from ortlab.engine.tracing.written_inputs import give_out
+from ortlab.engine.tracing.traced_writes import ExpandedWrites, TracedWrites, memory, tensors_in, translatable
 from ortlab.errors import BuildError
 
 if TYPE_CHECKING:
@@ -96,11 +95,9 @@ def _ask_functions(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _mark_outputs_without_gradient(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wrap ``TrainingManager._create_autofunction_class``.
-
-    Its Function calls ``ctx.mark_non_differentiable`` once per output, and each call replaces what the one before
-    said. All but the last of these outputs then require a gradient, and a loss that uses one fails in the backward.
-    """
+    """Wrap ``TrainingManager._create_autofunction_class``."""
+    # Its Function calls ``ctx.mark_non_differentiable`` once per output, and each call replaces what the one before
+    # said. All but the last of these outputs then require a gradient, and a loss that uses one fails in the backward.
 
     def create_autofunction_class(self: Any) -> Any:
         base = original(self)
@@ -119,39 +116,54 @@ def _mark_outputs_without_gradient(original: Callable[[Any], Any]) -> Callable[[
 # --- in the trace -------------------------------------------------------------------------------------------------
 
 
-_ARITHMETIC: Final = frozenset(
-    {
-        "add",
-        "clamp",
-        "div",
-        "eq",
-        "masked_fill",
-        "mul",
-        "ne",
-        "pow",
-        "radd",
-        "rdiv",
-        "rmul",
-        "rpow",
-        "rsub",
-        "rtruediv",
-    }
-    | {"sub", "true_divide", "truediv", "where"}
+_FILLING: Final = frozenset(
+    "fill full_like index_fill masked_fill new_full scatter clamp clip clamp_min clamp_max".split()  # noqa: SIM905
 )
+"""Functions whose result has the dtype of their tensor, whatever a number among their arguments is."""
+
+_PROMOTING: Final = frozenset(
+    """add radd iadd sub rsub isub mul rmul div rdiv truediv rtruediv true_divide pow rpow where eq ne lt le gt ge less
+    greater less_equal greater_equal not_equal bitwise_and bitwise_or bitwise_xor and rand iand or ror ior xor rxor
+    ixor""".split()  # noqa: SIM905
+)
+"""Functions whose result has a dtype that follows from a number among their arguments, too."""
+
+_NUMBERS: Final = ("fill_value", "value", "other", "self", "input", "min", "max")
+"""Names of arguments that are numbers."""
 
 
-def _numbers_for_booleans(function: Any, args: tuple[Any, ...], given: list[torch.Tensor]) -> tuple[Any, ...]:
-    """Write Python's True and False beside tensors of floats as 1 and 0, which give the same result.
+_FLAGS: Final = (torch.tensor(False), torch.tensor(True))  # noqa: FBT003 - made here, since a trace warns of each
 
-    The exporter ends in "INTERNAL ASSERT FAILED ... We don't have an op for aten::mul" where a model multiplies with a
-    flag.
-    """
+
+def _without_flags(function: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> tuple[Any, Any]:
+    """Return the arguments of a function with numbers or tensors for Python's True and False."""
+    # The tracer notes a flag as what no operator takes: "INTERNAL ASSERT FAILED ... We don't have an op for aten::mul".
     name = getattr(function, "__name__", "").strip("_")
-    if name not in _ARITHMETIC or not any(type(one) is bool for one in args):
-        return args
-    if not any(tensor.is_floating_point() for tensor in given):
-        return args
-    return tuple(int(one) if type(one) is bool else one for one in args)
+    if name == "full" and type(kwargs.get("fill_value", (None, *args)[-1])) is bool:
+        kwargs = kwargs | {"dtype": kwargs.get("dtype") or torch.bool}
+    elif name not in _FILLING | _PROMOTING or not any(type(one) is bool for one in (*args, *kwargs.values())):
+        return args, kwargs
+    keeps = name in _FILLING | {"full"} or any(one.dtype is not torch.bool for one in given)
+
+    def number(value: Any) -> Any:
+        return value if type(value) is not bool else int(value) if keeps else _FLAGS[value]
+
+    named = {key: number(value) if key in _NUMBERS else value for key, value in kwargs.items()}
+    return (*map(number, args),), named
+
+
+def _copying(function: Any, args: Sequence[Any]) -> Any:
+    """Return what stands for ``torch.tensor`` of a tensor, which the tracer would make a constant."""
+    if function is not torch.tensor or not (args and isinstance(args[0], torch.Tensor)):
+        return function
+
+    def copy(
+        x: torch.Tensor, *, requires_grad: bool = False, pin_memory: bool = False, **kind: Any
+    ) -> torch.Tensor:
+        made = x.detach().clone().to(**kind).requires_grad_(requires_grad)
+        return made.pin_memory() if pin_memory else made
+
+    return copy
 
 
 class TracedStops(TorchFunctionMode):
@@ -166,7 +178,7 @@ class TracedStops(TorchFunctionMode):
         self._sharing: dict[int, list[weakref.ref[torch.Tensor]]] = {}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        function, kwargs = _copying(function, args), kwargs or {}
         if self.in_function:
             return function(*args, **kwargs)
         if isinstance(kwargs.get("out"), torch.Tensor):
@@ -208,7 +220,7 @@ class TracedStops(TorchFunctionMode):
     def _with_writes(self, function: Any, args: Any, kwargs: Any, written: torch.Tensor | None) -> Any:
         """Call a function with tensors that show what was written to their memory, and note what it writes."""
         given = list(tensors_in((args, kwargs)))
-        args = _numbers_for_booleans(function, args, given)
+        args, kwargs = _without_flags(function, args, kwargs, given)
         if getattr(function, "__name__", "") == "__setitem__" and is_tracing():
             args = (args[0], *translatable(*args))
         if written is not None:
@@ -324,11 +336,9 @@ _exporting: Final = threading.RLock()
 
 @contextmanager
 def functions_asked() -> Iterator[None]:
-    """Show the mode each call of an autograd Function, which torch hides from modes.
-
-    It has to last for a whole export: torch's exporter looks for the `symbolic` of a traced Function only if its
-    `apply` is still the one that was traced (``torch/csrc/jit/python/python_ir.cpp``, autogradFunction).
-    """
+    """Show the mode each call of an autograd Function, which torch hides from modes."""
+    # It has to last for a whole export: torch's exporter looks for the `symbolic` of a traced Function only if its
+    # `apply` is still the one that was traced (``torch/csrc/jit/python/python_ir.cpp``, autogradFunction).
     with _exporting:
         original = Function.__dict__["apply"]
 

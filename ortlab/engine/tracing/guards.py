@@ -5,7 +5,7 @@ ORTModule 1.19.2 trains every other batch with them, wrongly and without a word.
 trace is noted here. What is made of sizes alone is kept beside the export, which is good for those calls in which
 Python would read the same (see `sizes`). What is made of data becomes one more output of the graph, and a step in which
 it is something else ends in an error. Constants are left out. A random number that is made of no input is refused: its
-first draw would decide every step; so is one that Python or numpy draws (see `python_draws`).
+first draw would decide every step; so is one that Python or numpy draws (see `python_draws`), and a time (`clocks`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from functools import wraps
 from typing import Any, Final, NoReturn
 
 import torch
+from torch._functorch import vmap
 from torch.overrides import TorchFunctionMode
 
 from ortlab.engine.patching import replace, set_to, with_attributes
+from ortlab.engine.tracing.clocks import Clocks, refuse_times
 from ortlab.engine.tracing.origins import Origin, Origins
 from ortlab.engine.tracing.outputs import Part
 from ortlab.engine.tracing.python_draws import PythonDraws
+from ortlab.engine.tracing.reached import Reached
 from ortlab.engine.tracing.sizes import (
     LAYOUTS,
     Computation,
@@ -114,9 +117,11 @@ def _give_out_reads(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args)
         # A number in front, so that there is an output even where the trace reads no values.
         values = [torch.zeros(1, dtype=torch.int64, device=self._device)]
-        with reads.draws.watched(self._original_module):
+        reached = Reached(self._original_module)
+        with reads.draws.watched(self._original_module, reached):
             if torch._C._get_tracing_state():
-                with _Noting() as noting, noting.methods_replaced():
+                clocks = Clocks(reached)
+                with clocks.followed(), _Noting(clocks) as noting, noting.methods_replaced():
                     outputs = original(self, *args)
                 reads.places, reads.values, reads.sizes = noting.places, noting.values, noting.sizes
                 reads.computation = computation_of(reads.sizes, len(args), noting.origins)
@@ -137,14 +142,14 @@ def _together(values: list[torch.Tensor]) -> torch.Tensor:
 
 
 class _Noting(TorchFunctionMode):
-    """Notes what Python reads of tensors while a forward is traced.
+    """Notes what Python reads of tensors while a forward is traced."""
 
-    A mode does not see the insides of functions of ``torch.nn.functional``, so that the methods which make numbers of
-    tensors are replaced.
-    """
+    # A mode does not see the insides of functions of ``torch.nn.functional``, so that the methods which make numbers of
+    # tensors are replaced.
 
-    def __init__(self) -> None:
+    def __init__(self, clocks: Clocks) -> None:
         super().__init__()
+        self._clocks = clocks
         self.tensors: list[torch.Tensor] = []
         self.places: list[str] = []
         self.values: list[float] = []
@@ -158,8 +163,9 @@ class _Noting(TorchFunctionMode):
         own = {name: vars(torch.Tensor).get(name) for name in _READERS}
         for name in _READERS:
             setattr(torch.Tensor, name, _noted_by_method(getattr(torch.Tensor, name), name))
+        sized = _noted_by_vmap(vmap._validate_and_get_batch_size)
         try:
-            with set_to(_noting, self):
+            with set_to(_noting, self), with_attributes(vmap, _validate_and_get_batch_size=sized):
                 yield
         finally:
             for name, before in own.items():
@@ -172,16 +178,20 @@ class _Noting(TorchFunctionMode):
         kwargs = kwargs or {}
         name = function_name(function)
         tensor = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        if self._clocks.places and torch._C._get_tracing_state():
+            refuse_times((args, kwargs))
         if tensor is None or not torch._C._get_tracing_state():
             return function(*args, **kwargs)
         if name in LAYOUTS:
             self.note(tensor, name)
         elif name in _IN_PARTS:
-            self._note_parts(name, *args, **kwargs)
+            args = (self._note_parts(name, *args, **kwargs), *args[1:])
         elif name in ("is_nonzero", "tensor"):
             self.note(tensor, "__bool__" if name == "is_nonzero" else "tolist")
         elif name in ("equal", "allclose"):
             self._note_comparison(name, *args, **kwargs)
+        elif name in ("squeeze", "squeeze_") and self._squeezes_nothing(*args, **kwargs):
+            return tensor
         with with_attributes(self, (), _indexes=name in ("__getitem__", "__setitem__")):
             return function(*args, **kwargs)
 
@@ -194,8 +204,22 @@ class _Noting(TorchFunctionMode):
             same = torch.isclose(one, other, **kwargs) if name == "allclose" else one == other
             self.note(same.all(), "__bool__")
 
-    def _note_parts(self, name: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Note what the number of parts follows from; but for chunks, that is the size of what is taken apart."""
+    def _squeezes_nothing(self, tensor: torch.Tensor, dim: Any = None) -> bool:
+        """Tell whether a `squeeze` meets another size than 1, and note it: PyTorch then does nothing, ORT fails."""
+        if not isinstance(dim, int) or not -tensor.dim() <= dim < tensor.dim():
+            return False
+        with not_traced():
+            if tensor.size(dim) == 1:
+                return False
+        size: Any = tensor.size(dim)
+        self.note(size == 1, "__bool__")
+        return True
+
+    def _note_parts(self, name: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Note what the number of parts follows from; return what is taken apart.
+
+        But for chunks, that is a size of the tensor.
+        """
         given = dict(zip(("dim",) if name == "unbind" else ("number", "dim"), args, strict=False)) | kwargs
         size: Any = tensor.size(given.get("dim", 0))
         number = given.get("number", given.get("chunks"))
@@ -203,6 +227,18 @@ class _Noting(TorchFunctionMode):
             longest = ((size + number - 1) // number).clamp(min=1)
             size = (size + longest - 1) // longest
         self.note(size, "__int__")
+        if name != "unbind" or self.origins.of(size) is not Origin.INPUTS:
+            return tensor
+        # As many as now: ORT would fail at another number of turns before the step is refused for it.
+        dim = given.get("dim", 0)
+        with not_traced():
+            turns = int(size)
+        if not turns:
+            return tensor
+        none = tensor.narrow(dim, 0, 1).expand(
+            *(turns if d == dim % tensor.dim() else -1 for d in range(tensor.dim()))
+        )
+        return torch.cat([tensor, torch.zeros_like(none)], dim).narrow(dim, 0, turns)
 
     def note(self, tensor: torch.Tensor, how: str) -> None:
         """Note that Python reads a tensor by a function of this name."""
@@ -260,6 +296,21 @@ def _noted_by_method(original: Callable[..., Any], name: str) -> Callable[..., A
             return original(self, *args, **kwargs)
 
     return method
+
+
+def _noted_by_vmap(original: Callable[..., int]) -> Callable[..., int]:
+    """Wrap the function by which `vmap` asks how often it maps, which is a number in what it makes."""
+
+    def batch_size(dims: Sequence[Any], args: Sequence[Any]) -> int:
+        noting = _noting.get()
+        for dim, one in zip(dims, args, strict=True):
+            if noting is not None and isinstance(dim, int) and isinstance(one, torch.Tensor):
+                size: Any = one.size(dim)
+                if isinstance(size, torch.Tensor):
+                    noting.note(size, "__int__")
+        return original(dims, args)
+
+    return batch_size
 
 
 def _hash(noting: _Noting, tensor: torch.Tensor, original: Callable[..., int]) -> int:

@@ -65,12 +65,10 @@ class Origins:
         self._done: list[int] = []  # operators of each block that is still open, the outermost first
 
     def of(self, tensor: torch.Tensor) -> Origin:
-        """Tell what a tensor is made of.
-
-        It is `INPUTS` if the value of an input has a part in it; else `RANDOM` if random numbers have one; else `SIZES`
-        if the size of an input has one; else `CONSTANT`, the same in each step. The comparison of a layer drop of
-        probability 0 counts as constant.
-        """
+        """Tell what a tensor is made of."""
+        # It is `INPUTS` if the value of an input has a part in it; else `RANDOM` if random numbers have one; else
+        # `SIZES` if the size of an input has one; else `CONSTANT`, the same in each step. The comparison of a layer
+        # drop of probability 0 counts as constant.
         internals: Any = torch._C
         value = internals._get_value_trace(tensor)
         self.look()

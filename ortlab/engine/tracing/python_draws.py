@@ -13,17 +13,20 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
 
 from ortlab.engine.patching import with_attributes
 from ortlab.engine.random_state import GENERATORS, put_state, state_of
-from ortlab.engine.tracing.baked_in import functions_of
+from ortlab.engine.tracing.baked_in import global_names
 from ortlab.engine.tracing.source_lines import ORTLAB, TORCH, is_model_code, words_of
 from ortlab.engine.tracing.traced_values import is_certain_of_uniform
 from ortlab.errors import BuildError
+
+if TYPE_CHECKING:
+    from ortlab.engine.tracing.reached import Reached
 
 
 class PythonDraws:
@@ -33,9 +36,9 @@ class PythonDraws:
         self._after_first: Any = None  # the states after the first run; None if it drew nothing
 
     @contextmanager
-    def watched(self, module: torch.nn.Module) -> Iterator[None]:
+    def watched(self, module: torch.nn.Module, reached: Reached) -> Iterator[None]:
         """Watch one run of the forward in the block; raise BuildError where a trace would hold a draw."""
-        generators = (random, np.random, *_generators(module))
+        generators = (random, np.random, *_generators(module, reached))
         before = _states(generators)
         if not torch._C._get_tracing_state():
             yield
@@ -86,15 +89,17 @@ def refuse(place: str, cause: Exception | None = None) -> NoReturn:
     ) from cause
 
 
-def _generators(module: torch.nn.Module) -> list[Any]:
-    """Return the generators of its own that a model holds, or that its code names as global variables."""
-    found: dict[int, Any] = {}
-    for part in module.modules():
-        values = list(vars(part).values())
-        for function in functions_of(type(part)).values():
-            values += [function.__globals__.get(name) for name in function.__code__.co_names]
-        found |= {id(value): value for value in values if isinstance(value, GENERATORS)}
-    return list(found.values())
+def _generators(module: torch.nn.Module, reached: Reached) -> list[Any]:
+    """Return the generators that a model or an object that its forward reaches holds, or that its code names."""
+    tables = [*(vars(part) for part in module.modules()), *reached.tables]
+    values = [value for table in tables for value in table.values()]
+    for function in reached.functions:
+        values += [function.__globals__.get(name) for name in global_names(function.__code__)]
+    # What draws from the system has no state; `Clocks` sees it.
+    found = [
+        one for one in values if isinstance(one, GENERATORS) and not isinstance(one, random.SystemRandom)
+    ]
+    return list({id(one): one for one in found}.values())
 
 
 def _states(generators: tuple[Any, ...]) -> list[Any]:
@@ -193,10 +198,8 @@ def _refuse_here() -> NoReturn:
 
 
 def _stand_ins(module: Any) -> dict[str, Callable[..., Any]]:
-    """Return what stands in for the functions of `random` or `numpy.random` that draw one number from [0, 1).
-
-    Once the forward has seeded the generator, numbers are drawn.
-    """
+    """Return what stands in for the functions of `random` or `numpy.random` that draw one number from [0, 1)."""
+    # Once the forward has seeded the generator, numbers are drawn.
     thread, seeded = threading.get_ident(), False
 
     def stand_in(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import dis
 import enum
 import functools
 import importlib.util
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache
 from itertools import compress
 from operator import not_
 from typing import Any, Final, NamedTuple
@@ -25,6 +23,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ortlab.engine.tracing import baked_in
+from ortlab.engine.tracing.baked_in import names_in, reads_itself, used_names
 from ortlab.engine.tracing.source_lines import is_model_code
 
 MISSING: Final = object()
@@ -38,10 +37,8 @@ _READS_ANY: Final = frozenset(("__getattr__", "__getattribute__"))
 
 _NAMESPACES: Final = (types.SimpleNamespace, argparse.Namespace)
 _LIBRARIES: Final = frozenset(("torch", "numpy", "onnxruntime", "ortlab", *sys.stdlib_module_names))
-_OF_EVERY_MODULE: Final = frozenset(vars(torch.nn.Module()))
 _UNCHANGING: Final = frozenset((torch.nn.Module, torch.Tensor, object))
 _CONSTRUCTION: Final = frozenset(("__init__", "__new__", "__post_init__", "__init_subclass__", "__del__"))
-_BETWEEN: Final = frozenset(("CACHE", "PRECALL", "PUSH_NULL", "EXTENDED_ARG"))
 
 _MOST: Final = 200
 """Objects that are looked into: a forward that reads settings reaches a few."""
@@ -107,11 +104,10 @@ def is_object(value: object) -> bool:
 
 
 class Reached:
-    """The variables that the forward of a module reaches, as its code and objects are now.
+    """The variables that the forward of a module reaches, as its code and objects are now."""
 
-    `functions` are more functions that its forward consists of. The settings of the model, its `config`, are left to
-    the caller.
-    """
+    # `functions` are more functions that its forward consists of. The settings of the model, its `config`, are left to
+    # the caller.
 
     def __init__(self, module: torch.nn.Module, functions: Iterable[object] = ()) -> None:
         self.variables: list[Variable] = []
@@ -140,6 +136,7 @@ class Reached:
         self._others = [*compress(places, by_identity)]
         self._compared = [*compress(places, map(not_, by_identity))]
         self.tables = [table for _, table, _ in self._owners.values()]
+        self.functions = [*self._functions.values()]
 
     def values(self) -> tuple[list[object], list[object]]:
         """Return the objects whose values a trace would find, and those that count as what they are."""
@@ -161,7 +158,7 @@ class Reached:
 
     def uses(self, name: str) -> bool:
         """Tell whether the code reads an attribute or a global of that name for more than to count it up or fill it."""
-        return any(name in used_names(one.__code__) for one in self._functions.values())
+        return any(name in used_names(one.__code__) for one in self.functions)
 
     # ---- how it is found ----------------------------------------------------------------------------------------
 
@@ -169,11 +166,11 @@ class Reached:
         found = bool(self._pending)
         while self._pending:
             function = self._pending.pop()
-            found_names = _names_in(function.__code__)
+            found_names = names_in(function.__code__)
             self._names |= found_names.all
             for path in found_names.paths:
                 self._follow(function, path)
-            if not _is_installed(function):
+            if not is_installed(function):
                 self._any_of |= found_names.any_of
                 for imported in found_names.imports:
                     self._import(function, *imported)
@@ -191,7 +188,11 @@ class Reached:
         for path, part in parts.items():
             where = f"{path}." if path else ""
             for name, value in part.__dict__.items():
-                if name not in _OF_EVERY_MODULE and value is not self._settings and name in self._names:
+                if (
+                    name not in baked_in.OF_EVERY_MODULE
+                    and value is not self._settings
+                    and name in self._names
+                ):
                     self._look_at(value, f"{where}{name}", part.__dict__, name)
         return len(self._owners) > before
 
@@ -202,7 +203,7 @@ class Reached:
             every |= label.rpartition(".")[2].removeprefix("global ") in self._any_of
             every |= not isinstance(owner, type) and any(
                 name in _READS_ANY
-                or (name in self._names and not _is_installed(kind) and _reads_itself(function))
+                or (name in self._names and not is_installed(kind) and reads_itself(function))
                 for kind in _own_classes(type(owner))
                 for name, function in baked_in.functions_of(kind).items()
             )
@@ -230,7 +231,7 @@ class Reached:
             if value is MISSING or isinstance(value, types.ModuleType) or (id(table), name) in self._seen:
                 return
             self._seen.add((id(table), name))
-            if _is_installed(function) and type(value) not in baked_in.PLAIN:  # a registry, which others fill
+            if is_installed(function) and type(value) not in baked_in.PLAIN:  # a registry, which others fill
                 self._add_function(value)
             else:
                 self._add(Variable(owner, table, name, f"global {'.'.join(path[: position + 1])}"))
@@ -258,7 +259,7 @@ class Reached:
         if isinstance(value, torch.nn.Module):
             return
         if isinstance(value, (type, types.FunctionType)):
-            if not _is_installed(value):
+            if not is_installed(value):
                 self.variables.append(variable)
             self._look_at(value, variable.label)
         elif baked_in.matters(value) or is_object(value):
@@ -298,7 +299,7 @@ class Reached:
         for body in _own_classes(kind):
             if body not in self._classes:
                 self._classes[body] = None
-                if not issubclass(body, enum.Enum) and not _is_installed(body):
+                if not issubclass(body, enum.Enum) and not is_installed(body):
                     self._owners[id(body)] = (body, vars(body), body.__qualname__)
 
     def _add_function(self, value: object) -> None:
@@ -325,7 +326,7 @@ def _is_users(file: object) -> bool:
     return isinstance(file, str) and is_model_code(file) and not file.startswith(_PYTHON)
 
 
-def _is_installed(thing: type | types.FunctionType) -> bool:
+def is_installed(thing: type | types.FunctionType) -> bool:
     """Tell whether a class or function is of an installed package: nobody redefines it in a notebook."""
     if thing.__module__.partition(".")[0] in _LIBRARIES:
         return True
@@ -337,6 +338,11 @@ _PYTHON: Final = f"{sys.modules['os'].__file__}".removesuffix("os.py")
 """The folder of Python's library, where `site-packages` may be, too."""
 
 
+def written_by_users(function: types.FunctionType) -> bool:
+    """Tell whether a function is neither torch's, ONNX Runtime's or ours nor that of an installed package."""
+    return is_model_code(function.__code__.co_filename) and not is_installed(function)
+
+
 def _is_value(value: object) -> bool:
     """Tell whether a member of a class is a value, and no method, property or the like."""
     return (baked_in.matters(value) and type(value) not in baked_in.FUNCTIONS) or is_object(value)
@@ -344,110 +350,3 @@ def _is_value(value: object) -> bool:
 
 def _by_identity(value: object) -> bool:
     return value is MISSING or not baked_in.matters(value) or type(value) in baked_in.FUNCTIONS
-
-
-class _Names(NamedTuple):
-    """The names in code, also in functions inside it."""
-
-    all: frozenset[str]  # of attributes and variables, and texts that may be such names
-    paths: tuple[tuple[str, ...], ...]  # global names with the attributes that follow
-    imports: tuple[tuple[int, str, tuple[str, ...]], ...]  # leading dots, module, and what is taken from it
-    any_of: frozenset[str]  # what `getattr` is called on with a name that is computed
-
-
-@lru_cache(maxsize=4096)
-def _names_in(code: types.CodeType) -> _Names:
-    names, any_of = set(code.co_names), set[str]()
-    paths: dict[tuple[str, ...], None] = {}
-    imports: dict[tuple[int, str, tuple[str, ...]], None] = {}
-    instructions = [one for one in dis.get_instructions(code) if one.opname not in _BETWEEN]
-    for position, one in enumerate(instructions):
-        if one.opname == "IMPORT_NAME":
-            level, parts = (instructions[position - back].argval for back in (2, 1))
-            imports[level, str(one.argval), parts or ()] = None
-        # Names that nobody can write are those by which pytest reaches itself from an assertion.
-        if one.opname in ("LOAD_GLOBAL", "LOAD_NAME") and str(one.argval).isidentifier():
-            path = [str(one.argval)]
-            for after in instructions[position + 1 :]:
-                if after.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
-                    break
-                path.append(str(after.argval))
-            paths[tuple(path)] = None
-            if path == ["getattr"]:
-                any_of |= _object_of_getattr(instructions[position + 1 :])
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            inner = _names_in(constant)
-            names |= inner.all
-            any_of |= inner.any_of
-            paths |= dict.fromkeys(inner.paths)
-            imports |= dict.fromkeys(inner.imports)
-        elif isinstance(constant, str) and constant.isidentifier():
-            names.add(constant)
-    return _Names(frozenset(names), tuple(paths), tuple(imports), frozenset(any_of))
-
-
-def _reads_itself(function: types.FunctionType) -> bool:
-    """Tell whether a method asks for attributes of its own object by names that it computes."""
-    code = function.__code__
-    return code.co_argcount > 0 and code.co_varnames[0] in _names_in(code).any_of
-
-
-def _object_of_getattr(instructions: list[dis.Instruction]) -> set[str]:
-    """Return the name of what `getattr` is asked of, by the instructions behind it; nothing if it asks for a text."""
-    found = [*_plain_loads(instructions)]
-    if not found:
-        return set()
-    asked, *rest = instructions[len(found) :]
-    default = [*_plain_loads(rest)] or [one for one in rest[:1] if one.opname == "LOAD_CONST" or one.arg == 0]
-    is_text = asked.opname == "LOAD_CONST" and any(
-        after.opname.startswith("CALL") for after in (rest[0], rest[len(default)])
-    )
-    return set() if is_text else {str(found[-1].argval)}
-
-
-def _plain_loads(instructions: list[dis.Instruction]) -> Iterator[dis.Instruction]:
-    """Yield the loads of a name and its attributes with which some instructions begin."""
-    for position, one in enumerate(instructions):
-        if not one.opname.startswith(
-            "LOAD_ATTR" if position else ("LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME")
-        ):
-            return
-        yield one
-
-
-_FILLING: Final = frozenset(("append", "add", "update", "extend", "clear"))
-_NEAR: Final = 4
-"""Instructions from one that adds to one that stores."""
-
-
-def written_by_users(function: types.FunctionType) -> bool:
-    """Tell whether a function is neither torch's, ONNX Runtime's or ours nor that of an installed package."""
-    return is_model_code(function.__code__.co_filename) and not _is_installed(function)
-
-
-def global_names(code: types.CodeType) -> set[str]:
-    """Return the names of globals that code reads, also in functions inside it."""
-    return {path[0] for path in _names_in(code).paths}
-
-
-@lru_cache(maxsize=1024)
-def used_names(code: types.CodeType) -> frozenset[str]:
-    """Return the names of variables and attributes that code reads, but for ``self.n += 1`` and ``found.append``."""
-    found: set[str] = set()
-    instructions = [one for one in dis.get_instructions(code) if one.opname not in _BETWEEN]
-    for position, one in enumerate(instructions):
-        if one.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"):
-            after = instructions[position + 1 : position + 2 + _NEAR]
-            adds = len(after) > 1 and after[1].opname.startswith(("BINARY_", "INPLACE_"))
-            adds &= any(
-                other.opname.startswith("STORE_") and other.argval == one.argval for other in after[2:]
-            )
-            if not adds and not (after and after[0].argval in _FILLING):
-                found.add(str(one.argval))
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found |= used_names(constant)
-        elif isinstance(constant, str):
-            found.add(constant)
-    return frozenset(found)

@@ -88,11 +88,10 @@ class SizeRead(NamedTuple):
 
 
 class SizeGuards:
-    """What an export depends on about the sizes of its inputs.
+    """What an export depends on about the sizes of its inputs."""
 
-    `call` is the one that it was made for, and `readers` return its inputs from the arguments of any. Nothing is known
-    of other sizes without a `computation`, or without `reads`, as of an export from the disk.
-    """
+    # `call` is the one that it was made for, and `readers` return its inputs from the arguments of any. Nothing is
+    # known of other sizes without a `computation`, or without `reads`, as of an export from the disk.
 
     def __init__(
         self,
@@ -205,10 +204,8 @@ _PLAIN: Final[Mapping[str, Callable[..., Any]]] = {
 
 
 def computation_of(reads: Sequence[SizeRead], inputs: int, origins: Origins) -> Computation | None:
-    """Cut what some reads depend on out of the present trace, whose first so many inputs are the call's.
-
-    It is None where that cannot be computed again.
-    """
+    """Cut what some reads depend on out of the present trace, whose first so many inputs are the call's."""
+    # It is None where that cannot be computed again.
     internals: Any = torch._C
     graph = internals._get_tracing_state().graph()
     try:

@@ -164,10 +164,8 @@ def flat(value: Any) -> Iterator[Any]:
 
 
 def is_certain_of_uniform(name: str, other: object) -> bool:
-    """Tell whether a comparison comes out alike for each number from [0, 1), as the layer drop of probability 0 does.
-
-    The comparison has a name such as ``"lt"`` or ``"__lt__"``; it is certain only if `other` is a number.
-    """
+    """Tell whether a comparison is alike for each number from [0, 1), as that of a layer drop of probability 0."""
+    # The comparison has a name such as ``"lt"`` or ``"__lt__"``; it is certain only if `other` is a number.
     limit = _COMPARISONS.get(name.strip("_"))
     if limit is None or not isinstance(other, (int, float)):
         return False

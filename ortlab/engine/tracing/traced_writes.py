@@ -162,10 +162,8 @@ class TracedWrites:
                 self._views[number] = _View(gone, source, function, args, kwargs, position)
 
     def note_write(self, written: torch.Tensor, *, by_function: bool = False) -> None:
-        """Note that a tensor was written to; the others that share its memory are to be made anew from now on.
-
-        What an autograd Function writes through a view, the exporter takes to no other tensor.
-        """
+        """Note that a tensor was written to; the others that share its memory are to be made anew from now on."""
+        # What an autograd Function writes through a view, the exporter takes to no other tensor.
         place = memory(written)
         readable = [written]
         reaches = not written._is_view() if by_function else self._reaches_its_base(written)
@@ -187,10 +185,8 @@ class TracedWrites:
         return place != 0 and place in self._written
 
     def stale(self, tensors: Iterable[torch.Tensor], results: Sequence[torch.Tensor]) -> bool:
-        """Tell whether one of the tensors that an operator takes would show an old value in the graph.
-
-        `results` is what the operator returns: it may make views of what was not written to.
-        """
+        """Tell whether one of the tensors that an operator takes would show an old value in the graph."""
+        # `results` is what the operator returns: it may make views of what was not written to.
         return any(
             self._is_stale(tensor) and not self._shows_nothing_written(memory(tensor), results)
             for tensor in tensors
@@ -342,3 +338,78 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
         return any(
             size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
         )
+
+
+# ---- assignments to parts of a tensor ------------------------------------------------------------------------------
+#
+# Torch writes ``x[places] = values`` as views and a copy, and the exporter puts the views together again
+# (``torch/csrc/jit/passes/onnx/pattern_conversion/pattern_conversion.cpp``). It takes each tensor among the places for
+# a list of numbers there, so that ``x[rows[:, None], columns, :]`` ends in "Incompatible dimensions", and for complex
+# numbers it knows neither shape nor dtype. Where all places are tensors, there is nothing to put together.
+
+
+_WHOLE: Final = slice(None)
+
+
+def translatable(x: torch.Tensor, index: Any, values: Any) -> tuple[Any, Any]:
+    """Return index and values of an assignment that means the same."""
+    places = _in_full(x, index if isinstance(index, tuple) else (index,))
+    if x.is_complex() and all(isinstance(one, (int, slice)) and one is not True for one in places):
+        places, values = _ranges_for_numbers(x, places, values)
+        return _tensors_for_slices(x, places, []), values
+    tensors = [place for place, one in enumerate(places) if _is_of_numbers(one)]
+    if max((places[place].dim() for place in tensors), default=0) > 1 and all(
+        isinstance(one, slice) or place in tensors for place, one in enumerate(places)
+    ):
+        return _tensors_for_slices(x, places, tensors), values
+    return index, values
+
+
+def _in_full(x: torch.Tensor, places: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return places without an ellipsis, and without the whole dimensions at the end."""
+    ellipses = [place for place, one in enumerate(places) if one is ...]
+    if len(ellipses) == 1 and not any(one is None or isinstance(one, bool) for one in places):
+        (place,) = ellipses
+        places = (*places[:place], *[_WHOLE] * (x.dim() - len(places) + 1), *places[place + 1 :])
+    while places and isinstance(places[-1], slice) and places[-1] == _WHOLE:
+        places = places[:-1]
+    return places
+
+
+def _is_of_numbers(place: Any) -> bool:
+    return isinstance(place, torch.Tensor) and place.dtype not in (torch.bool, torch.uint8)
+
+
+def _ranges_for_numbers(x: torch.Tensor, places: tuple[Any, ...], values: Any) -> tuple[Any, Any]:
+    """Replace each number by a range of one place, and give the values a dimension for it."""
+    found = list(places)
+    for place, number in reversed([*enumerate(places)]):
+        if isinstance(number, int):
+            found[place] = slice(number, number + 1 or None)
+            behind = x.dim() - place - 1  # dimensions of the result, with those that were put in already
+            if isinstance(values, torch.Tensor) and values.dim() > behind:
+                values = values.unsqueeze(-behind - 1)
+    return tuple(found), values
+
+
+def _tensors_for_slices(
+    x: torch.Tensor, places: tuple[Any, ...], tensors: list[int]
+) -> tuple[torch.Tensor, ...]:
+    """Replace each slice by the places that it means, in the dimensions that torch gives the result."""
+    depth = max((places[place].dim() for place in tensors), default=0)
+    slices = [place for place in range(len(places)) if place not in tensors]
+    first = tensors[0] if tensors else len(places)
+    together = not tensors or tensors[-1] - first + 1 == len(tensors)
+    before = [place for place in slices if together and place < first]
+    after = [place for place in slices if place not in before]
+    found = list(places)
+    for place in tensors:
+        found[place] = places[place][(..., *[None] * len(after))]
+    for place in slices:
+        behind = (
+            len(after) - after.index(place) - 1
+            if place in after
+            else depth + len(slices) - before.index(place) - 1
+        )
+        found[place] = torch.arange(x.size(place), device=x.device)[places[place]][(..., *[None] * behind)]
+    return tuple(found)

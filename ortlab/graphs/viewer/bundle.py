@@ -97,11 +97,7 @@ class Bundle:
 
 @lru_cache(maxsize=8)
 def bundle(folder: Path | None = None) -> Bundle:
-    """Return the page for a netron package, from the user's cache if it has been assembled before.
-
-    `folder` is that of the package; None for the installed one. Raises InstallError where netron is missing, or is a
-    version whose modules cannot be assembled.
-    """
+    """Return the page for a netron package, from the user's cache if it has been assembled before."""
     package = folder or _installed()
     version = _version(package)
     kept = (
@@ -122,10 +118,7 @@ def bundle(folder: Path | None = None) -> Bundle:
 
 
 def assemble(package: Path, version: str) -> Bundle:
-    """Make the page of a netron package.
-
-    Raises InstallError where a module is missing, or is not written as those of the supported versions are.
-    """
+    """Make the page of a netron package."""
     try:
         sources = {name: _text(package / f"{name}.js") for name in NETRON_MODULES}
         index, styles = _text(package / "index.html"), _text(package / "grapher.css")

@@ -67,16 +67,7 @@ def document(
     colours: Mapping[str, str] | None = None,
     netron: Path | None = None,
 ) -> Document:
-    """Make the page of a graph.
-
-    With `around`, the name of a node, only what is up to `hops` edges away from it, in both directions, is drawn. With
-    `group`, "auto" groups by module where the whole would be too large to be placed, "module" always, "none" never.
-    `colours` gives for names of nodes "added", "removed", "moved", "changed" or "fused", or a colour as "#1a7f37".
-    `netron` is the folder of a netron package; None for the installed one.
-
-    Raises OptionError where there is no node `around`, or `group` is another word; BuildError where the nodes wait for
-    each other in a circle; InstallError where netron is missing, or is a version from which no page can be assembled.
-    """
+    """Make the page of a graph."""
     if group not in GROUPINGS:
         raise OptionError(
             f"A graph is not grouped by {group!r}.", fix=f"Choose one of: {', '.join(GROUPINGS)}."
@@ -152,12 +143,10 @@ def _page(model: bytes, facts: Mapping[str, object], drawn: int, netron: Path | 
 
 
 def lean(model: ModelProto) -> ModelProto:
-    """Return a copy as it is drawn; the model itself stays as it is.
-
-    The nodes stand in an order in which they can be computed, and have unique names. Parameters are constants without
-    values, which netron shows in the nodes that use them, as it shows those of an inference graph; their gradients are
-    no outputs, so that two nodes for each parameter are not drawn.
-    """
+    """Return a copy as it is drawn; the model itself stays as it is."""
+    # The nodes stand in an order in which they can be computed, and have unique names. Parameters are constants without
+    # values, which netron shows in the nodes that use them, as it shows those of an inference graph; their gradients
+    # are no outputs, so that two nodes for each parameter are not drawn.
     import onnx
 
     copy, _ = stripped(model, KEPT_BYTES)
@@ -200,10 +189,7 @@ def _fold_parameters(graph: GraphProto) -> None:
 
 
 def operators_json(model: ModelProto, package: Path | None = None) -> str:
-    """Return netron's description of each operator of a graph, functions included, as JSON.
-
-    `package` is the folder of a netron package; None for the installed one.
-    """
+    """Return netron's description of each operator of a graph, functions included, as JSON."""
     imported = {entry.domain or "ai.onnx": entry.version for entry in model.opset_import}
     used = {(node.domain or "ai.onnx", node.op_type) for node in model.graph.node}
     for function in model.functions:

@@ -39,11 +39,8 @@ def predecessors(nodes: Sequence[NodeProto]) -> list[list[int]]:
 
 
 def in_order(nodes: Sequence[NodeProto]) -> list[NodeProto]:
-    """Return the nodes with each after those that make what it reads, otherwise in their own order.
-
-    ONNX asks for that; the graphs that ORT writes with recompute plans hold recomputed nodes at their end. Raises
-    BuildError where nodes wait for each other in a circle.
-    """
+    """Return the nodes with each after those that make what it reads, otherwise in their own order."""
+    # ONNX asks for that; the graphs that ORT writes with recompute plans hold recomputed nodes at their end.
     before = predecessors(nodes)
     state = [0] * len(nodes)  # 0 not seen, 1 waits for others, 2 done
     done: list[NodeProto] = []
@@ -71,10 +68,8 @@ def in_order(nodes: Sequence[NodeProto]) -> list[NodeProto]:
 
 
 def in_backward(nodes: Sequence[NodeProto]) -> list[bool]:
-    """Return for each node whether it is part of backward: by its name, or because it needs what `YieldOp` hands over.
-
-    Recomputed nodes are part of backward: they run there.
-    """
+    """Return for each node whether it is of backward: by its name, or because it needs what `YieldOp` hands over."""
+    # Recomputed nodes are part of backward: they run there.
     late: list[bool] = []
     for node, needed in zip(nodes, predecessors(nodes), strict=True):
         named = (
@@ -185,13 +180,11 @@ class Group:
 def grouped(
     model: ModelProto, modules: Mapping[str, str], backward: Sequence[bool]
 ) -> tuple[ModelProto, list[Group]]:
-    """Return a copy of a graph with a node for each group, and the groups.
-
-    The depth of modules is the greatest at which at most `READABLE` nodes, or a twenty-fifth of all, are drawn. The
-    graph is a lean one, whose nodes are in an order in which they can be computed. `modules` gives the path of the
-    module by name of the node; nodes that are missing stand with the node whose result they read. `backward` says for
-    each node whether it is part of backward.
-    """
+    """Return a copy of a graph with a node for each group, and the groups."""
+    # The depth of modules is the greatest at which at most `READABLE` nodes, or a twenty-fifth of all, are drawn. The
+    # graph is a lean one, whose nodes are in an order in which they can be computed. `modules` gives the path of the
+    # module by name of the node; nodes that are missing stand with the node whose result they read. `backward` says for
+    # each node whether it is part of backward.
     nodes = model.graph.node
     before = predecessors(nodes)
     paths = _paths(nodes, before, modules)
@@ -309,12 +302,11 @@ DOMAIN: Final = "ortlab.module"
 
 
 class Body:
-    """The nodes of a group: what goes in, what comes out, and what tells it from other bodies.
+    """The nodes of a group: what goes in, what comes out, and what tells it from other bodies."""
 
-    The nodes come in an order in which they can be computed; `wanted` is what is read outside of the group. Functions
-    have no initializers, so that `weights` become nodes in the body, one for each use: netron draws a constant in the
-    node that uses it only if there is one such node.
-    """
+    # The nodes come in an order in which they can be computed; `wanted` is what is read outside of the group. Functions
+    # have no initializers, so that `weights` become nodes in the body, one for each use: netron draws a constant in the
+    # node that uses it only if there is one such node.
 
     def __init__(
         self, nodes: Sequence[NodeProto], weights: Mapping[str, TensorProto], wanted: set[str]

@@ -74,10 +74,7 @@ class Reduction:
 
 
 def reduced(graph: Graph, model: ModelProto, *, around: str, hops: int, group: str) -> Reduction:
-    """Reduce `model`, the lean copy of a graph, until the browser can place it; the rest is as in `document`.
-
-    Raises OptionError where there is no node `around`, or `hops` is negative.
-    """
+    """Reduce `model`, the lean copy of a graph, until the browser can place it; the rest is as in `document`."""
     said = []
     count = len(model.graph.node)
     groups: tuple[Group, ...] = ()
@@ -120,11 +117,9 @@ def modules_of(graph: Graph) -> dict[str, str]:
 
 
 def without_long_edges(model: ModelProto, span: int) -> tuple[ModelProto, int]:
-    """Return a copy of a graph whose longest edges are cut so that `span` is kept to, and how many were cut.
-
-    The graph is a lean one, whose nodes are in an order in which they can be computed. `span` is the sum of the lengths
-    of the edges that stay, as in `Cost`.
-    """
+    """Return a copy of a graph whose longest edges are cut so that `span` is kept to, and how many were cut."""
+    # The graph is a lean one, whose nodes are in an order in which they can be computed. `span` is the sum of the
+    # lengths of the edges that stay, as in `Cost`.
     import onnx
 
     nodes = model.graph.node
@@ -163,13 +158,10 @@ def without_long_edges(model: ModelProto, span: int) -> tuple[ModelProto, int]:
 
 
 def neighbourhood(model: ModelProto, around: str, hops: int) -> tuple[ModelProto, int]:
-    """Return a copy of a graph with the nodes around one, and how many hops they are away at most.
-
-    A hop follows an edge in either direction. The copy reaches less far than asked for if it would have more than
-    `MOST` nodes. What the nodes read from outside are the inputs of the copy, and what is read outside its outputs. The
-    graph is a lean one, whose nodes are in an order in which they can be computed. Raises OptionError where there is no
-    such node, or `hops` is negative.
-    """
+    """Return a copy of a graph with the nodes around one, and how many hops they are away at most."""
+    # A hop follows an edge in either direction. The copy reaches less far than asked for if it would have more than
+    # `MOST` nodes. What the nodes read from outside are the inputs of the copy, and what is read outside its outputs.
+    # The graph is a lean one, whose nodes are in an order in which they can be computed.
     import onnx
 
     nodes = model.graph.node

@@ -8,20 +8,17 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ortlab.errors import ArgumentError, did_you_mean
-from ortlab.options.options import declaration, switches
+from ortlab.errors import ArgumentError, OptionError, did_you_mean
+from ortlab.options.options import switches
 
 _QUOTED = re.compile(r""""((?:\\.|[^"\\])*)"|'((?:\\.|[^'\\])*)'""")
 _PAIR = re.compile(r"(?P<name>[^\W\d]\w*)=(?P<value>.*)", re.DOTALL)
 
 
 def words(line: str) -> list[str]:
-    """Split a line at spaces outside quotes and brackets; a word that begins with `#` begins a comment, as in a shell.
-
-    `path="my runs"/a`, `plan=['a', 'b']` and `a#b` are one word each. Quotes that enclose a whole word are stripped;
-    those inside `option="..."` are left for `changes`. Raises ArgumentError where a quotation or a bracket does not
-    end.
-    """
+    """Split a line at spaces outside quotes and brackets; a word that begins with `#` begins a comment."""
+    # `path="my runs"/a`, `plan=['a', 'b']` and `a#b` are one word each. Quotes that enclose a whole word are stripped;
+    # those inside `option="..."` are left for `changes`.
     found = [""]
     for character, outside in _scanned(line):
         if outside and character == "#" and not found[-1]:
@@ -34,10 +31,7 @@ def words(line: str) -> list[str]:
 
 
 def _scanned(text: str) -> Iterator[tuple[str, bool]]:
-    """Yield each character, and whether it stands outside quotes and brackets.
-
-    Raises ArgumentError at the end, if a quotation or a bracket is still open.
-    """
+    """Yield each character, and whether it stands outside quotes and brackets."""
     quote, escaped, depth = "", False, 0
     for character in text:
         outside = not quote and depth == 0
@@ -69,12 +63,9 @@ def unquoted(word: str) -> str:
 
 
 def changes(pairs: Iterable[str], variables: Mapping[str, object]) -> dict[str, Any]:
-    """Read `option=value` pairs; the options themselves turn text into their types. `engine` may be among them.
-
-    A value is plain text (`1`, `True`, `INFO`, `Gelu+:1:-1`), a quoted text, a bracketed list of literals, or `$name`
-    for the value of one variable. A bare word is never looked up: a variable `INFO` changes nothing. Raises OptionError
-    for an option that does not exist.
-    """
+    """Read `option=value` pairs; the options themselves turn text into their types. `engine` may be among them."""
+    # A value is plain text (`1`, `True`, `INFO`, `Gelu+:1:-1`), a quoted text, a bracketed list of literals, or `$name`
+    # for the value of one variable. A bare word is never looked up: a variable `INFO` changes nothing.
     known = {one.name for one in switches()} | {"engine"}
     read: dict[str, Any] = {}
     for pair in pairs:
@@ -85,7 +76,9 @@ def changes(pairs: Iterable[str], variables: Mapping[str, object]) -> dict[str, 
         if name in read:
             raise ArgumentError(f"{name} is given twice.", fix="Leave one of the two out.")
         if name not in known:
-            declaration(name)  # raises, and suggests the near name
+            lists = "%ort_options lists the options, and -h behind the magic shows what else it takes."
+            meant = did_you_mean(name, known, cutoff=0.5)
+            raise OptionError(f"There is no option {name!r}.", fix=f"{meant} {lists}".strip())
         read[name] = value(parts["value"], variables)
     return read
 
@@ -93,11 +86,9 @@ def changes(pairs: Iterable[str], variables: Mapping[str, object]) -> dict[str, 
 def parts(
     words_: Sequence[str] | None, variables: Mapping[str, object]
 ) -> tuple[list[Any] | None, list[str]]:
-    """Read what follows `--only`: paths with spaces or commas between them, or `$name` for what a variable holds.
-
-    Returns what `ortlab.wrap` takes, None if there is no `--only`, and the `option=value` pairs that came after the
-    paths.
-    """
+    """Read what follows `--only`: paths with spaces or commas between them, or `$name` for what a variable holds."""
+    # Returns what `ortlab.wrap` takes, None if there is no `--only`, and the `option=value` pairs that came after the
+    # paths.
     if words_ is None:
         return None, []
     pairs = [word for word in words_ if _PAIR.fullmatch(word)]
@@ -145,15 +136,17 @@ def configurations(groups: Sequence[Sequence[str]], variables: Mapping[str, obje
 
 
 def values(text: str, variables: Mapping[str, object]) -> list[object]:
-    """Read values with commas between them; commas inside quotes and brackets do not separate.
-
-    A `$name` that holds a list stands for all its values, and so does one bracketed list of things that are not all
-    texts: `[0, 1, 2]`, `[['Gelu+:1:-1'], []]`. A bracketed list of texts is one value of an option that holds several:
-    `memory_plan=[],['Gelu+:1:-1']`.
-    """
+    """Read values with commas between them; commas inside quotes and brackets do not separate."""
+    # A `$name` that holds a list stands for all its values, and so does one bracketed list of things that are not all
+    # texts: `[0, 1, 2]`, `[['Gelu+:1:-1'], []]`. A bracketed list of texts is one value of an option that holds
+    # several: `memory_plan=[],['Gelu+:1:-1']`.
     parts = _split(text)
     if not all(parts):
-        raise ArgumentError(f"A value is missing in {text!r}.", fix="Write for example memory_level=0,1,2.")
+        where = f"in {text!r}" if text else "behind an equals sign"
+        raise ArgumentError(
+            f"A value is missing {where}.",
+            fix="Write for example memory_level=0,1,2, or recompute=[] for none.",
+        )
     found = [value(part, variables) for part in parts]
     if len(found) == 1 and isinstance(found[0], (list, tuple, range)):
         only = list(found[0])
@@ -190,10 +183,8 @@ def value(text: str, variables: Mapping[str, object]) -> object:
 
 
 def plan_sets(words_: Iterable[str], variables: Mapping[str, object]) -> list[object]:
-    """Read sets of plans: `Gelu+:1:-1`, several with commas between them, or `$name` of a set or a list of sets.
-
-    A list of sets is a list; a tuple, as in `lab.options.memory_plan`, is one set.
-    """
+    """Read sets of plans: `Gelu+:1:-1`, several with commas between them, or `$name` of a set or a list of sets."""
+    # A list of sets is a list; a tuple, as in `lab.options.memory_plan`, is one set.
     found: list[object] = []
     for word in words_:
         if not word.startswith("$"):
@@ -251,10 +242,7 @@ def numbers(text: str, variables: Mapping[str, object], what: str) -> list[int]:
 
 
 def variable(path: str, variables: Mapping[str, object], fitting: Iterable[str] | None = None) -> Any:
-    """Look up a variable, or an attribute of one (`trainer.model`); expressions are refused.
-
-    `fitting` names the variables that the error may suggest; None stands for all.
-    """
+    """Look up a variable, or an attribute of one (`trainer.model`); expressions are refused."""
     names = path.split(".")
     if not all(name.isidentifier() for name in names):
         raise ArgumentError(

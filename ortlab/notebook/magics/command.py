@@ -5,20 +5,17 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
-import os
 import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from importlib.util import find_spec
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Protocol, TypeAlias
 
 from IPython.core.error import UsageError
 from IPython.core.magic import cell_magic, line_magic, no_var_expand
 
-from ortlab.errors import ArgumentError, OrtlabError
+from ortlab.errors import ArgumentError, OrtlabError, is_users
 from ortlab.notebook.magics import arguments
 from ortlab.runs.interrupts import interrupts_kept, say
 
@@ -32,8 +29,6 @@ Reader: TypeAlias = Callable[[Any, Mapping[str, object]], Any]
 """Makes a value of a word of the line, or of several, and the user's variables."""
 
 _AMOUNT = re.compile(r"^-(?=\.?[0-9])")
-_MACHINERY = ("ortlab", "torch", "onnxruntime", "ipyparallel")
-"""Packages whose frames lie between a magic and the user's model."""
 
 
 # ---- what stands behind a magic -------------------------------------------------------------------------------
@@ -79,10 +74,9 @@ NO_MEMORY: Final = takes("--no-memory", dest="memory", action="store_const", con
 
 
 class Parser(argparse.ArgumentParser):
-    """Reads the line of one magic; what it cannot read raises ArgumentError, where argparse would end the kernel.
+    """Reads the line of one magic; what it cannot read raises ArgumentError, where argparse would end the kernel."""
 
-    With `minus`, words such as "-30%" are amounts, and not unknown options.
-    """
+    # With `minus`, words such as "-30%" are amounts, and not unknown options.
 
     def __init__(self, magic: str, *declared: Argument, minus: bool = False) -> None:
         # Python 3.14 colours usage lines, which a notebook's UsageError would show as escape codes.
@@ -121,10 +115,9 @@ class Parser(argparse.ArgumentParser):
 
 
 class Line:
-    """The arguments of a magic by name; each is read when it is asked for, so that nothing is looked up in vain.
+    """The arguments of a magic by name; each is read when it is asked for, so that nothing is looked up in vain."""
 
-    One that the line does not name is what its declaration says, None as a rule.
-    """
+    # One that the line does not name is what its declaration says, None as a rule.
 
     def __init__(
         self, found: argparse.Namespace, readers: Mapping[str, Reader | None], variables: dict[str, object]
@@ -152,10 +145,7 @@ class Line:
 
 
 def chosen_lab(name: str | None, variables: Mapping[str, object]) -> Lab:
-    """Return the lab in a variable; for None the lab wrapped last.
-
-    Raises ArgumentError if the variable does not exist or holds something else, or nothing was wrapped yet.
-    """
+    """Return the lab in a variable; for None the lab wrapped last."""
     from ortlab.lab.lab import Lab, latest
 
     if name is None:
@@ -205,13 +195,11 @@ def cell(name: str, *declared: Argument) -> Callable[[Magic], Magic]:
 
 
 def _command(parser: Parser, method: Magic) -> Magic:
-    """Make a magic of a method and of what reads its line.
-
-    An `OrtlabError` is re-raised as exactly `UsageError`: IPython shows that without the frames inside ortlab, which
-    say no more than the message, and would show a subclass with them. Where the user's own code caused it, the message
-    ends with the line. Ctrl-C passes with one line that says what is kept, and no traceback. Any other error passes,
-    its traceback cut down to what the user's cell did.
-    """
+    """Make a magic of a method and of what reads its line."""
+    # An `OrtlabError` is re-raised as exactly `UsageError`: IPython shows that without the frames inside ortlab, which
+    # say no more than the message, and would show a subclass with them. Where the user's own code caused it, the
+    # message ends with the line. Ctrl-C passes with one line that says what is kept, and no traceback. Any other error
+    # passes, its traceback cut down to what the user's cell did.
 
     @functools.wraps(method)
     def magic(self: InShell, line: str, cell: str | None = None) -> Any:
@@ -242,10 +230,7 @@ def _command(parser: Parser, method: Magic) -> Magic:
 
 
 def since_cell(frames: TracebackType | None, shell: InteractiveShell) -> TracebackType | None:
-    """Cut a traceback down to what a cell's code did: from the first frame in the user's namespace on.
-
-    Returns the whole traceback if no frame of it is the user's.
-    """
+    """Cut a traceback down to what a cell's code did: from the first frame in the user's namespace on."""
     found = frames
     while found is not None:
         if found.tb_frame.f_globals is shell.user_global_ns:
@@ -255,13 +240,11 @@ def since_cell(frames: TracebackType | None, shell: InteractiveShell) -> Traceba
 
 
 def place(error: BaseException, shell: InteractiveShell) -> str:
-    """Say in which line of the user's code the causes of an error arose; "" if in none."""
-    machinery = tuple(
-        f"{Path(spec.origin).parent}{os.sep}" for spec in map(find_spec, _MACHINERY) if spec and spec.origin
-    )
-    for cause in _causes(error):
-        for frame in reversed(traceback.extract_tb(cause.__traceback__)):
-            if not frame.filename.startswith(machinery):
+    """Say in which line of the user's code the causes of an error arose, or what called them; "" if in none."""
+    causes = list(_causes(error))
+    for one in (*causes, error) if causes else ():
+        for frame in reversed(traceback.extract_tb(one.__traceback__)):
+            if is_users(frame.filename):
                 label, name = shell.compile.format_code_name(frame.filename) or ("File", frame.filename)
                 return f"{label} {name}, line {frame.lineno}, in {frame.name}: {frame.line}"
     return ""

@@ -50,12 +50,11 @@ _IDENTIFIER = re.compile(r"[^\W\d]\w*")
 
 
 class StepCell:
-    """One training step, written as a cell; calling it runs the cell once.
+    """One training step, written as a cell; calling it runs the cell once."""
 
-    The cell is compiled once, runs where every other cell runs, and leaves its variables there. A traceback points at
-    the cell's own lines, because the source is registered with IPython as that of a cell is; `line`, the rest of the
-    magic's own line, keeps its place for that. Raises ArgumentError if the cell awaits or is a cell magic itself.
-    """
+    # The cell is compiled once, runs where every other cell runs, and leaves its variables there. A traceback points at
+    # the cell's own lines, because the source is registered with IPython as that of a cell is; `line`, the rest of the
+    # magic's own line, keeps its place for that.
 
     def __init__(self, shell: InteractiveShell, line: str, cell: str) -> None:
         self.source = cell
@@ -88,10 +87,8 @@ class StepCell:
             self._variables.update(before)
 
     def objects(self) -> list[object]:
-        """Return the variables that the cell mentions, or a function it mentions; optimizers are among them.
-
-        They are in the order of the names in the code, each once.
-        """
+        """Return the variables that the cell mentions, or a function it mentions; optimizers are among them."""
+        # They are in the order of the names in the code, each once.
         found: dict[str, object] = {}
         _collect(self.code, self._variables, found)
         return list(found.values())

@@ -292,8 +292,9 @@ class StudyMagics(Magics):
         - ``--train TRAIN``: name of a function that takes one training step with a batch; forward, loss and backward if
           not given.
         - ``--sizes SIZE,SIZE``: batch sizes to try; powers of two from 1 if not given; ``$name`` for a list.
-        - ``--plans PLAN ...``: sets of plans to try where a batch does not fit without; ``Gelu+:1:-1``, or several with
-          commas between them; ``$name`` for one set or a list of sets; the largest that ORT offers if not given.
+        - ``--plans PLAN ...``: what to recompute where a batch does not fit without; ``Gelu+:1:-1``,
+          ``recompute=layers``, or several with commas between them; ``$name`` for one set or a list of sets; the
+          largest that ORT offers, layers, and layers but linear if not given.
         - ``-n STEPS``: timed steps of each run, 3 if not given; a number or ``$name``.
         - ``--resume``: go on with the search that was interrupted last.
         - ``--lab NAME``: variable of the lab; the one wrapped last if not given.

@@ -40,10 +40,9 @@ _WITHIN: Final = "within"
 
 
 class ActivationsExplorer(controls.Column):
-    """The saved activations in a table, and below it the plans that take something out of it; empty until `show`.
+    """The saved activations in a table, and below it the plans that take something out of it; empty until `show`."""
 
-    If it is `framed`, it stands alone and carries the frame and the style sheet that the panel would.
-    """
+    # If it is `framed`, it stands alone and carries the frame and the style sheet that the panel would.
 
     def __init__(self, looks: Looks | None = None, *, framed: bool = False) -> None:
         self._looks = looks = looks or Looks()
@@ -94,11 +93,9 @@ class ActivationsExplorer(controls.Column):
     def show(
         self, activations: SavedActivations, read_plans: Callable[[], SavedActivations] | None = None
     ) -> None:
-        """Show saved activations.
-
-        `read_plans` returns the same with what each plan removes, and makes a session for each; None where that cannot
-        be asked.
-        """
+        """Show saved activations."""
+        # `read_plans` returns the same with what each plan removes, and makes a session for each; None where that
+        # cannot be asked.
         self.activations = self.as_read = activations
         self._read_plans = read_plans
         self._sizes = {}
@@ -284,11 +281,10 @@ _explorers: WeakKeyDictionary[Lab, list[ref[ActivationsExplorer]]] = WeakKeyDict
 
 
 def activations_explorer(lab: Lab, activations: SavedActivations) -> ActivationsExplorer:
-    """Return the explorer that shows saved activations of a lab, filled.
-
-    Running a cell again, which reads the same, shows the same explorer and leaves no second one behind. What differs,
-    by the batch, the part or the plans, gets an explorer of its own: the cell above still shows what it was asked for.
-    """
+    """Return the explorer that shows saved activations of a lab, filled."""
+    # Running a cell again, which reads the same, shows the same explorer and leaves no second one behind. What differs,
+    # by the batch, the part or the plans, gets an explorer of its own: the cell above still shows what it was asked
+    # for.
     living = [one for one in (known() for known in _explorers.get(lab, ())) if one and not one.closed]
     explorer = next((one for one in living if one.as_read == activations), None)
     if explorer is None:

@@ -37,11 +37,9 @@ def group_rows(activations: SavedActivations, kind: Kind) -> Content[ActivationG
 def activation_rows(
     activations: SavedActivations, within: tuple[Kind, str] | None = None, plan: str = "", chosen: str = ""
 ) -> Content[SavedActivation]:
-    """Make the table of the activations; `chosen` is the key of the one whose details are shown.
-
-    `within` is the kind and name of the group that they are of; None for all. Activations that `plan` removes are
-    marked and come first.
-    """
+    """Make the table of the activations; `chosen` is the key of the one whose details are shown."""
+    # `within` is the kind and name of the group that they are of; None for all. Activations that `plan` removes are
+    # marked and come first.
     rows = list(activations.rows)
     if within is not None:
         rows = [row for row in rows if activations.group_of(row, within[0]) == within[1]]
@@ -84,10 +82,8 @@ def activation_rows(
 def effect_rows(
     activations: SavedActivations, plan: str = "", removing: Sequence[str] = ()
 ) -> Content[PlanEffect]:
-    """Make the table of what each plan does to the saved activations; `plan` is the one that is chosen.
-
-    The plans in `removing` are marked and come first: they remove the activation that is chosen.
-    """
+    """Make the table of what each plan does to the saved activations; `plan` is the one that is chosen."""
+    # The plans in `removing` are marked and come first: they remove the activation that is chosen.
     return Content(
         records=sorted(
             activations.effects, key=lambda one: (one.config not in removing, -(one.net_bytes or 0))

@@ -32,11 +32,8 @@ _EMPTY: Final = re.compile(r"\n\s*")
 
 
 def compact(name: str) -> str:
-    """Read a file of `STATIC` without its indentation and the comments that have a line of their own.
-
-    Every widget carries its script with it, so a notebook that is saved with its widgets holds it once for each. Raises
-    InstallError if the installation lacks the file.
-    """
+    """Read a file of `STATIC` without its indentation and the comments that have a line of their own."""
+    # Every widget carries its script with it, so a notebook that is saved with its widgets holds it once for each.
     try:
         return compacted((STATIC / name).read_text(encoding="utf-8"))
     except OSError as error:
@@ -67,10 +64,9 @@ def _short_id() -> str:
 
 
 class Lean(widgets.Widget):
-    """Sends its state without the values that are defaults; `ipywidgets.embed` leaves the same out of a page.
+    """Sends its state without the values that are defaults; `ipywidgets.embed` leaves the same out of a page."""
 
-    A panel has more than a hundred controls, and most of the fifteen values of each are never set.
-    """
+    # A panel has more than a hundred controls, and most of the fifteen values of each are never set.
 
     def __init__(self, *args: Any, **traits: Any) -> None:
         super().__init__(*args, **{"model_id": _short_id(), **traits})

@@ -62,11 +62,9 @@ class ToggleButtons(Lean, widgets.ToggleButtons):
     """Buttons of which one is pressed."""
 
     def rename(self, options: Sequence[tuple[str, object]]) -> None:
-        """Give the same values other names, and tell the browser nothing of which is pressed.
-
-        ipywidgets presses the first one then. In the browser another may be pressed already, which a busy kernel does
-        not know yet.
-        """
+        """Give the same values other names, and tell the browser nothing of which is pressed."""
+        # ipywidgets presses the first one then. In the browser another may be pressed already, which a busy kernel does
+        # not know yet.
         self._initializing_traits_ = True
         try:
             self.options = options
@@ -102,11 +100,11 @@ _CODE = re.compile(r"`([^`]+)`")
 
 
 class Looks:
-    """One layout, one style of each kind and one copy of each script, for all parts of a panel.
+    """One layout, one style of each kind and one copy of each script, for all parts of a panel."""
 
-    Each additional one is a message to the browser, and hundreds of bytes in a notebook that is saved with its widgets.
-    `together` has the files of `static/`, with their styles, that one script carries: packed together they are smaller.
-    """
+    # Each additional one is a message to the browser, and hundreds of bytes in a notebook that is saved with its
+    # widgets. `together` has the files of `static/`, with their styles, that one script carries: packed together they
+    # are smaller.
 
     def __init__(self, together: Mapping[str, str] | None = None) -> None:
         self.layout = Layout()  # many parts share it, so nobody sets anything in it
@@ -187,11 +185,9 @@ class ErrorBox(Row):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Show what goes wrong inside, and clear the box if nothing does.
-
-        Nothing above a widget's callback would show an exception, so every error ends here. Interrupts too: the
-        kernel's message loop would only log them.
-        """
+        """Show what goes wrong inside, and clear the box if nothing does."""
+        # Nothing above a widget's callback would show an exception, so every error ends here. Interrupts too: the
+        # kernel's message loop would only log them.
         try:
             yield
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - shown, whatever it is
@@ -201,10 +197,8 @@ class ErrorBox(Row):
 
 
 def close_tree(widget: widgets.Widget, looks: Looks | None = None) -> None:
-    """Close a widget with its children, layouts, styles and scripts, which ipywidgets leaves open.
-
-    What `looks` holds stays, since other parts that live on share it.
-    """
+    """Close a widget with its children, layouts, styles and scripts, which ipywidgets leaves open."""
+    # What `looks` holds stays, since other parts that live on share it.
     for child in getattr(widget, "children", ()):
         close_tree(child, looks)
     for name in ("layout", "style", "script"):
@@ -242,11 +236,10 @@ def _broken(text: str) -> str:
 
 
 class Fold(Column):
-    """A part of the panel under a heading; the style sheet shows it while the heading is pressed.
+    """A part of the panel under a heading; the style sheet shows it while the heading is pressed."""
 
-    `on_open` is called each time it is opened, and draws what is expensive. A fold that is not always shown needs a
-    layout of its own.
-    """
+    # `on_open` is called each time it is opened, and draws what is expensive. A fold that is not always shown needs a
+    # layout of its own.
 
     def __init__(
         self,

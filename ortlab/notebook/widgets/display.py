@@ -52,10 +52,7 @@ def _shows_html() -> bool:
 
 
 def show_panel(lab: Lab) -> None:
-    """Show the panel of a lab, or raise NotImplementedError so that IPython shows the other forms.
-
-    It raises where no widget can live, or this cell has shown the lab already.
-    """
+    """Show the panel of a lab, or raise NotImplementedError so that IPython shows the other forms."""
     if was_shown(lab) or not in_kernel():
         raise NotImplementedError
     show(lab)

@@ -48,6 +48,11 @@ def is_due(lab: Lab) -> bool:
     return lab.engine == "ort" and lab.rebuild().stage in _BUILDS
 
 
+def is_changed(lab: Lab) -> bool:
+    """Tell whether it is another graph than the one of the last step, and does not only have to be built again."""
+    return is_due(lab) and bool(lab.rebuild().changed)
+
+
 def is_built(lab: Lab) -> bool:
     """Tell whether ONNX Runtime has run a lab as it is set now, so that to read its graph builds nothing."""
     return lab.engine == "ort" and bool(lab.status.executed_by) and not is_due(lab)
@@ -141,10 +146,8 @@ def show_graph(
 
 
 def highlight(lab: Lab, nodes: Iterable[str]) -> None:
-    """Mark nodes, and the copies that recompute them, in the open views of a lab; no names take all marks off.
-
-    Views that do not have a node leave it out: an earlier stage has other nodes than the execution graph.
-    """
+    """Mark nodes, and the copies that recompute them, in the open views of a lab; no names take all marks off."""
+    # Views that do not have a node leave it out: an earlier stage has other nodes than the execution graph.
     wanted = list(nodes)
     for view in open_views(lab):
         present = set(view.names)
@@ -154,10 +157,8 @@ def highlight(lab: Lab, nodes: Iterable[str]) -> None:
 
 
 def highlight_plans(lab: Lab, plans: Iterable[str]) -> None:
-    """Mark the nodes that recompute plans would run again, in the open views of a lab.
-
-    Where there is no view, ORT is not asked; where nothing is built, there is nothing to mark.
-    """
+    """Mark the nodes that recompute plans would run again, in the open views of a lab."""
+    # Where there is no view, ORT is not asked; where nothing is built, there is nothing to mark.
     if not open_views(lab):
         return
     places = _places(lab)
@@ -239,7 +240,9 @@ def _follower(lab: ref[Lab], view: ref[GraphView]) -> Callable[[str], None]:
         kind = event.partition(":")[0]
         living, shown = lab(), view()
         if kind in {"options", "runs"} and living is not None and shown is not None and not shown.closed:
-            shown.follow(rebuild_is_due=is_due(living))
+            changed = is_changed(living)
+            if changed or not is_due(living):
+                shown.follow(rebuild_is_due=changed)
 
     return follow
 
@@ -256,10 +259,9 @@ _RUNS: Final = 30
 
 
 class GraphMap(Part):
-    """A graph by modules, as rows that open; see `render/graph_map.py` for what they say.
+    """A graph by modules, as rows that open; see `render/graph_map.py` for what they say."""
 
-    The rows go to the browser as a message, and not as a trait, which a saved notebook would hold.
-    """
+    # The rows go to the browser as a message, and not as a trait, which a saved notebook would hold.
 
     shown = traitlets.Dict().tag(sync=True)  # `number` of the rows, and what stands above them
 
@@ -293,10 +295,9 @@ class GraphMap(Part):
 
 
 class GraphPart(controls.Column):
-    """The graph that runs, by modules from the first `opened` on, and node by node when that is asked for.
+    """The graph that runs, by modules from the first `opened` on, and node by node when that is asked for."""
 
-    `ortlab.show_graph(lab)` shows the nodes in a cell of its own.
-    """
+    # `ortlab.show_graph(lab)` shows the nodes in a cell of its own.
 
     def __init__(self, lab: Lab, errors: ErrorBox, looks: Looks) -> None:
         self._lab = lab
@@ -330,7 +331,7 @@ class GraphPart(controls.Column):
         """Say whether the map is still the lab's; before there is one, ask for no step that has run meanwhile."""
         if self.map is not None:
             parts = {"parts": [[one, one] for one in self._parts()], "part": self.part} if self.part else {}
-            stale = DUE if is_due(self._lab) else ""
+            stale = DUE if is_changed(self._lab) else ""
             self.map.say(stale=stale, runs=self._runs(), pair=self._pair(), **parts)
         elif self._nothing.value == _said(_NO_GRAPH) and self._has_run():
             self._nothing.value = _said(_READING)
@@ -340,7 +341,7 @@ class GraphPart(controls.Column):
         return status.can_repeat or bool(status.executed_by)
 
     def _read(self) -> None:
-        if self.graph is not None and is_due(self._lab):
+        if self.graph is not None and is_changed(self._lab):
             self.follow()
             return
         parts = self._parts()

@@ -22,10 +22,9 @@ _ALL: Final = "all"
 
 
 class MessageList(controls.Column):
-    """Messages by run, the newest run first; a run that is chosen is shown whole, page by page.
+    """Messages by run, the newest run first; a run that is chosen is shown whole, page by page."""
 
-    They are drawn, and the filters are made, from the first `opened` on: most panels are closed before anybody looks.
-    """
+    # They are drawn, and the filters are made, from the first `opened` on: most panels are closed before anybody looks.
 
     def __init__(self, read: Callable[[], Messages], looks: Looks) -> None:
         self._read = read

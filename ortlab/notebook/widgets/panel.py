@@ -11,9 +11,18 @@ from ortlab.notebook.widgets.activations_explorer import ActivationsExplorer
 from ortlab.notebook.widgets.browser import compact, compacted_style, living
 from ortlab.notebook.widgets.budget_part import BudgetPart
 from ortlab.notebook.widgets.controls import Looks, close_tree
-from ortlab.notebook.widgets.frame import PANEL, SHEET, Attendant, SavedForm, Tab, Tabs, forms
+from ortlab.notebook.widgets.frame import (
+    PANEL,
+    SHEET,
+    Actions,
+    Attendant,
+    Header,
+    SavedForm,
+    Tab,
+    Tabs,
+    forms,
+)
 from ortlab.notebook.widgets.graph_display import GraphPart, highlight, highlight_plans
-from ortlab.notebook.widgets.header import Actions, Header
 from ortlab.notebook.widgets.message_list import MessageList
 from ortlab.notebook.widgets.plan_table import PlanTable
 from ortlab.notebook.widgets.ranks_part import RanksPart
@@ -51,10 +60,9 @@ _panels: weakref.WeakKeyDictionary[Lab, weakref.ref[Panel]] = weakref.WeakKeyDic
 
 
 class Panel(controls.Column):
-    """A lab in tabs under a head that always shows; it computes nothing, and every button is a method of the lab.
+    """A lab in tabs under a head that always shows; it computes nothing, and every button is a method of the lab."""
 
-    It is at most 700 pixels high: a tab scrolls inside itself. Several panels of one lab stay in step.
-    """
+    # It is at most 700 pixels high: a tab scrolls inside itself. Several panels of one lab stay in step.
 
     def __init__(self, lab: Lab) -> None:
         self.lab = lab

@@ -36,10 +36,9 @@ Choose = Callable[[tuple[str, ...]], None]
 
 
 class PlanTable(controls.Column):
-    """Plans of a model, largest predicted saving first; empty until `show_plan`.
+    """Plans of a model, largest predicted saving first; empty until `show_plan`."""
 
-    `report` folds what ORT itself says of the plans. A table without `looks` stands alone.
-    """
+    # `report` folds what ORT itself says of the plans. A table without `looks` stands alone.
 
     def __init__(self, on_choose: Choose, looks: Looks | None = None) -> None:
         hosted, looks = looks, looks or Looks()

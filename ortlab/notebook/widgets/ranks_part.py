@@ -33,10 +33,9 @@ _VALUES: Final[dict[str, Callable[[RankRun], float | str | None]]] = {
 
 
 class RanksPart(controls.Column):
-    """What ranks have measured, one row for each; empty until `show`.
+    """What ranks have measured, one row for each; empty until `show`."""
 
-    If it is `framed`, it stands alone and carries the frame and the style sheet that the panel would.
-    """
+    # If it is `framed`, it stands alone and carries the frame and the style sheet that the panel would.
 
     def __init__(self, looks: Looks | None = None, *, framed: bool = False) -> None:
         looks = looks or Looks()

@@ -99,11 +99,10 @@ class Content(Generic[Record]):
 
 
 class RecordTable(Part, Generic[Record]):
-    """Rows of a record, a page at a time. All texts are made here; the browser draws them and sends intents back.
+    """Rows of a record, a page at a time. All texts are made here; the browser draws them and sends intents back."""
 
-    `caption` tells screen readers what the rows are. In a panel, whose `looks` it gets, the style sheet holds the rules
-    of the table; without `looks` the table stands alone and brings its own.
-    """
+    # `caption` tells screen readers what the rows are. In a panel, whose `looks` it gets, the style sheet holds the
+    # rules of the table; without `looks` the table stands alone and brings its own.
 
     table = traitlets.Dict().tag(sync=True, to_json=packed)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import traitlets
 from ipywidgets.widgets.widget_string import HTMLStyle
@@ -16,13 +15,13 @@ from ortlab.notebook.widgets import controls
 from ortlab.notebook.widgets.browser import Part, packed
 from ortlab.notebook.widgets.controls import Fold
 from ortlab.notebook.widgets.record_table import Column, Content, Intents, Look, RecordTable
-from ortlab.notebook.widgets.scatter import Scatter
+from ortlab.records.runs import step_parts
 from ortlab.render import html, plots
 from ortlab.render.execution_words import title
 from ortlab.render.memory_pages import live_page, phases_plot
 from ortlab.render.page import Folded, Mark, Note, Page
 from ortlab.render.pages import compose
-from ortlab.render.result_card import card_html, is_settled, result_card
+from ortlab.render.result_card import card_html, is_settled, result_card, scatter
 from ortlab.render.run_pages import LISTED, ledger_page, listed, run_page
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from ortlab.lab.lab import Lab
     from ortlab.notebook.widgets.controls import Looks
     from ortlab.records.comparison import Comparison
-    from ortlab.records.runs import Run, Step
+    from ortlab.records.runs import Run
     from ortlab.render.page import Cell
 
 
@@ -43,11 +42,10 @@ COMPARED: Final = 12
 
 
 class RunsPart(controls.Column):
-    """What was measured; the next step in words until there is a run.
+    """What was measured; the next step in words until there is a run."""
 
-    The card holds the last run against the first, or the first ticked. Each run is a point by time and step memory, and
-    a row; a click on either opens it. A tick takes a run into comparison and curves.
-    """
+    # The card holds the last run against the first, or the first ticked. Each run is a point by time and step memory,
+    # and a row; a click on either opens it. A tick takes a run into comparison and curves.
 
     def __init__(self, lab: Lab, looks: Looks) -> None:
         self._lab = lab
@@ -175,10 +173,7 @@ class RunsPart(controls.Column):
         self.show()
 
     def compare(self) -> None:
-        """Compare the ticked runs with the first one ticked, or the latest with the first, and open the chart.
-
-        Raises LedgerError if there are fewer than two.
-        """
+        """Compare the ticked runs with the first one ticked, or the latest with the first, and open the chart."""
         numbers = self.ticked or [run.number for run in self._lab.runs if not run.sweep]
         shown = numbers if self.ticked else [*numbers[:1], *numbers[1:][-COMPARED + 1 :]]
         page = compose(self._lab.compare(*shown, baseline=shown[0] if shown else None))
@@ -244,8 +239,8 @@ def run_rows(runs: Sequence[Run], ticked: Collection[int], opened: int | None) -
     )
 
 
-def _median(part: Callable[[Step], float]) -> Callable[[Run], float]:
-    return lambda run: statistics.median(part(step) for step in run.warm_steps)
+def _part(name: str) -> Callable[[Run], float]:
+    return lambda run: step_parts(run.warm_steps, run.step_ms)[name]
 
 
 _VALUES: Final[tuple[Callable[[Run], float | str | None], ...]] = (
@@ -254,9 +249,9 @@ _VALUES: Final[tuple[Callable[[Run], float | str | None], ...]] = (
     lambda run: run.step_ms,
     lambda run: run.step_memory_bytes,
     lambda run: run.losses[-1],
-    _median(lambda step: step.forward_ms),
-    _median(lambda step: step.backward_ms),
-    _median(lambda step: step.optimizer_ms),
+    _part("forward"),
+    _part("backward"),
+    _part("optimizer"),
     lambda run: run.initialization.total_ms if run.initialization else None,
 )
 """What each column of `LISTED` is sorted by."""
@@ -306,3 +301,28 @@ class MemoryPart(controls.Html):
             return
         chart = plots.inline(phases_plot(phases), "Memory at the points of each step")
         self.value = f"{html.fragment(live_page(phases))}\n<details><summary>Chart</summary>{chart}</details>"
+
+
+# ---- the chart -----------------------------------------------------------------------------------------------------
+
+
+class Scatter(Part):
+    """Runs by time and step memory; `choose` gets the number of the run that is clicked."""
+
+    drawing = traitlets.Dict().tag(sync=True, to_json=packed)
+
+    def __init__(self, choose: Callable[[str], None], looks: Looks) -> None:
+        self._choose = choose
+        super().__init__("scatter.js", looks.script("scatter.js"), layout=looks.layout)
+        self.on_msg(self._told)
+
+    def show(self, runs: Sequence[Run], chosen: int | None) -> None:
+        """Draw runs, in the order of the ledger; the details of `chosen` are shown."""
+        drawing = scatter(runs) if runs else {}
+        self.drawing = {**drawing, "chosen": str(chosen or "")} if drawing else {}
+
+    def _told(self, _widget: object, message: Any, _buffers: object) -> None:
+        self._choose(str(message["choose"]))
+
+    def __repr__(self) -> str:
+        return "Scatter()"

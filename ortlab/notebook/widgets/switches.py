@@ -29,11 +29,10 @@ _RESET: Final = "Set every switch to its default"
 
 
 class SwitchRow(controls.Box):
-    """One switch in a line: its control, what a change takes, why it cannot act, and its help folded away.
+    """One switch in a line: its control, what a change takes, why it cannot act, and its help folded away."""
 
-    The row itself changes nothing: it tells `on_change` what the user chose. `variable` is the environment variable
-    that gave the switch its first value, or "".
-    """
+    # The row itself changes nothing: it tells `on_change` what the user chose. `variable` is the environment variable
+    # that gave the switch its first value, or "".
 
     def __init__(
         self,
@@ -108,10 +107,9 @@ class SwitchRow(controls.Box):
 
 
 class SwitchList(controls.Column):
-    """The switches of one group at a time, chosen by buttons; the rows of a group that is left are closed.
+    """The switches of one group at a time, chosen by buttons; the rows of a group that is left are closed."""
 
-    A saved notebook holds all rows that there are: those of all groups would be most of it.
-    """
+    # A saved notebook holds all rows that there are: those of all groups would be most of it.
 
     def __init__(
         self,

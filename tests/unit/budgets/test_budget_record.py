@@ -113,11 +113,49 @@ def test_what_was_missed_says_the_closest_and_the_floor():
         "100 MiB cannot be reached: the closest needs 640 MiB of 800 MiB (measured), 20 % less memory"
         in shown
     )
-    assert "Ask for 640 MiB (measured) or more" in shown
+    assert "Ask for 643 MiB or more, or take a smaller batch." in shown
     assert "ticked by hand: largest saving first" in shown
     assert 'Switch the closest on: lab.set(memory_plan=["Gelu+:1:-1", "Add+:1:1"]).' in shown
     assert "Gemm_Grad_3" in shown
     assert "What keeps memory" not in said(MET)
+
+
+def test_the_size_to_ask_for_is_no_less_than_what_the_closest_needs():
+    near = (PlanTrial(FIRST, int(87.44 * MIB)), PlanTrial(replace(SECOND, cost_ms=90.0), int(87.43 * MIB)))
+    shown = said(replace(TOO_SMALL, limit_bytes=70 * MIB, trials=near))
+    assert "the closest needs 87.4 MiB" in shown
+    assert "Ask for 87.9 MiB or more" in shown
+
+
+def test_no_smaller_batch_is_advised_where_the_optimizer_needs_the_rest():
+    left = replace(TOO_SMALL, obstacle=Obstacle("the optimizer's step or another phase", 87 * MIB))
+    shown = said(replace(left, no_blocks="logits are 18 % of the peak; it is looked at from 20 % on."))
+    assert "smaller batch" not in shown
+    assert "chunked_loss=True" not in shown
+    assert "lab.memory() shows the phase that needs the rest" in shown
+
+
+def test_a_trial_of_a_setting_names_it():
+    layers = Prediction((), 600 * MIB, 30.0, recompute=("layers",))
+    shown = said(replace(MET, trials=(PlanTrial(layers, 810 * MIB), *MET.trials)))
+    assert "cheapest that is predicted to fit: recompute=layers" in shown
+
+
+def test_the_way_back_to_many_plans_is_the_record_that_has_them():
+    plans = [f"{name}+:1:-1" for name in ("Gelu", "Add", "Mul", "Softmax")]
+    assert "Back: lab.set(**lab.budgets[-1].before)." in said(replace(MET, before={"memory_plan": plans}))
+    shown = said(replace(MET, before={"memory_plan": plans, "engine": "eager"}))
+    assert "Back: lab.set(**lab.budgets[-1].before)." in shown
+
+
+def test_as_many_plans_are_named_as_there_are():
+    long = (
+        "Add+Reshape+Transpose+Softmax+MatMul+Mul+Cast+Div+:1:-1",
+        "Add+Reshape+Transpose+Softmax+MatMul+Mul+Pow+Div+:1:-1",
+    )
+    shown = said(replace(MET, trials=(PlanTrial(replace(FIRST, plans=long), 610 * MIB),)))
+    names = shown.partition("2 plans (")[2].partition(")")[0]
+    assert len(names.split(", ")) == 2
 
 
 def test_of_two_that_are_as_close_the_cheaper_one_is_the_closest():

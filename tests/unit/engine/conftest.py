@@ -87,7 +87,7 @@ def nets():
 def no_callback_error_left():
     """Fail a test that leaves an exception behind which the next one would be named for."""
     yield
-    from ortlab.engine.callback_error import take_error
+    from ortlab.engine.border import take_error
 
     left = take_error()
     assert left is None, left

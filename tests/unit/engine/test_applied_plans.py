@@ -102,13 +102,12 @@ def test_the_graph_that_ortlab_has_written_for_itself_leaves_no_message(lab):
 
 
 @pytest.mark.row("T16")
-def test_the_labels_that_count_are_worked_out_for_another_batch():
+def test_the_labels_that_count_are_worked_out_for_another_batch(wrap):
     torch.manual_seed(1)
     model = Net(loss=True)
-    lab = ortlab.wrap(model)
+    lab = wrap(model)
     model(torch.randn(2, 4, 8), LABELS).backward()
     plan = lab.plan()
-    lab.unwrap()
     symbol = next(name for name in plan.label_totals if name.startswith("valid_indices_count"))
     assert plan.symbols[symbol] == 3
     assert not plan.unresolved
@@ -121,22 +120,20 @@ def test_the_labels_that_count_are_worked_out_for_another_batch():
     assert all(larger[row.config] > row.saving_bytes for row in counted)
 
 
-def test_a_model_that_is_evaluated_has_no_plans():
+def test_a_model_that_is_evaluated_has_no_plans(wrap):
     model = nn.Linear(4, 4)
-    lab = ortlab.wrap(model.eval())
+    lab = wrap(model.eval())
     with torch.no_grad():
         model(torch.ones(2, 4))
     with pytest.raises(BuildError, match="no recompute plans"):
         lab.plan()
-    lab.unwrap()
 
 
-def test_a_model_without_opportunity_says_so():
+def test_a_model_without_opportunity_says_so(wrap):
     model = nn.Linear(4, 4)
-    lab = ortlab.wrap(model)
+    lab = wrap(model)
     model(torch.ones(2, 4)).sum().backward()
     plan = lab.plan()
-    lab.unwrap()
     assert not plan.rows
     assert "ORT offers no recompute plan for this model" in text.render(plan)
     assert plan.table().empty

@@ -15,15 +15,16 @@ import torch
 from onnx import TensorProto, helper
 from torch import nn
 
-from ortlab.engine.callback_error import take_error
-from ortlab.engine.operators import aten_executor, dlpack
-from ortlab.engine.operators.dlpack import (
+from ortlab.engine import border
+from ortlab.engine.border import (
     DLManagedTensor,
     give_pointer,
     storage_address,
+    take_error,
     take_pointer,
     unreadable_pointer,
 )
+from ortlab.engine.operators import aten_executor
 from ortlab.errors import ExecutionError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Setting `training` to something:DeprecationWarning")
@@ -223,7 +224,7 @@ def test_an_array_that_torch_refuses_is_given_back():
 
 def test_an_array_that_an_interrupt_finds_taken_is_given_back_once(monkeypatch):
     """Giving it back twice corrupted memory: Ctrl-C, right after torch has taken an input of a kernel."""
-    freed, real = [], dlpack.from_dlpack
+    freed, real = [], border.from_dlpack
 
     def take_and_stop(capsule):
         real(capsule)
@@ -231,7 +232,7 @@ def test_an_array_that_an_interrupt_finds_taken_is_given_back_once(monkeypatch):
 
     array = DLManagedTensor.from_buffer_copy(DLManagedTensor.from_address(give_pointer(X.clone())))
     array.deleter = type(DLManagedTensor().deleter)(freed.append)
-    monkeypatch.setattr(dlpack, "from_dlpack", take_and_stop)
+    monkeypatch.setattr(border, "from_dlpack", take_and_stop)
     with pytest.raises(KeyboardInterrupt):
         take_pointer(ctypes.addressof(array))
     assert freed == [ctypes.addressof(array)]

@@ -82,43 +82,39 @@ MASKS = {
 
 @pytest.mark.row("J7")
 @pytest.mark.parametrize("mask", MASKS)
-def test_the_switch_makes_one_call_of_an_attention_with_torchs_numbers_and_takes_it_back(mask, x):
+def test_the_switch_makes_one_call_of_an_attention_with_torchs_numbers_and_takes_it_back(mask, x, wrap):
     model, mask = Attention(), MASKS[mask]()
     expected = model(x, mask)
     expected.backward()
     wanted = gradients(model)
-    lab = ortlab.wrap(model)
-    try:
-        model(x, mask).backward()
-        model.zero_grad()
-        assert not torch_operators(lab)
+    lab = wrap(model)
+    model(x, mask).backward()
+    model.zero_grad()
+    assert not torch_operators(lab)
 
-        lab.set(sdpa_fallback=True)
-        loss = model(x, mask)
-        loss.backward()
+    lab.set(sdpa_fallback=True)
+    loss = model(x, mask)
+    loss.backward()
 
-        assert torch_operators(lab) == {attention.ON_CPU, f"{attention.ON_CPU}_backward"}
-        torch.testing.assert_close(loss, expected)
-        torch.testing.assert_close(gradients(model), wanted)
+    assert torch_operators(lab) == {attention.ON_CPU, f"{attention.ON_CPU}_backward"}
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradients(model), wanted)
 
-        lab.set(sdpa_fallback=False)
-        model(x, mask)
-        assert not torch_operators(lab)
-    finally:
-        lab.unwrap()
+    lab.set(sdpa_fallback=False)
+    model(x, mask)
+    assert not torch_operators(lab)
 
 
-def test_a_causal_attention_is_one_call_too(x):
+def test_a_causal_attention_is_one_call_too(x, wrap):
     model = Attention(causal=True)
     expected = model(x)
-    lab = ortlab.wrap(model, sdpa_fallback=True)
+    lab = wrap(model, sdpa_fallback=True)
     torch.testing.assert_close(model(x), expected)
     assert attention.ON_CPU in torch_operators(lab)
-    lab.unwrap()
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["mask", "causal"])
-def test_heads_that_share_keys_and_values_are_one_call_too(causal, x):
+def test_heads_that_share_keys_and_values_are_one_call_too(causal, x, wrap):
     class Shared(Attention):
         def forward(self, x, mask=None):
             query, key, value = (
@@ -133,27 +129,25 @@ def test_heads_that_share_keys_and_values_are_one_call_too(causal, x):
     expected = model(x, mask)
     expected.backward()
     wanted = gradients(model)
-    lab = ortlab.wrap(model, sdpa_fallback=True)
+    lab = wrap(model, sdpa_fallback=True)
     loss = model(x, mask)
     loss.backward()
     assert torch_operators(lab) == {attention.ON_CPU, f"{attention.ON_CPU}_backward"}
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(gradients(model), wanted)
-    lab.unwrap()
 
 
-def test_frozen_projections_get_no_gradient_and_the_others_the_right_one(x):
+def test_frozen_projections_get_no_gradient_and_the_others_the_right_one(x, wrap):
     model = Attention()
     model.query.requires_grad_(requires_grad=False)
     model(x).backward()
     wanted = model.value.weight.grad.clone()
     model.zero_grad()
-    lab = ortlab.wrap(model, sdpa_fallback=True)
+    lab = wrap(model, sdpa_fallback=True)
     model(x).backward()
     assert attention.ON_CPU in torch_operators(lab)
     assert model.query.weight.grad is None
     torch.testing.assert_close(model.value.weight.grad, wanted)
-    lab.unwrap()
 
 
 @pytest.mark.parametrize(
@@ -164,13 +158,12 @@ def test_frozen_projections_get_no_gradient_and_the_others_the_right_one(x):
     ],
     ids=["learned mask", "dropout"],
 )
-def test_what_torch_has_no_operator_for_stays_in_pieces_and_a_message_says_why(model, reason, x):
-    lab = ortlab.wrap(model, sdpa_fallback=True)
+def test_what_torch_has_no_operator_for_stays_in_pieces_and_a_message_says_why(model, reason, x, wrap):
+    lab = wrap(model, sdpa_fallback=True)
     model(x).backward()
     assert not torch_operators(lab)
     assert any("sdpa_fallback" in said.text and reason in said.text for said in lab.messages)
     assert all(parameter.grad is not None for parameter in model.parameters())
-    lab.unwrap()
 
 
 @pytest.mark.row("J7")
@@ -258,3 +251,53 @@ def test_heads_that_share_keys_and_values_are_repeated_in_the_graph(x, mask):
         torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
         torch.testing.assert_close(gradients(model), reference, rtol=1e-4, atol=1e-6)
     assert "scaled_dot_product_attention" not in torch_operators(lab)
+
+
+def blind():
+    """A mask by which the first sample's second position sees nothing, as where padding stands on the left."""
+    mask = torch.ones(BATCH, 1, POSITIONS, POSITIONS, dtype=torch.bool).tril()
+    mask[0, :, 1] = False
+    return mask
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_position_that_sees_nothing_trains_as_in_pytorch(x, dropout):
+    torch.manual_seed(3)
+    model = Attention(dropout=dropout)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        expected = model(x, blind())
+        expected.backward()
+    wanted = gradients(model)
+    lab = ortlab.wrap(model)
+    loss = model(x, blind())
+    loss.backward()
+    found = gradients(model)
+    assert all(one.isfinite().all() for one in found.values())
+    if not dropout:
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(found, wanted)
+    lab.unwrap()
+
+
+@pytest.mark.parametrize("mask", ["padding", "triangle"])
+def test_what_is_not_a_number_is_none_behind_a_masked_attention_either(mask, x):
+    torch.manual_seed(3)
+    model = Attention()
+    x[1, 4, 3] = torch.nan
+    expected = model(x, MASKS[mask]())
+    assert expected.isnan()
+    lab = ortlab.wrap(model)
+    assert model(x, MASKS[mask]()).isnan()
+    lab.unwrap()
+
+
+def test_the_probabilities_of_a_masked_attention_are_kept_once(x, wrap):
+    model, mask = Attention(), MASKS["triangle"]()
+    lab = wrap(model)
+    lab.step(lambda: model(x, mask).backward(), n=1, memory=False)
+    used = [node.operator for node in lab.profile(n=1, progress=False).nodes]
+    assert "Softmax" in used
+    assert "IsNaN" not in used
+    scores = BATCH * HEADS * POSITIONS**2
+    kept = [one.operator for one in lab.activations().rows if one.bytes in {scores, 4 * scores}]
+    assert kept == ["Softmax"]

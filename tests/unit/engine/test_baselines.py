@@ -73,9 +73,9 @@ def test_budgets_keep_less_with_the_same_numbers_and_disturb_nothing_else():
         lab.unwrap()
 
 
-def test_a_missing_compiler_is_explained_and_the_lab_goes_on():
+def test_a_missing_compiler_is_explained_and_the_lab_goes_on(wrap):
     model = Tower()
-    lab = ortlab.wrap(model, engine="compile:0.25")
+    lab = wrap(model, engine="compile:0.25")
     x = torch.randn(3, 16)
     with (
         inductor.patch({"cpp.cxx": ("no-such-compiler",), "fx_graph_cache": False}),
@@ -86,15 +86,13 @@ def test_a_missing_compiler_is_explained_and_the_lab_goes_on():
     assert config.activation_memory_budget == 1.0
     lab.set(engine="eager")
     model(x).backward()
-    lab.unwrap()
 
 
-def test_a_forward_that_torch_does_not_compile_is_no_run_of_compile():
+def test_a_forward_that_torch_does_not_compile_is_no_run_of_compile(wrap):
     model = Tower()
-    lab = ortlab.wrap(model, engine="compile")
+    wrap(model, engine="compile")
     with torch._dynamo.config.patch(disable=True), pytest.raises(BuildError, match="compiled nothing"):
         model(torch.randn(2, 16))
-    lab.unwrap()
 
 
 @pytest.mark.parametrize(

@@ -176,16 +176,15 @@ def test_what_a_forward_reads_is_noticed(name):
         "a module imported in the forward",
     ],
 )
-def test_the_next_step_computes_with_it(name):
+def test_the_next_step_computes_with_it(name, wrap):
     read, change = READ[name]
     model, x = Reading(read), torch.randn(3, 4)
-    lab = ortlab.wrap(model)
+    lab = wrap(model)
     first = model(x).detach()
     change(model)
     second = model(x).detach()
     said = [one.text for one in lab.messages if "Built anew" in one.text]
     assert lab.status.executed_by == "ort"
-    lab.unwrap()
     assert torch.allclose(second, 3 * first, rtol=1e-5)
     assert len(said) == 1
 
@@ -245,7 +244,18 @@ class ByFirstCall(Counting):
         return self.layer(x)
 
 
-@pytest.mark.parametrize("kind", [ByAttribute, ByObject, ByGlobal, ByTensor, ByFirstCall])
+class ByWriting(Counting):
+    """Returns the same in each call, and writes to its argument from the second one on."""
+
+    def forward(self, x):
+        y = self.layer(x)
+        if self.ready:
+            x.zero_()
+        self.ready = True
+        return y
+
+
+@pytest.mark.parametrize("kind", [ByAttribute, ByObject, ByGlobal, ByTensor, ByFirstCall, ByWriting])
 def test_what_it_carries_on_is_refused_and_stays_as_it_was(kind):
     model = kind()
     lab = ortlab.wrap(model)
@@ -255,14 +265,13 @@ def test_what_it_carries_on_is_refused_and_stays_as_it_was(kind):
     assert (model.calls, model.cfg.rate, model.hidden, model.ready, CALLS) == (0, 1.0, None, False, 0)
 
 
-def test_a_first_call_in_pytorch_is_the_way_out():
+def test_a_first_call_in_pytorch_is_the_way_out(wrap):
     model, x = ByFirstCall(), torch.randn(3, 4)
-    lab = ortlab.wrap(model, engine="eager")
+    lab = wrap(model, engine="eager")
     model(x)
     expected = model(x)
     lab.set(engine="ort")
     assert torch.allclose(model(x), expected, atol=1e-6)
-    lab.unwrap()
 
 
 class Noting(Counting):
@@ -276,14 +285,13 @@ class Noting(Counting):
         return self.attention * self.hidden
 
 
-def test_what_is_only_kept_is_no_obstacle_and_a_count_that_stops_is_said():
+def test_what_is_only_kept_is_no_obstacle_and_a_count_that_stops_is_said(wrap):
     model, x = Noting(), torch.randn(3, 4)
     expected = Noting()
     expected.load_state_dict(model.state_dict())
-    lab = ortlab.wrap(model)
+    lab = wrap(model)
     outputs = [model(x) for _ in range(2)]
     said = [one.text for one in lab.messages if "self.calls" in one.text]
-    lab.unwrap()
     assert all(torch.allclose(one, expected(x), atol=1e-6) for one in outputs)
     assert len(said) == 1
 
@@ -310,12 +318,11 @@ class CallsCounted(nn.Module):
         return Counted.apply(self.layer(x)).sum()
 
 
-def test_what_a_function_counts_builds_nothing_anew():
+def test_what_a_function_counts_builds_nothing_anew(wrap):
     model = CallsCounted()
-    lab = ortlab.wrap(model)
+    wrap(model)
     model(torch.ones(2, 4)).backward()
     before = Counted.calls
     for _ in range(3):
         model(torch.ones(2, 4)).backward()
     assert Counted.calls == before + 3  # it runs in each step, and only there
-    lab.unwrap()

@@ -78,9 +78,9 @@ class Trial:
         (Convolutions, "3 Sequential in layers"),
     ],
 )
-def test_numbers_are_those_of_eager_bit_for_bit_and_less_is_kept(make, layers):
+def test_numbers_are_those_of_eager_bit_for_bit_and_less_is_kept(make, layers, wrap):
     trial = Trial(make)
-    lab = ortlab.wrap(trial.model, engine="eager")
+    lab = wrap(trial.model, engine="eager")
     expected, kept = trial.step()
     lab.set(engine="checkpoint")
     found, kept_now = trial.step()
@@ -89,12 +89,11 @@ def test_numbers_are_those_of_eager_bit_for_bit_and_less_is_kept(make, layers):
     assert lab.status.detail == layers
     assert (lab.status.state, lab.status.executed_by) == ("ready", "checkpoint")
     assert status_note(lab.status).text == f"PyTorch, layers checkpointed ({layers}): ready."
-    lab.unwrap()
 
 
-def test_a_backward_that_is_repeated_adds_the_same_gradients():
+def test_a_backward_that_is_repeated_adds_the_same_gradients(wrap):
     trial = Trial(Convolutions)
-    lab = ortlab.wrap(trial.model, engine="checkpoint")
+    wrap(trial.model, engine="checkpoint")
     loss = trial.model(**trial.batch).pow(2).mean()
     buffers = [one.clone() for one in trial.model.buffers()]
     loss.backward(retain_graph=True)
@@ -102,7 +101,6 @@ def test_a_backward_that_is_repeated_adds_the_same_gradients():
     loss.backward()
     assert all(torch.equal(p.grad, 2 * one) for p, one in zip(trial.model.parameters(), once, strict=True))
     assert all(map(torch.equal, trial.model.buffers(), buffers))
-    lab.unwrap()
 
 
 def test_the_model_is_as_it_was_between_calls_and_after_an_error():
@@ -127,7 +125,7 @@ def test_the_model_is_as_it_was_between_calls_and_after_an_error():
     assert [set(vars(part)) for part in model.modules()] == names
 
 
-def test_transformers_own_checkpointing_does_not_recompute_a_second_time():
+def test_transformers_own_checkpointing_does_not_recompute_a_second_time(wrap):
     trial = Trial(bert)
     model = trial.model
     enable = "activation_checkpointing_enable"  # its new name, which warns of the old one
@@ -135,16 +133,15 @@ def test_transformers_own_checkpointing_does_not_recompute_a_second_time():
     calls = []
     hidden = model.bert.encoder.layer[0].intermediate
     hidden.register_forward_hook(lambda *_: calls.append(None))
-    lab = ortlab.wrap(model, engine="checkpoint")
+    wrap(model, engine="checkpoint")
     trial.step()
     assert len(calls) == 2  # forward, and once more in the backward
     assert model.bert.encoder.layer[1].gradient_checkpointing
-    lab.unwrap()
 
 
-def test_nothing_is_checkpointed_without_gradients_and_a_filled_cache_is_refused():
+def test_nothing_is_checkpointed_without_gradients_and_a_filled_cache_is_refused(wrap):
     trial = Trial(llama)
-    lab = ortlab.wrap(trial.model, engine="checkpoint")
+    lab = wrap(trial.model, engine="checkpoint")
     ids = trial.batch["input_ids"]
     trial.model.eval()
     with torch.no_grad():
@@ -157,7 +154,6 @@ def test_nothing_is_checkpointed_without_gradients_and_a_filled_cache_is_refused
     trial.model.train()
     with pytest.raises(StepError, match=r"given a filled cache(?s:.*)Train without past_key_values"):
         trial.model(ids, past_key_values=cache)
-    lab.unwrap()
 
 
 def test_a_model_without_repeated_layers_is_refused_and_modules_can_be_named(lab, experiment):
@@ -181,6 +177,44 @@ def test_a_layer_that_stands_twice_in_a_list_is_checkpointed_once():
     for paths in ((), ("layers",)):
         (found,) = find_layers(model, paths)
         assert found.modules == (shared, other)
+
+
+class Block(nn.Module):
+    def __init__(self, width=4, more=1) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(*(nn.Linear(width, width) for _ in range(more)), nn.GELU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x)
+
+
+def stage(count, width=4, more=1):
+    return nn.Sequential(*(Block(width, more) for _ in range(count)))
+
+
+@pytest.mark.parametrize(
+    ("modules", "found"),
+    [
+        # A model that is a list itself, with its blocks among other modules, in a row or not.
+        (
+            [nn.Embedding(9, 4), Block(), Block(), nn.LayerNorm(4), Block(), nn.Linear(4, 9)],
+            ["3 Block in the model"],
+        ),
+        ([Block(), Block()], ["2 Block in the model"]),
+        # Stages of blocks: the blocks, also those of a stage that has few parameters.
+        ([nn.Linear(4, 4), stage(2), stage(3, 40), nn.Linear(4, 9)], ["2 Block in 1", "3 Block in 2"]),
+        ([nn.ModuleDict({"body": nn.Sequential(nn.Linear(4, 4), *stage(2))})], ["2 Block in 0.body"]),
+        # Nor are layers what repeats inside one.
+        ([Block(more=3), nn.Linear(4, 4), Block(more=3)], ["2 Block in the model"]),
+    ],
+)
+def test_blocks_are_found_among_other_modules_and_where_the_model_is_the_list(modules, found):
+    assert list(map(str, find_layers(nn.Sequential(*modules)))) == found
+
+
+def test_linear_layers_between_activations_are_no_blocks():
+    with pytest.raises(OptionError, match="beside others they count if they have parts"):
+        find_layers(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU()))
 
 
 def test_a_lab_that_cannot_begin_with_it_gives_the_model_back():

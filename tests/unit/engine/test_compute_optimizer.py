@@ -7,8 +7,6 @@ import copy
 import torch
 from transformers import CanineConfig, CanineForSequenceClassification
 
-import ortlab
-
 
 def canine():
     """Its attention looks at windows whose size is computed, and its pooler reads the first place of what comes out."""
@@ -24,14 +22,13 @@ def canine():
     return CanineForSequenceClassification(config).train(), batch
 
 
-def test_a_size_that_nothing_names_leaves_the_compute_optimizer_out():
+def test_a_size_that_nothing_names_leaves_the_compute_optimizer_out(wrap):
     model, batch = canine()
     plain = copy.deepcopy(model)
-    lab = ortlab.wrap(model)
+    lab = wrap(model)
     model(**batch).loss.backward()
     said = [message.text for message in lab.messages if "without the compute optimizer" in message.text]
     assert lab.status.executed_by == "ort"
-    lab.unwrap()
     plain(**batch).loss.backward()
     assert len(said) == 1
     for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-import ortlab
 from ortlab.options.options import Options
 
 
@@ -34,13 +33,13 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize("copied", [True, False])
-def test_a_copy_is_made_where_the_option_says_so_and_numbers_are_pytorchs_either_way(copied):
+def test_a_copy_is_made_where_the_option_says_so_and_numbers_are_pytorchs_either_way(copied, wrap):
     torch.manual_seed(2)
     model, x = Counting(), torch.randn(8, 4)
     eager = copy.deepcopy(model)
     expected = eager(x)
     expected.backward()
-    lab = ortlab.wrap(model, options=Options(deepcopy_before_export=copied))
+    wrap(model, options=Options(deepcopy_before_export=copied))
     Counting.copies = 0
     loss = model(x)
     loss.backward()
@@ -48,4 +47,3 @@ def test_a_copy_is_made_where_the_option_says_so_and_numbers_are_pytorchs_either
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(model.linear.weight.grad, eager.linear.weight.grad, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(dict(model.named_buffers()), dict(eager.named_buffers()))
-    lab.unwrap()

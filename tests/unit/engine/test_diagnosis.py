@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-import ortlab
 from ortlab.engine.diagnosis import explain_execution_failure
 from ortlab.errors import ExecutionError
 from ortlab.options.options import Options
@@ -31,9 +30,9 @@ class Net(nn.Module):
         return self.halves(self.first(x))
 
 
-def test_a_node_that_fails_is_named_by_module_and_line():
+def test_a_node_that_fails_is_named_by_module_and_line(wrap):
     model = Net()
-    lab = ortlab.wrap(model, engine="ort")
+    lab = wrap(model, engine="ort")
     model(torch.randn(3, 4)).sum().backward()
     execution = lab._bench.ort.execution
     with pytest.raises(RuntimeError) as raw:  # past the engine, which would first ask PyTorch for its opinion
@@ -45,7 +44,6 @@ def test_a_node_that_fails_is_named_by_module_and_line():
     line = Halves.forward.__code__.co_firstlineno + 1
     assert f"Reshape failed, in halves, at {__file__}:{line}: " in failure.what
     assert "requested shape:{3,4}" in failure.what
-    lab.unwrap()
 
 
 NO_KERNEL = (

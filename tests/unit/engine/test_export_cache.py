@@ -323,7 +323,7 @@ def test_writers_and_readers_at_once_see_whole_entries_only(tmp_path):
     assert len(entries(tmp_path)) == 1
 
 
-def test_a_folder_that_cannot_be_written_is_refused_beforehand(tmp_path):
+def test_a_folder_that_cannot_be_written_is_refused_beforehand(tmp_path, wrap):
     file = tmp_path / "file"
     file.write_text("in the way")
     module = net()
@@ -331,12 +331,11 @@ def test_a_folder_that_cannot_be_written_is_refused_beforehand(tmp_path):
         ortlab.wrap(module, export_cache_dir=str(file / "exports"))
     assert caught.value.why
     assert caught.value.fix
-    lab = ortlab.wrap(module)
+    lab = wrap(module)
     before = lab.options
     with pytest.raises(OptionError, match="cannot be kept"):
         lab.set(export_cache_dir=str(file / "exports"))
     assert lab.options is before
-    lab.unwrap()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="asks for permission bits")
@@ -370,16 +369,15 @@ def test_an_entry_that_others_could_have_written_is_ignored_and_said(train):
     assert torch.equal(output, expected)
 
 
-def test_a_folder_that_disappears_does_not_stop_a_training(train, tmp_path):
+def test_a_folder_that_disappears_does_not_stop_a_training(train, tmp_path, wrap):
     module = net()
     train.folder.mkdir()
-    lab = ortlab.wrap(module, export_cache_dir=str(train.folder))
+    lab = wrap(module, export_cache_dir=str(train.folder))
     train.folder.rmdir()
     train.folder.write_text("in the way now")
     module(BATCH).sum().backward()
     assert any("is not kept" in message.text for message in lab.messages)
     assert lab.status.executed_by == "ort"
-    lab.unwrap()
 
 
 def test_the_digest_of_code_does_not_depend_on_who_else_holds_its_constants():

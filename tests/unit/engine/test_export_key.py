@@ -131,12 +131,11 @@ def test_code_that_the_forward_does_not_reach_leaves_the_key_as_it_is():
     assert key(net(CELL.replace("x - 7", "x - 8").replace("x * 5", "x * 6"))) == key()
 
 
-def test_a_wrapped_module_has_the_key_of_the_plain_one():
+def test_a_wrapped_module_has_the_key_of_the_plain_one(wrap):
     module = net()
     before = key(module)
-    lab = ortlab.wrap(module)
+    wrap(module)
     assert key(module) == before
-    lab.unwrap()
 
 
 def test_an_attribute_of_unknown_kind_that_no_code_names_is_left_out():
@@ -407,6 +406,14 @@ def test_functions_in_a_registry_of_an_installed_package_are_in_the_key(installe
     first = key(module.Scale())
     module.REGISTRY.table["mine"] = lambda x: x * 4
     assert len({before, first, key(module.Scale())}) == 3
+
+
+def test_packages_of_another_installation_on_the_path_are_installed(tmp_path, monkeypatch):
+    folder = tmp_path / "site-packages"
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(installed_code, "_package_folders", installed_code._package_folders.__wrapped__)
+    assert installed_code.origin_of_file(str(folder / "layers_of_others" / "scale.py")) == "layers_of_others"
+    assert not installed_code.origin_of_file(str(tmp_path / "scale.py"))
 
 
 def test_attention_that_somebody_registered_with_transformers_is_in_the_key():

@@ -12,7 +12,7 @@ import torch
 from torch.autograd import Function
 
 from ortlab.engine import extensions
-from ortlab.engine.callback_error import take_error
+from ortlab.engine.border import take_error
 from ortlab.engine.functions import abi as function_abi
 from ortlab.engine.functions import context as function_context
 from ortlab.errors import ExecutionError

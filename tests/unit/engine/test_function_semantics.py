@@ -10,7 +10,7 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ortlab.engine.callback_error import take_error
+from ortlab.engine.border import take_error
 from ortlab.engine.functions import abi as function_abi
 from ortlab.engine.functions import context as function_context
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ortlab.engine import extensions
-from ortlab.engine.callback_error import take_error
+from ortlab.engine.border import take_error
 from ortlab.engine.diagnosis import ran_out
 from ortlab.engine.extensions import Allocate, EmptyCache, Free, bridge
 

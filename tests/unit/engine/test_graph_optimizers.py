@@ -129,10 +129,10 @@ def scale_by(factor):
 
 
 @pytest.mark.row("D9")
-def test_an_optimizer_of_ones_own_changes_the_next_graph_and_a_cell_run_again_replaces_it():
+def test_an_optimizer_of_ones_own_changes_the_next_graph_and_a_cell_run_again_replaces_it(wrap):
     model = WrittenOut()
     expected = step(model)
-    lab = ortlab.wrap(model)
+    lab = wrap(model)
     torch.testing.assert_close(step(model), expected)
 
     first = ortlab.register_graph_optimizer("WrittenOut|Other", devices="cpu")(scale_by(3.0))
@@ -145,45 +145,41 @@ def test_an_optimizer_of_ones_own_changes_the_next_graph_and_a_cell_run_again_re
     ortlab.unregister_graph_optimizer(first)  # the same name
     torch.testing.assert_close(step(model), expected)
     ortlab.unregister_graph_optimizer(again)
-    lab.unwrap()
 
 
-def test_the_decorator_needs_no_brackets():
+def test_the_decorator_needs_no_brackets(wrap):
     model = WrittenOut()
     expected = step(model)
-    lab = ortlab.wrap(model)
+    wrap(model)
     scale = scale_by(3.0)
     assert ortlab.register_graph_optimizer(scale) is scale
     torch.testing.assert_close(step(model), 3 * expected)
     ortlab.unregister_graph_optimizer(scale)
     torch.testing.assert_close(step(model), expected)
-    lab.unwrap()
 
 
-def test_optimizers_for_other_models_and_devices_leave_a_graph_alone():
+def test_optimizers_for_other_models_and_devices_leave_a_graph_alone(wrap):
     model = WrittenOut()
     expected = step(model)
-    lab = ortlab.wrap(model)
+    wrap(model)
     for target, devices in (("Other", "all"), ("all", "cuda|rocm")):
         function = ortlab.register_graph_optimizer(target, devices)(scale_by(3.0))
         torch.testing.assert_close(step(model), expected)
         ortlab.unregister_graph_optimizer(function)
-    lab.unwrap()
 
 
-def test_an_optimizer_that_fails_is_named_and_the_lab_goes_on_without_it():
+def test_an_optimizer_that_fails_is_named_and_the_lab_goes_on_without_it(wrap):
     def broken(graph):
         raise KeyError(graph.node[0].op_type)
 
     model = WrittenOut()
     expected = step(model)
-    lab = ortlab.wrap(model)
+    wrap(model)
     ortlab.register_graph_optimizer()(broken)
     with pytest.raises(BuildError, match=r"broken failed: KeyError"):
         step(model)
     ortlab.unregister_graph_optimizer(broken)
     torch.testing.assert_close(step(model), expected)
-    lab.unwrap()
 
 
 def test_a_device_that_ort_does_not_have_is_refused():

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -35,16 +36,23 @@ def index(h, x):
     return h * (int(x[:, 0].abs().argmax()) + 1)
 
 
+def turns_over_hits(h, x):
+    """As mixtures of experts go over those that a batch has chosen."""
+    for row in (x[:, 0] > 0).nonzero():
+        h = h.squeeze(0) + row
+    return h
+
+
 def number_in_an_object(h, x):
     return {0: h * float(x.max())}
 
 
-@pytest.mark.parametrize("decide", [branch, number, index, number_in_an_object])
-def test_a_batch_for_which_the_graph_would_be_wrong_is_refused(decide):
+@pytest.mark.parametrize("decide", [branch, number, index, number_in_an_object, turns_over_hits])
+def test_a_batch_for_which_the_graph_would_be_wrong_is_refused(decide, wrap):
     torch.manual_seed(0)
     model = Deciding(decide).train()
     reference, x = copy.deepcopy(model), torch.rand(3, 4)
-    lab = ortlab.wrap(model)
+    wrap(model)
 
     def tensor(result):
         return result[0] if isinstance(result, dict) else result
@@ -57,7 +65,6 @@ def test_a_batch_for_which_the_graph_would_be_wrong_is_refused(decide):
     assert "was exported" in refusal.value.why
     torch.testing.assert_close(model.state_dict(), weights)
     torch.testing.assert_close(tensor(model(x)), tensor(reference(x)))
-    lab.unwrap()
 
 
 def test_whole_numbers_are_compared_exactly():
@@ -78,11 +85,11 @@ def check(h, x):
     return h * x.shape[0] if x.shape[0] * 2 > 4 else h
 
 
-def test_a_check_that_passes_is_no_obstacle():
+def test_a_check_that_passes_is_no_obstacle(wrap):
     torch.manual_seed(0)
     model = Deciding(check).train()
     reference = copy.deepcopy(model)
-    lab = ortlab.wrap(model)
+    wrap(model)
     for rows in (3, 3, 2, 5):
         x = torch.randn(rows, 4)
         for module in (reference, model):
@@ -91,42 +98,38 @@ def test_a_check_that_passes_is_no_obstacle():
         torch.testing.assert_close(model.layer.weight.grad, reference.layer.weight.grad)
     with pytest.raises(ExecutionError, match=r"not torch\.isfinite"):
         model(torch.full((3, 4), torch.nan))
-    lab.unwrap()
 
 
-def test_a_graph_for_evaluation_is_guarded_too():
+def test_a_graph_for_evaluation_is_guarded_too(wrap):
     model = Deciding(branch).eval()
-    lab = ortlab.wrap(model)
+    wrap(model)
     x = torch.rand(3, 4)
     model(x)
     with pytest.raises(ExecutionError, match="depends on a value"):
         model(-x)
-    lab.unwrap()
 
 
-def test_a_forward_that_reads_no_value_is_exported_as_before(monkeypatch):
+def test_a_forward_that_reads_no_value_is_exported_as_before(monkeypatch, wrap):
     from ortlab.engine.tracing import guards
 
     guarded = []
     monkeypatch.setattr(guards, "GuardedPart", lambda *parts: guarded.append(parts))
-    lab = ortlab.wrap(Deciding(lambda h, x: h * x.shape[0]).train())
+    lab = wrap(Deciding(lambda h, x: h * x.shape[0]).train())
     lab.module(torch.rand(3, 4))
     assert not guarded
-    lab.unwrap()
 
 
-def test_values_that_are_read_only_where_nothing_is_traced_add_nothing():
+def test_values_that_are_read_only_where_nothing_is_traced_add_nothing(wrap):
     def untraced(h, x):
         if not torch.jit.is_tracing() and x.sum() > 0:
             return h + h
         return h * 2
 
     torch.manual_seed(0)
-    lab = ortlab.wrap(Deciding(untraced).train())
+    lab = wrap(Deciding(untraced).train())
     x = torch.rand(3, 4)
     torch.testing.assert_close(lab.module(-x), 2 * lab.module.layer(-x))
     torch.testing.assert_close(lab.module(x), 2 * lab.module.layer(x))
-    lab.unwrap()
 
 
 def layer_drop(probability):
@@ -145,18 +148,17 @@ def constants(h, _):
 
 
 @pytest.mark.parametrize("decide", [layer_drop(0.0), layer_drop(-1), constants])
-def test_what_no_batch_can_change_is_not_guarded(decide):
+def test_what_no_batch_can_change_is_not_guarded(decide, wrap):
     torch.manual_seed(0)
     model = Deciding(decide).train()
     reference = copy.deepcopy(model)
-    lab = ortlab.wrap(model)
+    wrap(model)
     for _ in range(3):
         x = torch.randn(3, 4)
         for module in (reference, model):
             module.zero_grad()
             module(x).sum().backward()
         torch.testing.assert_close(model.layer.weight.grad, reference.layer.weight.grad)
-    lab.unwrap()
 
 
 @pytest.mark.parametrize(
@@ -173,15 +175,14 @@ def test_what_no_batch_can_change_is_not_guarded(decide):
         lambda x: torch.randn_like(x).sum(),
     ],
 )
-def test_a_random_number_that_decides_is_refused_before_the_first_step(draw):
+def test_a_random_number_that_decides_is_refused_before_the_first_step(draw, wrap):
     model = Deciding(lambda h, x: h * float(draw(x))).train()
     before = copy.deepcopy(model.state_dict())
-    lab = ortlab.wrap(model)
+    wrap(model)
     with pytest.raises(BuildError, match=r"test_guards.py, line \d+") as refusal:
         model(torch.randn(3, 4))
     assert "the first draw" in refusal.value.why
     torch.testing.assert_close(model.state_dict(), before)
-    lab.unwrap()
 
 
 def through_a_view(h, x):
@@ -195,25 +196,23 @@ def of_weights(h, _):
 
 
 @pytest.mark.parametrize("decide", [through_a_view, of_weights])
-def test_an_input_that_has_any_part_in_a_value_is_guarded(decide):
+def test_an_input_that_has_any_part_in_a_value_is_guarded(decide, wrap):
     model = Deciding(decide).train()
     torch.nn.init.ones_(model.layer.weight)
     torch.nn.init.zeros_(model.layer.bias)
     x = torch.rand(3, 4)
-    lab = ortlab.wrap(model)
+    wrap(model)
     torch.testing.assert_close(model(x), 2 * model.layer(x))
     with pytest.raises(ExecutionError, match="depends on a value"):
         model(-x)
-    lab.unwrap()
 
 
-def test_a_number_made_of_a_size_is_that_of_the_size():
+def test_a_number_made_of_a_size_is_that_of_the_size(wrap):
     model = Deciding(lambda h, x: h * torch.ones_like(x).sum().item()).train()
-    lab = ortlab.wrap(model)
+    wrap(model)
     for rows in (3, 5, 3):
         x = torch.rand(rows, 4)
         torch.testing.assert_close(model(x), 4 * rows * model.layer(x))
-    lab.unwrap()
 
 
 def drawn_argument(h):
@@ -233,15 +232,14 @@ def drawn_argument(h):
         (drawn_argument, "random.uniform(1, 2)"),
     ],
 )
-def test_a_draw_that_no_trace_sees_is_refused_with_its_line(decide, line):
+def test_a_draw_that_no_trace_sees_is_refused_with_its_line(decide, line, wrap):
     """As teacher forcing in the tutorials of seq2seq models: losses differed by up to 80 %."""
     states = random.getstate(), np.random.get_state()[1].tolist()
-    lab = ortlab.wrap(Deciding(lambda h, _: decide(h)).train())
+    lab = wrap(Deciding(lambda h, _: decide(h)).train())
     with pytest.raises(BuildError, match=r"Python or numpy draws .*test_guards.py, line \d+") as refusal:
         lab.module(torch.rand(3, 4))
     assert line in refusal.value.what
     assert states == (random.getstate(), np.random.get_state()[1].tolist())
-    lab.unwrap()
 
 
 drawn_early = random.uniform
@@ -268,15 +266,37 @@ class OfItsModule(nn.Module):
         return h * GENERATOR.integers(1, 9)
 
 
+class OfAnObject(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.masking = SimpleNamespace(generator=random.Random(0))
+
+    def forward(self, h):
+        return h * self.masking.generator.random()
+
+
+class InAFunction(nn.Module):
+    def forward(self, h):
+        return drawn_outside(h)
+
+
+def drawn_outside(h):
+    return h * GENERATOR.random()
+
+
 @pytest.mark.parametrize(
     ("part", "line"),
-    [(OfItsOwn(), r"self\.generator\.randint"), (OfItsModule(), r"GENERATOR\.integers")],
+    [
+        (OfItsOwn(), r"self\.generator\.randint"),
+        (OfItsModule(), r"GENERATOR\.integers"),
+        (OfAnObject(), r"self\.masking\.generator\.random"),
+        (InAFunction(), r"GENERATOR\.random"),
+    ],
 )
-def test_a_generator_that_a_part_holds_is_seen(part, line):
-    lab = ortlab.wrap(nn.Sequential(nn.Linear(4, 4), part))
+def test_a_generator_that_a_forward_reaches_is_seen(part, line, wrap):
+    lab = wrap(nn.Sequential(nn.Linear(4, 4), part))
     with pytest.raises(BuildError, match=rf"line \d+: return h \* {line}"):
         lab.module(torch.rand(3, 4))
-    lab.unwrap()
 
 
 def dropped(probability, draw):
@@ -297,25 +317,23 @@ def dropped(probability, draw):
         by_its_own_seed,
     ],
 )
-def test_draws_that_are_the_same_in_each_step_pass(decide):
+def test_draws_that_are_the_same_in_each_step_pass(decide, wrap):
     torch.manual_seed(0)
     model = Deciding(lambda h, _: decide(h)).train()
     reference = copy.deepcopy(model)
-    lab = ortlab.wrap(model)
+    wrap(model)
     for _ in range(3):
         x = torch.randn(3, 4)
         torch.testing.assert_close(model(x), reference(x))
-    lab.unwrap()
 
 
-def test_a_draw_that_is_handed_over_has_a_graph_for_each_value():
+def test_a_draw_that_is_handed_over_has_a_graph_for_each_value(wrap):
     model = Teaching()
     reference, x = copy.deepcopy(model), torch.randn(3, 4)
-    lab = ortlab.wrap(model)
+    lab = wrap(model)
     for forced in (True, False, True, True, False):
         torch.testing.assert_close(model(x, forced), reference(x, forced))
     assert lab.status.executed_by == "ort"
-    lab.unwrap()
 
 
 class Teaching(nn.Module):
@@ -328,25 +346,22 @@ class Teaching(nn.Module):
         return self.layer(x) if forced else self.layer(h)
 
 
-def test_a_forward_that_draws_with_torch_says_nothing():
-    lab = ortlab.wrap(Deciding(lambda h, _: torch.dropout(h, 0.5, train=True)).train())
+def test_a_forward_that_draws_with_torch_says_nothing(wrap):
+    lab = wrap(Deciding(lambda h, _: torch.dropout(h, 0.5, train=True)).train())
     lab.module(torch.rand(3, 4))
     assert not any("random number" in one.text for one in lab.messages)
-    lab.unwrap()
 
 
-def test_the_size_of_a_random_choice_is_a_size():
+def test_the_size_of_a_random_choice_is_a_size(wrap):
     """As ViLT chooses patches: which ones is random, how many is not."""
 
     def patches(h, _):
         chosen = h[:, torch.randint(0, 4, (3,))]
         return chosen if chosen.shape[1] > 2 else h
 
-    lab = ortlab.wrap(Deciding(patches))
+    lab = wrap(Deciding(patches))
     chosen = lab.module(torch.randn(2, 4))
-    executed_by = lab.status.executed_by
-    lab.unwrap()
-    assert executed_by == "ort"
+    assert lab.status.executed_by == "ort"
     assert chosen.shape == (2, 3)
 
 

@@ -18,7 +18,7 @@ from small_transformers import bert
 from torch import nn
 
 import ortlab
-from ortlab.engine.logs.runtime_log import crashed_processes, read_log
+from ortlab.engine.runtime_log import crashed_processes, read_log
 from ortlab.errors import BuildError, ExecutionError
 from ortlab.options.log_levels import LOG_LEVELS, log_level
 from ortlab.records.messages import EXPORTER, ORTMODULE, RUNTIME
@@ -111,9 +111,9 @@ def test_what_the_backend_says(said, level, expected):
 
 @pytest.mark.row("B2", "B7")
 @pytest.mark.parametrize("level", LEVELS)
-def test_an_error_of_the_backend_in_a_step_reaches_the_user_at_every_level_but_fatal(level, capfd):
+def test_an_error_of_the_backend_in_a_step_reaches_the_user_at_every_level_but_fatal(level, capfd, wrap):
     model, tokens = Bert(), torch.zeros((2, 8), dtype=torch.long)
-    lab = ortlab.wrap(model, log_level=level)
+    lab = wrap(model, log_level=level)
     model(tokens, tokens).backward()
     with pytest.raises(ExecutionError):
         model(tokens + 10_000, tokens)
@@ -125,7 +125,6 @@ def test_an_error_of_the_backend_in_a_step_reaches_the_user_at_every_level_but_f
     else:  # nothing is collected in steps there, so that nothing slows them down
         assert len(recorded) == 0
         assert ("[E:onnxruntime:" in shown) == (level != "FATAL")
-    lab.unwrap()
 
 
 @pytest.mark.row("B2")
@@ -152,7 +151,7 @@ class Checkpointed(nn.Linear):
         return self._gradient_checkpointing_func(super().forward(x))
 
     def _gradient_checkpointing_func(self, x):
-        if torch.jit.is_tracing():
+        if torch._C._get_tracing_state() is not None:
             raise RuntimeError(
                 "Detected that you are using FX to torch.jit.trace a dynamo-optimized function."
             )
@@ -160,15 +159,14 @@ class Checkpointed(nn.Linear):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_an_error_of_ortmodule_is_said_at_every_level_but_fatal(level):
+def test_an_error_of_ortmodule_is_said_at_every_level_but_fatal(level, wrap):
     model = Checkpointed(4, 4)
-    lab = ortlab.wrap(model, log_level=level)
+    lab = wrap(model, log_level=level)
     with pytest.raises(BuildError):
         model(torch.randn(2, 4))
     errors = lab.messages.of(level="ERROR", source="ORTModule")
     assert [one.stage for one in errors] == ["export"] * (level != "FATAL")
     assert all("Your model is running with gradient checkpointing" in one.text for one in errors)
-    lab.unwrap()
 
 
 @pytest.mark.row("B4")
@@ -298,9 +296,9 @@ def test_two_labs_of_different_levels_do_not_share_messages():
         lab.unwrap()
 
 
-def test_a_failed_run_gives_its_number_to_the_next():
+def test_a_failed_run_gives_its_number_to_the_next(wrap):
     model = nn.Linear(2, 2)
-    lab = ortlab.wrap(model, log_level="VERBOSE")
+    lab = wrap(model, log_level="VERBOSE")
 
     def step(*, fail):
         model(torch.ones(1, 2)).sum().backward()
@@ -315,7 +313,6 @@ def test_a_failed_run_gives_its_number_to_the_next():
     run = lab.step(lambda: step(fail=False), 2)
     assert len(lab.messages.of(run=run.number)) == 2
     assert len(lab.messages.of(run=0)) == before
-    lab.unwrap()
 
 
 @pytest.mark.row("C7")

@@ -15,6 +15,7 @@ from contextlib import ExitStack
 
 import onnx
 import pytest
+import small_transformers
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -92,8 +93,8 @@ def test_only_so_many_exports_and_graphs_are_kept(scaled):
 
 
 @pytest.mark.row("C6", "T11")
-def test_training_and_evaluation_alternate_without_rebuilding(scaled):
-    lab = ortlab.wrap(scaled)
+def test_training_and_evaluation_alternate_without_rebuilding(scaled, wrap):
+    lab = wrap(scaled)
     built = []
     lab._bench.ort._on_built = built.append
     x = torch.randn(3, 4)
@@ -104,7 +105,6 @@ def test_training_and_evaluation_alternate_without_rebuilding(scaled):
         with torch.no_grad():
             scaled(x)
     assert [one.stage for one in built] == ["export", "export"]
-    lab.unwrap()
 
 
 def test_an_unwrapped_lab_can_be_collected(scaled):
@@ -117,38 +117,35 @@ def test_an_unwrapped_lab_can_be_collected(scaled):
     assert gone() is None
 
 
-def test_several_forwards_before_one_backward(scaled):
+def test_several_forwards_before_one_backward(scaled, wrap):
     x, y = torch.randn(3, 4), torch.randn(5, 4)
     (scaled(x).pow(2).sum() + scaled(y).pow(2).sum()).backward()
     expected = scaled.linear.weight.grad.clone()
     scaled.zero_grad()
-    lab = ortlab.wrap(scaled)
+    wrap(scaled)
     (scaled(x).pow(2).sum() + scaled(y).pow(2).sum()).backward()
     torch.testing.assert_close(scaled.linear.weight.grad, expected)
-    lab.unwrap()
 
 
-def test_gradients_accumulate_and_reach_the_input(scaled):
+def test_gradients_accumulate_and_reach_the_input(scaled, wrap):
     x = torch.randn(3, 4, requires_grad=True)
     for _ in range(2):
         scaled(x).pow(2).sum().backward()
     expected = (x.grad.clone(), scaled.linear.weight.grad.clone())
     x.grad = None
     scaled.zero_grad()
-    lab = ortlab.wrap(scaled)
+    wrap(scaled)
     for _ in range(2):
         scaled(x).pow(2).sum().backward()
     torch.testing.assert_close((x.grad, scaled.linear.weight.grad), expected)
-    lab.unwrap()
 
 
-def test_a_number_passes_ortmodules_own_checks(scaled):
+def test_a_number_passes_ortmodules_own_checks(scaled, wrap):
     x = torch.randn(3, 4)
     expected = scaled(x, 2.0)
-    lab = ortlab.wrap(scaled, skip_check=())
+    wrap(scaled, skip_check=())
     for _ in range(2):
         torch.testing.assert_close(scaled(x, 2.0), expected)
-    lab.unwrap()
 
 
 def test_inside_distributed_data_parallel(scaled, tmp_path):
@@ -180,7 +177,7 @@ def stages(lab) -> list[str]:
 
 
 @pytest.mark.row("C6")
-def test_the_next_lab_of_a_module_needs_a_session_only(scaled):
+def test_the_next_lab_of_a_module_needs_a_session_only(scaled, wrap):
     x = torch.randn(3, 4)
     first = ortlab.wrap(scaled)
     outputs = scaled(x)
@@ -194,13 +191,12 @@ def test_the_next_lab_of_a_module_needs_a_session_only(scaled):
     second.set(opset=16)
     scaled(x)
     second.unwrap()
-    third = ortlab.wrap(scaled, opset=16)
+    third = wrap(scaled, opset=16)
     built = stages(third)
     scaled(x)
     third.set(opset=17)
     scaled(x)
     assert built == ["session", "session"]
-    third.unwrap()
 
 
 def test_what_is_kept_can_be_forgotten(scaled):
@@ -255,8 +251,8 @@ def test_a_released_session_lets_go_of_the_last_batch(scaled):
     assert batch() is None
 
 
-def test_twenty_toggles_leave_one_session(scaled):
-    lab = ortlab.wrap(scaled)
+def test_twenty_toggles_leave_one_session(scaled, wrap):
+    lab = wrap(scaled)
     x = torch.randn(3, 4)
     counted = []
     for number in range(21):
@@ -268,7 +264,6 @@ def test_twenty_toggles_leave_one_session(scaled):
             )
             assert len(kept_exports(scaled)) == 1
     assert counted == [[1, 1, 1], [1, 1, 1]]
-    lab.unwrap()
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -286,8 +281,8 @@ def test_a_session_has_as_many_threads_as_pytorch(scaled, threads):
     lab.unwrap()
 
 
-def test_a_backward_that_comes_too_late_says_so(scaled):
-    lab = ortlab.wrap(scaled)
+def test_a_backward_that_comes_too_late_says_so(scaled, wrap):
+    lab = wrap(scaled)
     x = torch.randn(3, 4)
     early = scaled(x).sum()
     lab.set(memory_level=1)
@@ -296,16 +291,15 @@ def test_a_backward_that_comes_too_late_says_so(scaled):
         early.backward()
     assert caught.value.fix
     scaled(x).sum().backward()
-    lab.unwrap()
 
 
 def doubling(module, x, scale=1.0):
     return module.linear(x) * scale * 2
 
 
-def test_code_that_was_replaced_is_traced(scaled, monkeypatch):
+def test_code_that_was_replaced_is_traced(scaled, monkeypatch, wrap):
     x = torch.randn(3, 4)
-    lab = ortlab.wrap(scaled)
+    lab = wrap(scaled)
     built = stages(lab)
     plain = scaled(x)
     with monkeypatch.context() as patch:
@@ -316,7 +310,6 @@ def test_code_that_was_replaced_is_traced(scaled, monkeypatch):
         assert lab.status.reason == "`linear.forward` is new"
     torch.testing.assert_close(scaled(x), plain)
     assert built == ["export", "export", "export"]
-    lab.unwrap()
 
 
 def test_what_changes_between_two_labs_is_noticed(scaled):
@@ -347,9 +340,9 @@ def test_what_changes_between_two_labs_is_noticed(scaled):
     assert [fourth, fifth] == [["session"]] * 2  # as when it was exported
 
 
-def test_automatic_mixed_precision_is_part_of_a_trace(scaled):
+def test_automatic_mixed_precision_is_part_of_a_trace(scaled, wrap):
     x = torch.randn(3, 4)
-    lab = ortlab.wrap(scaled)
+    lab = wrap(scaled)
     built = stages(lab)
     plain = scaled(x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -359,7 +352,6 @@ def test_automatic_mixed_precision_is_part_of_a_trace(scaled):
     assert "`autocast` changed from off" in lab.status.reason
     assert torch.equal(scaled(x), plain)
     assert built == ["export", "export"]
-    lab.unwrap()
 
 
 # --- what a change redoes ------------------------------------------------------------------------------------------
@@ -377,8 +369,8 @@ class Classified(nn.Module):
         return self.loss(self.linear(x), labels)
 
 
-def test_what_a_change_redoes_is_known_before_it_is_made(scaled):
-    lab = ortlab.wrap(scaled)
+def test_what_a_change_redoes_is_known_before_it_is_made(scaled, wrap):
+    lab = wrap(scaled)
     x = torch.randn(3, 4)
     asked = {
         "export": {"opset": 16},
@@ -401,11 +393,10 @@ def test_what_a_change_redoes_is_known_before_it_is_made(scaled):
     assert built == ["export", "graph", "session", "session"]
     # What was built before is there still.
     assert lab._bench.ort.stage_of(lab.options.replace(opset=17, cast_level=1)) == "session"
-    lab.unwrap()
 
 
-def test_without_parts_that_could_be_marked_the_compute_optimizer_needs_no_export(scaled):
-    lab = ortlab.wrap(scaled)
+def test_without_parts_that_could_be_marked_the_compute_optimizer_needs_no_export(scaled, wrap):
+    lab = wrap(scaled)
     built = stages(lab)
     x = torch.randn(3, 4)
     before = scaled(x)
@@ -420,17 +411,16 @@ def test_without_parts_that_could_be_marked_the_compute_optimizer_needs_no_expor
         assert torch.equal(scaled(x), before)
     assert built == ["export", "graph", "session"]
     assert kept_exports(scaled)[0].export is digest
-    lab.unwrap()
 
 
 @pytest.mark.parametrize("ignored", [0, 5])
-def test_where_labels_were_marked_the_compute_optimizer_needs_an_export(ignored):
+def test_where_labels_were_marked_the_compute_optimizer_needs_an_export(ignored, wrap):
     torch.manual_seed(0)
     module = Classified()
     x, labels = torch.randn(6, 4), torch.randint(0, 3, (6,))
     labels[:ignored] = -100
     expected = module(x, labels)
-    lab = ortlab.wrap(module)
+    lab = wrap(module)
     built = stages(lab)
     for on in (True, False, True):
         lab.set(compute_optimizer=on)
@@ -438,15 +428,14 @@ def test_where_labels_were_marked_the_compute_optimizer_needs_an_export(ignored)
     marked = b"FlagAndPrintDensity" in lab.graph("exported").serialized
     assert marked == bool(ignored)
     assert built == ["export", "export" if marked else "graph", "session"]
-    lab.unwrap()
 
 
-def test_an_export_without_marks_is_made_anew_where_there_could_be_some():
+def test_an_export_without_marks_is_made_anew_where_there_could_be_some(wrap):
     torch.manual_seed(0)
     module = Classified()
     x, labels = torch.randn(6, 4), torch.randint(0, 3, (6,))
     labels[:5] = -100
-    lab = ortlab.wrap(module, label_sparse_optimizer=False)
+    lab = wrap(module, label_sparse_optimizer=False)
     built = stages(lab)
     module(x, labels)
     lab.set(label_sparse_optimizer=True)
@@ -454,7 +443,6 @@ def test_an_export_without_marks_is_made_anew_where_there_could_be_some():
     module(x, labels)
     assert b"FlagAndPrintDensity" in lab.graph("exported").serialized
     assert built == ["export", "export"]
-    lab.unwrap()
 
 
 def test_a_plan_probe_is_made_once_per_graph(scaled, monkeypatch):
@@ -528,11 +516,11 @@ SIZES = [
 
 @pytest.mark.parametrize("kind", [Meeting, Chosen, Expanded, Branching, Product])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_sizes_of_one_are_right_in_every_order(kind, sizes):
+def test_sizes_of_one_are_right_in_every_order(kind, sizes, wrap):
     torch.manual_seed(0)
     module = kind()
     reference = copy.deepcopy(module)
-    lab = ortlab.wrap(module)
+    lab = wrap(module)
     for rows in sizes:
         x, y = (torch.randn(count, 4) for count in rows)
         for one in (reference, module):
@@ -541,11 +529,10 @@ def test_sizes_of_one_are_right_in_every_order(kind, sizes):
         assert lab.status.executed_by == "ort"
         for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, theirs.grad)
-    lab.unwrap()
 
 
-def test_a_size_that_is_not_one_any_more_is_a_reason(scaled):
-    lab = ortlab.wrap(scaled)
+def test_a_size_that_is_not_one_any_more_is_a_reason(scaled, wrap):
+    lab = wrap(scaled)
     built = stages(lab)
     for rows in (3, 1, 5, 1):
         scaled(torch.randn(rows, 4))
@@ -553,28 +540,14 @@ def test_a_size_that_is_not_one_any_more_is_a_reason(scaled):
     assert lab.status.reason == (
         "`input[0]` changed from float32, 2 dims, cpu to float32, 2 dims (1, n), cpu"
     )
-    lab.unwrap()
 
 
 @pytest.mark.parametrize("lengths", [((3, 5, 5), (3, 5, 2), (1, 4, 7)), ((1, 6, 4), (4, 4, 4), (2, 3, 6))])
-def test_an_encoder_and_a_decoder_may_have_other_lengths_than_at_the_export(lengths):
-    from transformers import T5Config, T5ForConditionalGeneration
-
+def test_an_encoder_and_a_decoder_may_have_other_lengths_than_at_the_export(lengths, wrap):
     torch.manual_seed(0)
-    config = T5Config(
-        vocab_size=50,
-        d_model=16,
-        d_ff=16,
-        num_heads=2,
-        d_kv=8,
-        num_layers=1,
-        dropout_rate=0.0,
-        use_cache=False,
-    )
-    config.decoder_start_token_id = 0
-    module = T5ForConditionalGeneration(config).train()
+    module = small_transformers.t5(layers=1, width=16, words=50, d_ff=16)
     reference = copy.deepcopy(module)
-    lab = ortlab.wrap(module)
+    lab = wrap(module)
     for batch, source, target in lengths:
         inputs = {
             "input_ids": torch.randint(2, 50, (batch, source)),
@@ -586,7 +559,6 @@ def test_an_encoder_and_a_decoder_may_have_other_lengths_than_at_the_export(leng
         assert lab.status.executed_by == "ort"
         for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
-    lab.unwrap()
 
 
 class Looping(nn.Module):
@@ -619,11 +591,11 @@ class Scaling(Looping):
 
 
 @pytest.mark.parametrize("kind", [Looping, Iterating, Averaging])
-def test_a_number_made_of_a_size_binds_an_export_to_it(kind):
+def test_a_number_made_of_a_size_binds_an_export_to_it(kind, wrap):
     torch.manual_seed(0)
     module = kind()
     reference = copy.deepcopy(module)
-    lab = ortlab.wrap(module)
+    lab = wrap(module)
     built = stages(lab)
     for rows in (3, 5, 5, 2, 3):
         x = torch.randn(rows, 4)
@@ -631,20 +603,18 @@ def test_a_number_made_of_a_size_binds_an_export_to_it(kind):
     assert built == ["export", "export", "export"]
     assert lab.status.reason.startswith("the forward depends on a size, at ")
     assert lab.status.reason.endswith("(5 before, now 2)")
-    lab.unwrap()
 
 
-def test_a_number_made_of_a_size_that_no_batch_changes_binds_to_none():
+def test_a_number_made_of_a_size_that_no_batch_changes_binds_to_none(wrap):
     torch.manual_seed(0)
     module = Scaling()
     reference = copy.deepcopy(module)
-    lab = ortlab.wrap(module)
+    lab = wrap(module)
     built = stages(lab)
     for rows in (3, 5, 2, 7):
         x = torch.randn(rows, 4)
         torch.testing.assert_close(module(x), reference(x))
     assert built == ["export"]
-    lab.unwrap()
 
 
 # --- interrupts ------------------------------------------------------------------------------------------------------
@@ -677,10 +647,10 @@ PLACES = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_an_interrupt_leaves_the_lab_as_it_was_and_no_session(scaled, ortmodule, monkeypatch, place):
+def test_an_interrupt_leaves_the_lab_as_it_was_and_no_session(scaled, ortmodule, monkeypatch, place, wrap):
     monkeypatch.setenv("ORTMODULE_LOG_LEVEL", "ERROR")
     x = torch.randn(3, 4)
-    lab = ortlab.wrap(scaled)
+    lab = wrap(scaled)
     before = scaled(x)
     environment, hooks, random_state = dict(os.environ), dict(scaled._forward_hooks), torch.get_rng_state()
     lab.set(opset=16, memory_level=1)
@@ -703,7 +673,6 @@ def test_an_interrupt_leaves_the_lab_as_it_was_and_no_session(scaled, ortmodule,
     torch.testing.assert_close(scaled(x), before)
     assert lab.status.executed_by == "ort"
     assert live_objects("TrainingAgent") == 1
-    lab.unwrap()
 
 
 # --- several labs, several threads -----------------------------------------------------------------------------------
@@ -760,8 +729,8 @@ def test_labs_in_threads_build_one_after_the_other(monkeypatch):
         lab.unwrap()
 
 
-def test_threads_that_share_a_module_take_turns(scaled, monkeypatch):
-    lab = ortlab.wrap(scaled)
+def test_threads_that_share_a_module_take_turns(scaled, monkeypatch, wrap):
+    lab = wrap(scaled)
     batches = torch.randn(40, 3, 4)
     expected = [scaled.linear(x) for x in batches]
     scaled(batches[0])
@@ -777,7 +746,6 @@ def test_threads_that_share_a_module_take_turns(scaled, monkeypatch):
     assert len(calls) == len(batches)  # ONNX Runtime ran them all
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
-    lab.unwrap()
 
 
 # --- what a session leaves out -----------------------------------------------------------------------------------

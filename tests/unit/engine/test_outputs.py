@@ -13,7 +13,6 @@ import transformers
 from torch import Tensor, nn
 from torch.distributions import Categorical, Normal
 
-import ortlab
 from ortlab.errors import BuildError
 
 pytestmark = [
@@ -119,11 +118,11 @@ def assert_same(expected, actual):
 
 
 @pytest.mark.parametrize("kind", RETURNED)
-def test_what_a_forward_returns_comes_back_as_it_is(kind):
+def test_what_a_forward_returns_comes_back_as_it_is(kind, wrap):
     torch.manual_seed(0)
     model = Returning(RETURNED[kind]).train()
     reference = copy.deepcopy(model)
-    lab = ortlab.wrap(model)
+    lab = wrap(model)
     for rows in (3, 5):  # a number that comes from a size is right for the next batch, too
         x = torch.randn(rows, 6)
         for module in (reference, model):
@@ -131,19 +130,17 @@ def test_what_a_forward_returns_comes_back_as_it_is(kind):
         assert_same(reference(x), model(x))
         assert lab.status.executed_by == "ort"
         torch.testing.assert_close(model.layer.weight.grad, reference.layer.weight.grad)
-    lab.unwrap()
 
 
-def test_each_step_returns_another_object():
+def test_each_step_returns_another_object(wrap):
     model = Returning(Holder).train()
-    lab = ortlab.wrap(model)
+    wrap(model)
     first, second = model(torch.ones(2, 6)), model(torch.zeros(2, 6))
     assert first is not second
     assert not torch.equal(first.layers[0], second.layers[0])
-    lab.unwrap()
 
 
-def test_decoders_train_and_return_their_cache():
+def test_decoders_train_and_return_their_cache(wrap):
     """The default of transformers, with a layer whose cache counts tokens."""
     torch.manual_seed(0)
     config = transformers.MistralConfig(
@@ -153,7 +150,7 @@ def test_decoders_train_and_return_their_cache():
     model = transformers.MistralForCausalLM(config).train()
     assert model.config.use_cache
     reference = copy.deepcopy(model)
-    lab = ortlab.wrap(model)
+    lab = wrap(model)
     for length in (6, 9):
         tokens = torch.randint(3, 40, (2, length))
         for module in (reference, model):
@@ -169,7 +166,6 @@ def test_decoders_train_and_return_their_cache():
         for left, right in zip(expected.past_key_values.layers, actual.past_key_values.layers, strict=True):
             torch.testing.assert_close(right.keys, left.keys)
     assert any("use_cache = False" in message.text for message in lab.messages)
-    lab.unwrap()
 
 
 class Knot:
@@ -179,8 +175,7 @@ class Knot:
 
 
 @pytest.mark.parametrize("make", [Knot, lambda h: (h, iter([h])), lambda h: (h, h.detach().numpy())])
-def test_what_cannot_be_taken_apart_is_named(make):
-    lab = ortlab.wrap(Returning(make).train())
+def test_what_cannot_be_taken_apart_is_named(make, wrap):
+    lab = wrap(Returning(make).train())
     with pytest.raises(BuildError, match=r"test_outputs.Knot|list_iterator|ndarray"):
         lab.module(torch.ones(2, 6))
-    lab.unwrap()

@@ -345,10 +345,9 @@ class Outer(torch.autograd.Function):
         return gradient * 5
 
 
-def test_a_function_inside_a_function_is_refused_with_its_line():
-    lab = ortlab.wrap(Forwards(lambda h, _: Outer.apply(h)))
+def test_a_function_inside_a_function_is_refused_with_its_line(wrap):
+    lab = wrap(Forwards(lambda h, _: Outer.apply(h)))
     with pytest.raises(
         BuildError, match=r"The autograd Function Inner is applied inside another .*test_outside_code"
     ):
         lab.module(torch.randn(3, 4))
-    lab.unwrap()

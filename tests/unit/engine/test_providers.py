@@ -9,7 +9,6 @@ import torch
 from cuda_stubs import python, wheels
 from torch import nn
 
-import ortlab
 from ortlab.engine.devices import check_device, device_made_current, gpu_faults
 from ortlab.errors import BuildError
 
@@ -54,10 +53,10 @@ def test_another_major_version_of_a_library_is_refused_with_the_command(tmp_path
     assert "pip install 'nvidia-cudnn-cu11>=8.9,<9'" in done.stderr
 
 
-def test_a_session_of_a_model_on_the_second_gpu_is_asked_for_there():
+def test_a_session_of_a_model_on_the_second_gpu_is_asked_for_there(wrap):
     """Up to the call of the device: what ORTModule would create the session with, and which GPU is current then."""
     model = nn.Linear(2, 2)
-    lab = ortlab.wrap(model)
+    lab = wrap(model)
     model(torch.ones(1, 2)).sum().backward()
     manager = lab._bench.engine.execution._manager
     assert manager._get_session_config()[1:] == (["CPUExecutionProvider"], [{}])
@@ -66,7 +65,6 @@ def test_a_session_of_a_model_on_the_second_gpu_is_asked_for_there():
     _, providers, (options, _) = manager._get_session_config()
     assert providers == ["CUDAExecutionProvider", "CPUExecutionProvider"]
     assert options["device_id"] == "1"
-    lab.unwrap()
 
     current = device_made_current(torch.device("cuda", 1))
     assert isinstance(current, torch.cuda.device)
@@ -93,9 +91,8 @@ def test_why_no_gpu_can_be_used(cuda, gpus, available, visible, said):
     assert all(one in fault for one, fault in zip(said, faults, strict=True))
 
 
-def test_a_lab_refuses_before_it_exports():
+def test_a_lab_refuses_before_it_exports(wrap):
     model = nn.Linear(2, 2, device="meta")
-    lab = ortlab.wrap(model)
+    wrap(model)
     with pytest.raises(BuildError, match="device 'meta'"):
         model(torch.ones(1, 2, device="meta"))
-    lab.unwrap()

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import ortlab
 from ortlab.engine.operators import torch_kernels as kernels
 
 
@@ -43,6 +42,9 @@ CASES = {
     "gather_backward, another axis": lambda x: x.index_select(1, torch.tensor([3, 3, 0, 3])),
     "gather_backward, a single entry": lambda x: x.softmax(0)[3].expand(8, -1, -1) + x,
     "gather_elements_backward": lambda x: x.gather(1, torch.tensor([[[0, 1, 1] + [0] * 61] * 2] * 8)),
+    "gather_elements": lambda x: x.gather(
+        2, torch.tensor([[[3, 0, 3, -0, 63] + [1] * 59] * 16]).expand_as(x)
+    ),
     "sin": torch.sin,
     "cos": torch.sin,
     "layer_norm_backward": lambda x: F.layer_norm(x, (64,)),
@@ -62,11 +64,11 @@ def train(model, x):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_kernel_takes_the_nodes_place_and_trains_as_pytorch(case):
+def test_the_kernel_takes_the_nodes_place_and_trains_as_pytorch(case, wrap):
     torch.manual_seed(1)
     eager = Of(CASES[case])
     model = copy.deepcopy(eager)
-    lab = ortlab.wrap(model, log_level="ERROR")
+    lab = wrap(model, log_level="ERROR")
     x = torch.randn(8, 16, 64)
     run = lab.step(lambda: train(model, x), n=1, memory=False)
     loss = train(eager, x)
@@ -78,24 +80,22 @@ def test_the_kernel_takes_the_nodes_place_and_trains_as_pytorch(case):
     off = lab.set(aten_backward=False).rerun(memory=False)
     assert off.losses == pytest.approx(run.losses)
     assert not any(node.operator.startswith("ortlab::") for node in lab.profile(n=1, progress=False).nodes)
-    lab.unwrap()
 
 
-def test_small_nodes_stay_with_onnx_runtime():
+def test_small_nodes_stay_with_onnx_runtime(wrap):
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
-    lab = ortlab.wrap(model, log_level="ERROR")
+    lab = wrap(model, log_level="ERROR")
     lab.step(lambda: train(model, torch.randn(4, 8)), n=1, memory=False)
     used = {node.operator for node in lab.profile(n=1, progress=False).nodes}
     assert "com.microsoft.ReluGrad" in used
-    lab.unwrap()
 
 
 @pytest.mark.parametrize("exponent", [2, 2.0, 3])
-def test_a_square_is_not_raised_to_the_power_of_one(exponent):
+def test_a_square_is_not_raised_to_the_power_of_one(exponent, wrap):
     torch.manual_seed(1)
     eager = Of(lambda x: x**exponent)
     model = copy.deepcopy(eager)
-    lab = ortlab.wrap(model, log_level="ERROR")
+    lab = wrap(model, log_level="ERROR")
     x = torch.randn(8, 16, 64)
     lab.step(lambda: train(model, x), n=1, memory=False)
     train(eager, x)
@@ -103,23 +103,21 @@ def test_a_square_is_not_raised_to_the_power_of_one(exponent):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-4)
     used = [node.operator for node in lab.profile(n=1, progress=False).nodes]
     assert used.count("Pow") == (1 if exponent == 2 else 2)
-    lab.unwrap()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("case", ["relu_backward", "leaky_relu_backward", "log_softmax_backward", "where"])
-def test_what_is_not_a_number_is_what_it_is_in_pytorch(case, value):
+def test_what_is_not_a_number_is_what_it_is_in_pytorch(case, value, wrap):
     torch.manual_seed(1)
     model = Of(CASES[case])
     eager = copy.deepcopy(model)
-    lab = ortlab.wrap(model, log_level="ERROR")
+    wrap(model, log_level="ERROR")
     x = torch.randn(8, 16, 64)
     x[2, 3, 4] = value
     train(model, x)
     train(eager, x)
     for one, other in zip(model.parameters(), eager.parameters(), strict=True):
         assert torch.equal(one.grad.isnan(), other.grad.isnan())
-    lab.unwrap()
 
 
 @pytest.mark.parametrize(
@@ -220,6 +218,51 @@ def test_the_gradient_of_a_product_of_groups_is_two_products_of_groups():
         torch.testing.assert_close(one, other)
 
 
+class Experts(nn.Module):
+    """Rows that go to experts, the rows of an expert together."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.behind = nn.Linear(16, 16), nn.Linear(24, 3)
+        self.weights = nn.Parameter(torch.randn(4, 24, 16))
+
+    def forward(self, x, offsets):
+        product = torch.ops.aten._grouped_mm(self.before(x), self.weights.transpose(-2, -1), offsets)
+        return self.behind(product)
+
+
+@pytest.mark.skipif(not hasattr(torch.ops.aten, "_grouped_mm"), reason="torch 2.4 has no such product")
+def test_experts_are_not_turned_in_memory_and_train_as_in_pytorch(wrap):
+    torch.manual_seed(1)
+    eager = Experts()
+    model = copy.deepcopy(eager)
+    lab = wrap(model, log_level="ERROR")
+    for ends in ([3, 3, 8, 12], [1, 2, 3, 12]):
+        x, offsets = torch.randn(12, 16), torch.tensor(ends, dtype=torch.int32)
+        for one in (model, eager):
+            one.zero_grad()
+        lab.step(lambda x=x, offsets=offsets: model(x, offsets).square().sum().backward(), n=1, memory=False)
+        eager(x, offsets).square().sum().backward()
+        for one, other in zip(model.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-5)
+    used = [node.operator for node in lab.profile(n=1, progress=False).nodes]
+    assert {"ortlab::grouped_linear", "ortlab::grouped_linear_backward"} <= set(used)
+    assert "Transpose" not in used
+    model.eval()
+    torch.testing.assert_close(model(x, offsets), eager(x, offsets))
+
+
+def test_rows_of_no_expert_are_zeros():
+    x, weights, offsets = torch.randn(5, 3), torch.randn(2, 4, 3), torch.tensor([2, 3])
+    product = kernels.grouped_linear(x, weights, offsets)
+    assert torch.equal(
+        product, torch.cat([x[:2] @ weights[0].t(), x[2:3] @ weights[1].t(), torch.zeros(2, 4)])
+    )
+    of_x, of_weights = kernels.grouped_linear_backward(product, x, weights, offsets)
+    assert not of_x[3:].any()
+    torch.testing.assert_close(of_weights[1], product[2:3].t() @ x[2:3])
+
+
 FORMULAS = {
     "binary_cross_entropy_with_logits": lambda x, w: F.binary_cross_entropy_with_logits(x, w.detach()),
     "binary_cross_entropy_with_logits with weights": lambda x, w: F.binary_cross_entropy_with_logits(
@@ -236,6 +279,8 @@ FORMULAS = {
     "kl_div": lambda x, w: F.kl_div(x.log_softmax(-1), w.detach(), reduction="batchmean"),
     "kl_div of logarithms": lambda x, w: torch.kl_div(x, w.detach()[0].log(), 1, log_target=True),
     "mish": lambda x, _: F.mish(x),
+    "mse_loss": lambda x, w: F.mse_loss(x, w.detach()),
+    "mse_loss that broadcasts": lambda x, w: torch._C._nn.mse_loss(x, w.detach()[:1], 0),
     "pixel_shuffle": lambda x, _: F.pixel_shuffle(x, 2),
     "rms_norm": lambda x, w: F.rms_norm(x, (4, 6), w[0, 0, :, :6].contiguous(), eps=1e-3),
     "rms_norm without weight": lambda x, _: F.rms_norm(x, (6,)),
@@ -260,15 +305,24 @@ class OfTwo(nn.Module):
         return self.function(x * self.scale, self.weight)
 
 
+def test_the_formula_of_a_squared_error_sums_over_what_broadcasts():
+    from ortlab.engine.operators.torch_calls import FORMULAS as BY_NAME
+
+    x, target = torch.randn(1, 3, requires_grad=True), torch.randn(4, 3)
+    F.mse_loss(x.expand(4, 3), target).backward()
+    (found,) = BY_NAME["mse_loss", "default"](torch.ones(()), x.detach(), target)
+    torch.testing.assert_close(found, x.grad)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("case", FORMULAS)
-def test_a_call_whose_gradient_has_a_formula_runs_no_second_forward(case, dtype, monkeypatch):
+def test_a_call_whose_gradient_has_a_formula_runs_no_second_forward(case, dtype, monkeypatch, wrap):
     from ortlab.engine.operators import torch_calls
 
     torch.manual_seed(1)
     model = OfTwo(FORMULAS[case]).to(dtype)
     eager = copy.deepcopy(model)
-    lab = ortlab.wrap(model, log_level="ERROR")
+    wrap(model, log_level="ERROR")
     x = torch.randn(2, 4, 4, 6, dtype=dtype)
     used = []
     name = case.split()[0]
@@ -282,4 +336,3 @@ def test_a_call_whose_gradient_has_a_formula_runs_no_second_forward(case, dtype,
     assert used == [name]
     for one, other in zip(model.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-5)
-    lab.unwrap()

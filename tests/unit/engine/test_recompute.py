@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 
 import onnx
@@ -15,8 +16,8 @@ import ortlab
 from ortlab.engine.sessions import seed
 from ortlab.errors import ExecutionError, OptionError, PlanWarning
 from ortlab.graphs.diff import diff
-from ortlab.graphs.nodes import repeats
-from ortlab.memory.trace import lifetimes
+from ortlab.graphs.nodes import executed_operator, repeats
+from ortlab.memory.trace import WRITTEN_OVER, lifetimes
 from ortlab.options.options import Options
 
 WIDTH, LAYERS, WORDS = 64, 3, 120
@@ -114,6 +115,36 @@ def test_gradients_are_the_same_bit_for_bit_and_less_is_kept(name, drop, wrapped
     assert not copies(lab)
 
 
+class Residual(nn.Sequential):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+def test_a_model_that_is_the_list_of_its_blocks_recomputes_them(wrapped):
+    torch.manual_seed(3)
+    blocks = [
+        Residual(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        for _ in range(LAYERS)
+    ]
+    model = nn.Sequential(nn.Embedding(WORDS, WIDTH), *blocks, nn.Linear(WIDTH, WORDS))
+    ids = torch.randint(WORDS, (2, 16))
+
+    def train():
+        model.zero_grad()
+        loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+        loss.backward()
+        return [loss.detach(), *(one.grad.clone() for one in model.parameters())]
+
+    lab = wrapped(model)
+    expected, kept = train(), lab.activations().total_bytes
+    for words in ("layers", "layers:2", "layers:1/2", "layers[:1]", ("2", "3")):
+        lab.set(recompute=words)
+        assert all(map(torch.equal, train(), expected)), words
+        assert lab.activations().total_bytes < kept, words
+    lab.set(engine="checkpoint")
+    assert lab.status.detail == f"{LAYERS} Residual in the model"
+
+
 def test_of_layers_only_what_one_hands_to_the_next_is_kept(wrapped):
     torch.manual_seed(3)
     model = MODELS["gpt2"](0.0)
@@ -122,9 +153,10 @@ def test_of_layers_only_what_one_hands_to_the_next_is_kept(wrapped):
     rows = [
         row for row in lab.activations().rows if row.layer.startswith("transformer.h.") and row.bytes > 64
     ]
-    # The attention mask is made once, in the first layer, and read in all.
+    # The attention mask, and who sees anything through it, are made once and read in all layers.
     assert [(row.layer, row.operator) for row in sorted(rows, key=lambda row: row.position)] == [
-        ("transformer.h.0", "Where"),
+        (f"transformer.h.{LAYERS - 1}", "Where"),
+        (f"transformer.h.{LAYERS - 1}", "ReduceMax"),
         *((f"transformer.h.{number}", "Add") for number in range(LAYERS)),
     ]
     lab.set(recompute="all but matmuls")
@@ -132,7 +164,7 @@ def test_of_layers_only_what_one_hands_to_the_next_is_kept(wrapped):
     rows = [
         row for row in lab.activations().rows if row.layer.startswith("transformer.h.") and row.bytes > 64
     ]
-    assert {row.operator for row in rows} <= {"MatMul", "FusedMatMul", "Gemm", "Where"}
+    assert {row.operator for row in rows} <= {"MatMul", "FusedMatMul", "Gemm", "Where", "ReduceMax"}
 
 
 @pytest.mark.parametrize(
@@ -157,6 +189,26 @@ def test_nested_keeps_no_more_than_the_stretches_and_needs_less_while_they_run(n
     assert set(runs[nested].values()) == {1, 2}
     assert set(runs[outer].values()) == {1}
     assert runs[nested].keys() == runs[outer].keys()
+
+
+def test_no_call_writes_over_a_value_that_shares_the_memory_of_another(wrapped):
+    """ONNX Runtime frees that memory behind the call, whose result lies in it."""
+    torch.manual_seed(3)
+    model = t5(**SIZES, drop=0.0, use_cache=True)  # the gradient of what it returns is added in place
+    lab, inputs = wrapped(model), batch()
+    expected = gradients(lab, model, inputs)
+    lab.set(recompute="layers")
+    assert_same(gradients(lab, model, inputs), expected)
+    nodes = lab.graph("execution").model.graph.node
+    shared = {name for node in nodes if node.op_type == "PassThrough" for name in node.output}
+    over = [
+        node.input[number]
+        for node in nodes
+        for number in WRITTEN_OVER.get(executed_operator(node), ())
+        if number < len(node.input)
+    ]
+    assert over
+    assert shared.isdisjoint(over)
 
 
 MASKS = {"gpt2": 3 * LAYERS, "bert": 3 * LAYERS, "llama": LAYERS, "t5": (4 + 6) * LAYERS}
@@ -443,6 +495,36 @@ def test_group_norms_run_again(wrapped):
         assert lab.activations().total_bytes < 0.6 * kept
 
 
+class Distances(nn.Module):
+    """Attention to what lies at a distance, as DeBERTa has: the same distances for each entry of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.score = nn.Linear(64, 64)
+
+    def forward(self, x):
+        places = torch.arange(x.shape[1])
+        distances = (places[:, None] - places[None, :]).clamp(-8, 7) + 8
+        scores = self.score(x).gather(2, distances.expand(x.shape[0], -1, -1))
+        return x + (scores.softmax(-1) @ x).relu()
+
+
+@pytest.mark.parametrize("words", [(), "layers"])
+def test_indices_are_kept_as_they_were_before_they_were_broadcast(words, wrapped):
+    torch.manual_seed(3)
+    eager = nn.Sequential(nn.Sequential(*(Distances() for _ in range(3))))
+    x = torch.randn(32, 16, 64)
+    model = copy.deepcopy(eager)
+    lab = wrapped(model, recompute=words)
+    model(x).square().mean().backward()
+    eager(x).square().mean().backward()
+    for one, other in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
+    kept = {row.operator: row for row in lab.activations().rows if row.dtype == "int64"}
+    assert "Expand" not in kept
+    assert sum(row.bytes for row in kept.values()) < x.shape[0] * x.shape[1] ** 2
+
+
 @pytest.mark.parametrize("aten", [True, False], ids=["torch's loss", "ORT's loss"])
 def test_labels_that_are_all_ignored_give_what_they_give_without(aten, wrapped):
     torch.manual_seed(3)
@@ -548,8 +630,9 @@ def test_modules_that_do_not_exist_are_named_with_near_ones(words, said, wrapped
 
 def test_words_that_find_nothing_to_make_again_are_said(wrapped):
     lab = wrapped(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)), recompute="all but matmuls")
-    with pytest.warns(PlanWarning, match="'all but matmuls' makes nothing again"):
+    with pytest.warns(PlanWarning, match="'all but matmuls' makes nothing again") as said:
         lab.module(torch.randn(2, 4)).sum().backward()
+    assert [one.filename for one in said] == [__file__]  # the line that has called, and none of ortlab's
     assert "makes nothing again" in lab.messages[-1].text
 
 

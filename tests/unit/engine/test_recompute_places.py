@@ -146,6 +146,22 @@ def test_what_is_recomputed_drops_out_what_the_forward_did(name: str) -> None:
         torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6)
 
 
+def test_what_the_model_returns_can_be_a_place_that_a_count_leaves_out() -> None:
+    made = Trained("bert", 0.0)
+    made.model.config.output_hidden_states = True  # each is the result of a layer normalisation
+    loss, gradients = made.gradients()
+    name = "LayerNormalization+:1"
+    assert len(made.places.of(name)) > 1
+    again, others = made.gradients(memory_plan=[f"{name}:1"])
+    assert any(node.op_type == HIDING for node in made.graph().node)
+    assert torch.equal(again, loss)
+    assert all(map(torch.equal, others, gradients))
+    returned = made.model(**made.batch)
+    states = [one.detach().clone() for one in returned.hidden_states]
+    returned.loss.backward()
+    assert all(map(torch.equal, returned.hidden_states, states))
+
+
 def test_results_that_a_graph_does_not_make_are_named(trained: Trained) -> None:
     model = onnx.load_model_from_string(trained.lab._bench.ort.execution.serialized_graph("gradient"))
     result = trained.places.places[0].outputs[0]
@@ -244,10 +260,10 @@ def gelus(count: int) -> torch.nn.Sequential:
 
 
 @pytest.mark.parametrize(("count", "recomputed"), [(1, 1), (2, 0)])
-def test_nodes_without_a_name_are_recomputed_where_there_is_one(count: int, recomputed: int) -> None:
+def test_nodes_without_a_name_are_recomputed_where_there_is_one(count: int, recomputed: int, wrap) -> None:
     reference, model, x = gelus(count), gelus(count), torch.randn(16, 4)
     reference(x).square().sum().backward()
-    lab = ortlab.wrap(model, cast_strategy="INSERT_AND_REDUCE", static_shape=True, memory_level=1)
+    lab = wrap(model, cast_strategy="INSERT_AND_REDUCE", static_shape=True, memory_level=1)
     model(x).square().sum().backward()
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-2, atol=1e-3)
@@ -257,14 +273,10 @@ def test_nodes_without_a_name_are_recomputed_where_there_is_one(count: int, reco
     assert {place.node for place in places} <= {output for node in graph.node for output in node.output}
     assert all(place.nodes == ("",) and place.outputs == (place.node,) for place in places)
     assert sum(output.endswith(COPY) for node in graph.node for output in node.output) == recomputed
-    lab.unwrap()
 
 
-def test_plans_that_recompute_several_nodes_without_a_name_are_refused_with_a_way_out() -> None:
-    lab = ortlab.wrap(
-        gelus(2), cast_strategy="INSERT_AND_REDUCE", static_shape=True, memory_plan=["Mul+:1:-1"]
-    )
+def test_plans_that_recompute_several_nodes_without_a_name_are_refused_with_a_way_out(wrap) -> None:
+    lab = wrap(gelus(2), cast_strategy="INSERT_AND_REDUCE", static_shape=True, memory_plan=["Mul+:1:-1"])
     with pytest.raises(BuildError, match="several nodes that have no name") as refused:
         lab.module(torch.randn(16, 4))
     assert "memory_level=1" in refused.value.fix
-    lab.unwrap()

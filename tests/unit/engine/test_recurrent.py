@@ -134,11 +134,10 @@ class Packed(nn.Module):
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("kind", ["lstm", "gru", "rnn"])
-def test_a_packed_sequence_is_refused_before_its_first_step(kind):
-    lab = ortlab.wrap(Packed(LAYERS[kind]()), log_level="ERROR")
+def test_a_packed_sequence_is_refused_before_its_first_step(kind, wrap):
+    lab = wrap(Packed(LAYERS[kind]()), log_level="ERROR")
     with pytest.raises(ortlab.OrtlabError, match=f"packed sequences through {kind.upper()} layers"):
         lab.module(torch.randn(7, 3, 6))
-    lab.unwrap()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -23,15 +23,13 @@ pytestmark = [
 
 
 @pytest.fixture
-def trained():
+def trained(wrap):
     """Return a function that runs a model beside its copy on batches of some sizes, and says what was built."""
-    labs = []
 
     def run(model, rows, **options):
         torch.manual_seed(0)
         reference, built = copy.deepcopy(model), []
-        lab = ortlab.wrap(model, **options)
-        labs.append(lab)
+        lab = wrap(model, **options)
         for number in rows:
             x = torch.randn(number, 4)
             outputs = [one(x) for one in (reference, model)]
@@ -45,9 +43,7 @@ def trained():
         assert set(built) <= {"ort", "ort parts"}
         return lab
 
-    yield run
-    for lab in labs:
-        lab.unwrap(forget=True)
+    return run
 
 
 def exports(lab):
@@ -97,6 +93,8 @@ BRANCHES = {
     "max": (lambda h, x: h.sum(0) * max(x.shape[0], 5), 2),
     "turns": (turns, 3),
     "rows": (rows_in_turn, 4),
+    "squeeze": (lambda h, x: h.squeeze(0), 1),
+    "squeeze of a width": (lambda h, x: torch.squeeze(h, -1) * 2, 1),
     "chunks": (weighed_chunks, 1),
     "square root": (lambda h, x: h / math.sqrt(h.size(0)), 4),
     "square root of a width": (lambda h, x: h / math.sqrt(h.size(-1)), 1),

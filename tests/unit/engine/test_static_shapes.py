@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-import ortlab
 from ortlab.engine.passes.shapes import with_sizes
 
 
@@ -53,10 +52,10 @@ def test_as_released_the_graph_builder_refuses_the_shapes(with_ort):
         wrapped(x, y=y)
 
 
-def test_with_ortlab_the_graph_has_the_sizes_and_fewer_nodes_and_follows_the_batch():
+def test_with_ortlab_the_graph_has_the_sizes_and_fewer_nodes_and_follows_the_batch(wrap):
     model = Model()
     wanted = {sizes: step(model, *sizes) for sizes in ((2, 3), (5, 7))}
-    lab = ortlab.wrap(model)
+    lab = wrap(model)
     step(model, 2, 3)
     dynamic = onnx.load_model_from_string(lab._bench.ort.execution.serialized_graph("execution")).graph
     lab.set(static_shape=True)
@@ -71,7 +70,6 @@ def test_with_ortlab_the_graph_has_the_sizes_and_fewer_nodes_and_follows_the_bat
     lab.set(static_shape=False)
     torch.testing.assert_close(step(model, 5, 7), wanted[5, 7])
     assert lab.status.reason != "`size of tensor 0` changed from 2 x 3 to 5 x 7"
-    lab.unwrap()
 
 
 def test_dimensions_that_are_computed_from_sizes_become_numbers_and_others_stay():

@@ -97,12 +97,11 @@ def operators(lab, stage="optimized"):
     ],
     ids=repr,
 )
-def test_a_sparsity_switch_acts_and_trains_as_pytorch(tokens, changes, rows_are_left_out):
+def test_a_sparsity_switch_acts_and_trains_as_pytorch(tokens, changes, rows_are_left_out, wrap):
     model, batch, losses, gradients = tokens
-    lab = ortlab.wrap(model, **changes)
+    lab = wrap(model, **changes)
     run = lab.step(lambda: model(*batch).backward(), n=2)
     used = operators(lab)
-    lab.unwrap()
     check_trained(run, model, losses, gradients)
     assert "PythonOp" not in used
     assert ("ShrunkenGather" in used) == rows_are_left_out
@@ -169,7 +168,7 @@ def test_the_compute_optimizer_switched_off_live_leaves_no_mark_and_prints_nothi
 
 @pytest.mark.row("T8", "F12", "F13")
 @pytest.mark.parametrize("given", ["set", "variable", "file"])
-def test_plans_are_taken_as_text_from_everywhere(monkeypatch, tmp_path, given):
+def test_plans_are_taken_as_text_from_everywhere(monkeypatch, tmp_path, given, wrap):
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 3))
     reference, x, plan = copy.deepcopy(model), torch.randn(5, 4), "Gelu+:1:-1"
@@ -178,11 +177,10 @@ def test_plans_are_taken_as_text_from_everywhere(monkeypatch, tmp_path, given):
         file = tmp_path / "plans.json"
         file.write_text(json.dumps([plan]), encoding="utf-8")
         monkeypatch.setenv("ORTMODULE_MEMORY_OPT_CONFIG", plan if given == "variable" else str(file))
-    lab = ortlab.wrap(model, **({"memory_plan": plan} if given == "set" else {}))
+    lab = wrap(model, **({"memory_plan": plan} if given == "set" else {}))
     lab.step(lambda: model(x).sum().backward())
     computed = operators(lab, "execution").count("Gelu")
     enabled = [row.config for row in lab.plan().rows if row.enabled]
-    lab.unwrap()
     assert lab.options.memory_plan == (plan,)
     assert computed == 2  # in forward, and again in backward
     assert enabled == [plan]
@@ -191,18 +189,17 @@ def test_plans_are_taken_as_text_from_everywhere(monkeypatch, tmp_path, given):
 
 
 @pytest.mark.row("T9", "B1", "B2")
-def test_the_level_fatal_trains(tokens):
+def test_the_level_fatal_trains(tokens, wrap):
     model, batch, losses, gradients = tokens
-    lab = ortlab.wrap(model, log_level="FATAL")
+    lab = wrap(model, log_level="FATAL")
     run = lab.step(lambda: model(*batch).backward(), n=2)
-    lab.unwrap()
     check_trained(run, model, losses, gradients)
 
 
 @pytest.mark.row("T13")
-def test_seed_zero_gives_a_run_two_masks_and_repeats_them():
+def test_seed_zero_gives_a_run_two_masks_and_repeats_them(wrap):
     model, x = Dropped(), torch.ones(200)
-    lab = ortlab.wrap(model)
+    lab = wrap(model)
     torch.manual_seed(0)
     outputs = []
 
@@ -213,38 +210,35 @@ def test_seed_zero_gives_a_run_two_masks_and_repeats_them():
 
     lab.step(step, n=2)
     lab.rerun()
-    lab.unwrap()
     assert not torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])
     assert torch.equal(outputs[1], outputs[3])
 
 
 @pytest.mark.row("T11", "C6")
-def test_evaluation_after_training_has_no_dropout():
+def test_evaluation_after_training_has_no_dropout(wrap):
     model, x = Dropped(), torch.ones(200)
-    lab = ortlab.wrap(model)
+    wrap(model)
     assert (model(x) == 0).any()
     model.eval()
     with torch.no_grad():
         assert torch.equal(model(x), x)
-    lab.unwrap()
 
 
 @pytest.mark.row("T16")
-def test_every_saving_behind_ignored_labels_has_a_value(tokens):
+def test_every_saving_behind_ignored_labels_has_a_value(tokens, wrap):
     model, batch, *_ = tokens
-    lab = ortlab.wrap(model)
+    lab = wrap(model)
     model(*batch).backward()
     rows = [row for row in lab.plan().rows if "valid_indices_count" in row.saving_symbolic]
-    lab.unwrap()
     assert [row.saving_bytes for row in rows] == [8 * 16 * 4]  # a quarter of 4 x 8 labels, 16 float32 each
 
 
 @pytest.mark.row("T17")
-def test_another_dtype_or_rank_rebuilds_and_says_so():
+def test_another_dtype_or_rank_rebuilds_and_says_so(wrap):
     torch.manual_seed(2)
     model, reference = (module := AnyDtype()), copy.deepcopy(module)
-    lab = ortlab.wrap(model)
+    lab = wrap(model)
     for x in (
         torch.ones(3, 4),
         torch.ones(3, 4, dtype=torch.float64),
@@ -253,19 +247,17 @@ def test_another_dtype_or_rank_rebuilds_and_says_so():
     ):
         torch.testing.assert_close(model(x), reference(x))
     assert "changed" in lab.status.reason
-    lab.unwrap()
 
 
 @pytest.mark.row("T18")
-def test_the_encoder_of_pytorch_trains():
+def test_the_encoder_of_pytorch_trains(wrap):
     torch.manual_seed(2)
     model, x = encoder(), torch.randn(2, 5, 8)
     reference = copy.deepcopy(model)
     expected = reference(x)
     expected.sum().backward()
-    lab = ortlab.wrap(model)
+    lab = wrap(model)
     run = lab.step(lambda: model(x).sum().backward())
-    lab.unwrap()
     assert run.executed_by == "ort"
     for left, right in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(left.grad, right.grad, rtol=1e-4, atol=1e-5)

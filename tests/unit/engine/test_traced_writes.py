@@ -10,7 +10,6 @@ import torch
 from forked import python
 from torch import nn
 
-import ortlab
 from ortlab.errors import BuildError
 
 pytestmark = pytest.mark.usefixtures("ortmodule")
@@ -234,9 +233,9 @@ def nets():
 
 
 @pytest.mark.parametrize("body", [*RIGHT, *SHOWN], ids=lambda body: body.__name__)
-def test_writes_that_the_graph_shows_are_exported(nets, body):
+def test_writes_that_the_graph_shows_are_exported(nets, body, wrap):
     net, reference = nets(body)
-    lab = ortlab.wrap(net)
+    lab = wrap(net)
     for rows in (3, 5):
         x = torch.randn(rows, 4)
         outputs, expected = net(x), reference(x)
@@ -247,18 +246,16 @@ def test_writes_that_the_graph_shows_are_exported(nets, body):
     with torch.no_grad():
         torch.testing.assert_close(net.eval()(x), reference.eval()(x))
     assert lab.status.executed_by == "ort"
-    lab.unwrap()
 
 
 @pytest.mark.parametrize("body", UNKNOWN, ids=lambda body: body.__name__)
-def test_reads_of_what_the_graph_does_not_show_are_refused(nets, body):
+def test_reads_of_what_the_graph_does_not_show_are_refused(nets, body, wrap):
     net, _ = nets(body)
-    lab = ortlab.wrap(net)
+    wrap(net)
     for module in (net.train(), net.eval()):
         with pytest.raises(BuildError, match="memory was written through another") as caught:
             module(torch.randn(3, 4))
         assert __file__ in caught.value.what
-    lab.unwrap()
 
 
 def test_the_exporter_gets_them_wrong_without_a_word():

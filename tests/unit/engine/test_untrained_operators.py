@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import subprocess
 import warnings
 
@@ -13,7 +14,6 @@ from forked import python
 from torch import nn
 from torch.nn import functional as F
 
-import ortlab
 from ortlab.engine import load
 
 TOLERANCE = 1e-5
@@ -134,18 +134,16 @@ def test_a_kept_export_trains_in_another_process(tmp_path):
     assert runs[0].startswith("ort ")
 
 
-def test_an_operator_that_needs_no_gradient_stays_onnx():
-    lab = ortlab.wrap(Weighed(lambda h, _, x: h * F.elu(x)).train())
+def test_an_operator_that_needs_no_gradient_stays_onnx(wrap):
+    lab = wrap(Weighed(lambda h, _, x: h * F.elu(x)).train())
     lab.module(torch.randn(5, 8)).backward()
     assert not said(lab)
-    lab.unwrap()
 
 
-def test_the_messages_name_what_pytorch_runs():
-    lab = ortlab.wrap(Weighed(lambda h, *_: F.elu(F.elu(h)) + h.cumsum(1)).train())
+def test_the_messages_name_what_pytorch_runs(wrap):
+    lab = wrap(Weighed(lambda h, *_: F.elu(F.elu(h)) + h.cumsum(1)).train())
     lab.module(torch.randn(5, 8)).backward()
     assert said(lab) == ["PyTorch's kernels run what ONNX Runtime cannot: aten::cumsum, aten::elu (2)."]
-    lab.unwrap()
 
 
 def said(lab):
@@ -162,35 +160,33 @@ def said(lab):
     ],
     ids=["dropout2d", "rrelu", "gumbel_softmax", "alpha_dropout"],
 )
-def test_random_operators_draw_what_pytorch_draws_forward_and_backward(draw):
+def test_random_operators_draw_what_pytorch_draws_forward_and_backward(draw, wrap):
     torch.manual_seed(0)
     model = Weighed(lambda h, *_: draw(h)).train()
     reference, x = copy.deepcopy(model), torch.randn(5, 8)
-    lab = ortlab.wrap(model)
+    wrap(model)
     for seed in range(3):
         for module in (reference, model):
             module.zero_grad()
             torch.manual_seed(seed)
             module(x).backward()
         torch.testing.assert_close(model.first.weight.grad, reference.first.weight.grad)
-    lab.unwrap()
 
 
-def test_only_the_inputs_that_need_a_gradient_get_one():
+def test_only_the_inputs_that_need_a_gradient_get_one(wrap):
     """1.19.2 asks of the n-th gradient whether the n-th input needs one."""
     model = Weighed(lambda h, net, x: torch.addcdiv(x, h, net.weight[0].detach() + 3)).train()
     reference, x = copy.deepcopy(model), torch.randn(5, 8)
-    lab = ortlab.wrap(model)
+    wrap(model)
     for module in (reference, model):
         module(x).backward()
     torch.testing.assert_close(model.first.weight.grad, reference.first.weight.grad)
     assert model.second.weight.grad is None
-    lab.unwrap()
 
 
-def test_autocast_of_the_caller_does_not_reach_into_the_graph():
+def test_autocast_of_the_caller_does_not_reach_into_the_graph(wrap):
     """A backward that is called where autocast is on runs the graph as it was traced, without."""
-    lab = ortlab.wrap(Weighed(lambda h, *_: torch.linalg.solve(h[:, :5] + 9 * torch.eye(5), h)).train())
+    lab = wrap(Weighed(lambda h, *_: torch.linalg.solve(h[:, :5] + 9 * torch.eye(5), h)).train())
     x = torch.randn(5, 8)
 
     def gradients(*, mixed):
@@ -202,7 +198,6 @@ def test_autocast_of_the_caller_does_not_reach_into_the_graph():
         return [parameter.grad.clone() for _, parameter in named if parameter.grad is not None]
 
     assert all(map(torch.equal, gradients(mixed=True), gradients(mixed=False)))
-    lab.unwrap()
 
 
 def test_a_constant_that_a_symbolic_changes_is_put_back():
@@ -231,28 +226,98 @@ def test_the_exporter_of_others_is_left_alone():
 
 
 @pytest.mark.parametrize(
+    "operator", [operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift]
+)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+def test_an_operator_that_writes_computes_what_pytorch_writes(operator, dtype, wrap):
+    """As CPM-Ant joins its masks of whole numbers with ``|=``."""
+    if dtype is torch.bool and "shift" in operator.__name__:
+        dtype = torch.int32
+
+    def masked(h, *_):
+        whole = (h * 8).round().to(dtype)
+        joined = operator(whole, (h * 3).abs().round().to(dtype))
+        return h * (joined + whole)
+
+    model = Weighed(masked).train()
+    reference, x = copy.deepcopy(model), torch.randn(5, 8)
+    lab = wrap(model)
+    for module in (reference, model):
+        module(x).backward()
+    torch.testing.assert_close(model.first.weight.grad, reference.first.weight.grad)
+    assert lab.status.executed_by == "ort"
+
+
+@pytest.mark.parametrize(
     "draw", [lambda: torch.randint(0, 99, (4,)), lambda: torch.randperm(64)[:4], lambda: torch.randn(4)]
 )
-def test_a_draw_that_takes_no_tensor_is_made_anew_in_each_step(draw):
+def test_a_draw_that_takes_no_tensor_is_made_anew_in_each_step(draw, wrap):
     class Shifted(nn.Linear):
         def forward(self, x):
             return super().forward(x) + draw()
 
-    lab = ortlab.wrap(Shifted(4, 4).train())
+    lab = wrap(Shifted(4, 4).train())
     x = torch.ones(2, 4)
     torch.manual_seed(0)
     first, second = lab.module(x), lab.module(x)
     torch.manual_seed(0)
     again = lab.module(x)
-    executed_by = lab.status.executed_by
-    lab.unwrap()
-    assert executed_by == "ort"
+    assert lab.status.executed_by == "ort"
     assert not torch.equal(first, second)
     torch.testing.assert_close(first, again)
 
 
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda h, x: h * torch.rand_like(h) + torch.rand_like(x),
+        lambda h, x: torch.rand(4) * h + torch.randn(x.shape) * torch.rand(4),
+        lambda h, x: (
+            F.dropout2d((F.gumbel_softmax(h) + torch.rand(3, 4))[None, None], 0.5) * torch.randn_like(x)
+        ),
+        lambda h, x: h[:, torch.randperm(4)] * torch.bernoulli(x.sigmoid()) + torch.randn(4),
+        lambda h, x: F.rrelu(F.rrelu(h, training=True) - 1, training=True) + F.rrelu(x, training=True),
+    ],
+    ids=["ready at once", "alike", "with gradients", "of whole numbers", "alike, with gradients"],
+)
 @pytest.mark.parametrize("training", [True, False])
-def test_of_equal_scores_those_are_chosen_that_torch_chooses(training):
+def test_several_draws_are_made_in_the_order_of_the_forward(draw, training, wrap):
+    class Drawing(nn.Linear):
+        def forward(self, x):
+            return draw(super().forward(x), x)
+
+    torch.manual_seed(0)
+    model = Drawing(4, 4).train(training)
+    reference, lab = copy.deepcopy(model), wrap(model)
+    for seed, x in enumerate((torch.randn(3, 4), torch.randn(3, 4))):
+        results = []
+        for module in (reference, model):
+            torch.manual_seed(seed)
+            with torch.set_grad_enabled(training):
+                results.append(module(x))
+            results.append(torch.rand(2))  # the generator is where the forward left it
+            if training:
+                results[-2].square().sum().backward()
+        torch.testing.assert_close(results[2:], results[:2])
+    torch.testing.assert_close(model.weight.grad, reference.weight.grad)
+    assert lab.status.executed_by == "ort"
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(4), lambda: torch.ones(4)], ids=["drawn", "not drawn"])
+def test_of_two_models_only_the_call_behind_a_draw_waits_for_one(draw, wrap):
+    class Drawing(nn.Linear):
+        def forward(self, x):
+            hidden = super().forward(x) + draw()
+            return F.scaled_dot_product_attention(hidden, hidden, hidden)
+
+    lab = wrap(model := Drawing(4, 4).double())
+    model(torch.randn(1, 2, 3, 4).double()).sum().backward()
+    assert model.weight.grad.isfinite().all()
+    assert lab.status.executed_by == "ort"
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_of_equal_scores_those_are_chosen_that_torch_chooses(training, wrap):
     """A router whose weights begin with zeros; ONNX's TopK takes the first ones."""
 
     class Routed(nn.Module):
@@ -270,11 +335,10 @@ def test_of_equal_scores_those_are_chosen_that_torch_chooses(training):
     module, x = Routed().train(training), torch.randn(8, 4)
     plain = copy.deepcopy(module)
     assert not torch.equal(plain.router(x).topk(3, dim=1).indices, torch.arange(3).expand(8, 3))
-    lab = ortlab.wrap(module)
+    wrap(module)
     actual, expected = module(x), plain(x)
     for output in (actual, expected):
         output.pow(2).sum().backward()
-    lab.unwrap()
     torch.testing.assert_close(actual, expected)
     for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)

@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-import ortlab
-
 FORWARDS = {
     "a view": lambda net, x: (net.first(x).view(16, 32),),
     "an activation": lambda net, x: (net.first(x).relu(),),
@@ -47,15 +45,14 @@ def step(module, x):
 
 @pytest.mark.parametrize("aten_backward", [False, True])
 @pytest.mark.parametrize("forward", FORWARDS.values(), ids=FORWARDS)
-def test_a_backward_writes_over_nothing_that_was_returned(forward, aten_backward):
+def test_a_backward_writes_over_nothing_that_was_returned(forward, aten_backward, wrap):
     torch.manual_seed(0)
     module, x = Net(forward).train(), torch.randn(32, 16)
     expected = copy.deepcopy(module)(x)
-    lab = ortlab.wrap(module, aten_backward=aten_backward)
+    lab = wrap(module, aten_backward=aten_backward)
     first = step(module, x)
     step(module, x + 1)
     assert lab.status.executed_by == "ort"
-    lab.unwrap()
     for mine, theirs in zip(first, expected, strict=True):
         torch.testing.assert_close(mine, theirs)
 
@@ -96,13 +93,12 @@ def test_1_19_2_does_not_build_a_product_of_a_third_gradient(ortmodule, no_fallb
             wrapped(torch.randn(4, 16))
 
 
-def test_a_product_of_a_third_gradient_is_built():
+def test_a_product_of_a_third_gradient_is_built(wrap):
     torch.manual_seed(0)
     module, x = ThreeOutputs().train(), torch.randn(4, 16)
     plain = copy.deepcopy(module)
-    lab = ortlab.wrap(module)
+    wrap(module)
     step(module, x)
-    lab.unwrap()
     step(plain, x)
     for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)

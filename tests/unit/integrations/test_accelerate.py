@@ -87,17 +87,16 @@ def test_a_saved_state_goes_on_as_if_uninterrupted(bert, rows, tmp_path):
     resumed.end()
 
 
-def test_a_model_without_its_precision_still_runs_on_ort(rows):
+def test_a_model_without_its_precision_still_runs_on_ort(rows, wrap):
     """`unwrap_model(keep_fp32_wrapper=False)` puts the innermost forward that it finds on the model."""
     model = torch.nn.Linear(4, 3)
-    lab = ortlab.wrap(model)
+    lab = wrap(model)
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     prepared = accelerator.prepare(model)
     bare = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
     assert bare is model
     run = lab.step(lambda: bare(torch.ones(2, 4)).sum().backward())
     assert run.executed_by == "ort"
-    lab.unwrap()
 
 
 @pytest.mark.parametrize("wrapped", ["before", "after"])

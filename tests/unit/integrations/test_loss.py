@@ -89,29 +89,27 @@ def test_any_loss_becomes_part_of_the_graph():
         torch.testing.assert_close(gradient, plain.layer.weight.grad, rtol=1e-5, atol=1e-7)
 
 
-def test_the_loss_is_computed_by_onnx_runtime():
+def test_the_loss_is_computed_by_onnx_runtime(wrap):
     model = ortlab.with_loss(Net(), nn.CrossEntropyLoss())
-    lab = ortlab.wrap(model)
+    lab = wrap(model)
     loss, logits = model(X, labels=Y)
     graph = lab.graph("exported").model.graph
     assert "labels" in [one.name for one in graph.input]
     sizes = [len(one.type.tensor_type.shape.dim) for one in graph.output]
     assert sizes == [loss.dim(), logits.dim()] == [0, 2]
-    lab.unwrap()
 
 
 @pytest.mark.parametrize("on", [True, False])
-def test_label_sparsity_finds_the_loss(on):
+def test_label_sparsity_finds_the_loss(on, wrap):
     """Rows whose label is ignored are left out of the logits (row D7): 4 of 64 count."""
     model = ortlab.with_loss(Net(), nn.CrossEntropyLoss())
-    lab = ortlab.wrap(model, label_sparse_optimizer=on)
+    lab = wrap(model, label_sparse_optimizer=on)
     labels = torch.full((64,), -100)
     labels[:4] = 1
     loss = model(torch.randn(64, 4, generator=torch.Generator().manual_seed(2)), labels=labels)[0]
     loss.backward()
     nodes = {node.op_type for node in lab.graph("gradient").model.graph.node}
     assert ("NonZero" in nodes) == on
-    lab.unwrap()
 
 
 def test_the_loss_stands_where_it_is_looked_for():
@@ -136,20 +134,19 @@ def test_the_loss_stands_where_it_is_looked_for():
         lab.unwrap()
 
 
-def test_the_number_of_items_is_an_input_and_no_constant():
+def test_the_number_of_items_is_an_input_and_no_constant(wrap):
     model = ortlab.with_loss(Net(), summed)
-    lab = ortlab.wrap(model)
+    lab = wrap(model)
     first = model(X, labels=Y, num_items_in_batch=torch.tensor(4))[0]
     second = model(X, labels=Y, num_items_in_batch=torch.tensor(8))[0]
     torch.testing.assert_close(first, second * 2)
     assert lab.status.reason == "first call in this mode"
-    lab.unwrap()
 
 
-def test_a_change_of_the_loss_is_noticed():
+def test_a_change_of_the_loss_is_noticed(wrap):
     smoother = LabelSmoother(0.1)
     model = ortlab.with_loss(Net(lambda logits: (logits,)), smoother)
-    lab = ortlab.wrap(model)
+    lab = wrap(model)
     before = model(X, labels=Y)[0].item()
     smoother.epsilon = 0.4
     after = model(X, labels=Y)[0].item()
@@ -157,7 +154,6 @@ def test_a_change_of_the_loss_is_noticed():
     assert after == pytest.approx(expected, rel=1e-5)
     assert after != pytest.approx(before, rel=1e-3)
     assert "epsilon" in lab.status.reason
-    lab.unwrap()
 
 
 def test_the_model_stays_what_it_was():
@@ -189,7 +185,7 @@ def test_copies_and_pickles_keep_the_loss():
     torch.testing.assert_close(model(X, labels=Y)[0], expected)
 
 
-def test_what_cannot_be_a_loss_is_refused():
+def test_what_cannot_be_a_loss_is_refused(wrap):
     with pytest.raises(WrapError, match="has parameters"):
         ortlab.with_loss(Net(), nn.Linear(3, 1))
     with pytest.raises(WrapError, match="A float is no loss"):
@@ -197,11 +193,10 @@ def test_what_cannot_be_a_loss_is_refused():
     model = ortlab.with_loss(Net(), summed)
     with pytest.raises(WrapError, match="has a loss already"):
         ortlab.with_loss(model, summed)
-    lab = ortlab.wrap(model)
+    wrap(model)
     for change in (lambda: ortlab.with_loss(model, summed), lambda: ortlab.without_loss(model)):
         with pytest.raises(WrapError, match="wrapped"):
             change()
-    lab.unwrap()
 
 
 @pytest.mark.parametrize(
@@ -212,9 +207,8 @@ def test_what_cannot_be_a_loss_is_refused():
         (Bare, lambda *_: torch.ones(()), {"labels": Y}, "no place in a Bare"),
     ],
 )
-def test_what_cannot_train_is_said_plainly(form, loss, call, said):
+def test_what_cannot_train_is_said_plainly(form, loss, call, said, wrap):
     model = ortlab.with_loss(Net(form), loss)
-    lab = ortlab.wrap(model)
+    wrap(model)
     with pytest.raises(StepError, match=said):
         model(X, **call)
-    lab.unwrap()

@@ -62,16 +62,15 @@ def deepspeed_engine(module):
 # --- wrong orders ------------------------------------------------------------------------------------------------
 
 
-def test_ort_around_ddp_is_refused_with_both_orders(gloo):
+def test_ort_around_ddp_is_refused_with_both_orders(gloo, wrap):
     parallel = DistributedDataParallel(Net())
     with pytest.raises(WrapError) as caught:
         ortlab.wrap(parallel)
     assert "ORT(DistributedDataParallel(Net))" in caught.value.what
     assert "ortlab.wrap(model), then DistributedDataParallel(model)" in caught.value.fix
-    lab = ortlab.wrap(parallel.module)  # what the error says does work
+    lab = wrap(parallel.module)  # what the error says does work
     parallel(torch.ones(2, 4)).sum().backward()
     assert lab.status.executed_by == "ort"
-    lab.unwrap()
 
 
 def test_ort_around_deepspeed_is_refused():

@@ -18,7 +18,7 @@ import ortlab
 from ortlab.analyses import memory as measuring
 from ortlab.analyses.memory import CudaHistory, held_inputs
 from ortlab.engine.extensions import bridge
-from ortlab.engine.kept_values import earliest_places
+from ortlab.engine.saved_activations import earliest_places
 from ortlab.errors import StepError
 from ortlab.memory.device_snapshot import KeptBuffer, MemorySnapshot, maker_of, name_blocks, with_names
 from ortlab.memory.trace import lifetimes

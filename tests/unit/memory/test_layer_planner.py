@@ -91,7 +91,7 @@ def test_a_plan_lists_what_ortlab_recomputes_itself(planned):
     for row in (rows["recompute=layers"], rows["recompute=all but matmuls"]):
         lab.set(**row.switches)
         saved = without - lab.activations().total_bytes
-        assert row.saving_bytes == pytest.approx(saved, rel=0.1), row.config
+        assert row.saving_bytes == pytest.approx(saved, rel=0.12), row.config
         on = lab.plan()  # of the graph without it, also while it is on
         assert [one.config for one in on.recomputed if one.enabled] == [row.config]
         assert [one.frequency for one in on.recomputed] == [
@@ -125,9 +125,9 @@ def test_a_plan_with_costs_has_the_front_of_the_planner_and_comes_back_from_a_fi
     assert listed["plan"].tolist()[-len(costs) :] == [row.config for row in plan.recomputed]
 
 
-def test_a_model_without_repeated_layers_has_no_plans():
+def test_a_model_without_repeated_layers_has_no_plans(wrap):
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 2))
-    lab = ortlab.wrap(model)
+    lab = wrap(model)
     x = torch.randn(3, 4)
     lab.step(lambda: model(x).sum().backward(), progress=False)
     assert [row.config for row in lab.plan(costs=True, progress=False).recomputed] == [
@@ -137,7 +137,6 @@ def test_a_model_without_repeated_layers_has_no_plans():
     again = made_again(execution.built, execution.module, execution.user_inputs)
     assert again == {}
     assert LayerPlanner(lab.profile(1, progress=False), again).front() == ()
-    lab.unwrap()
 
 
 @pytest.mark.parametrize(

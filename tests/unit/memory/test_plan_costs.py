@@ -56,6 +56,22 @@ def test_plans_are_priced_and_the_lab_is_as_it_was(wide):
     assert "predicted from a profiled step" in page
 
 
+@pytest.mark.parametrize(
+    ("on", "config"),
+    [
+        ({"memory_plan": ("Gelu+:1:-1",)}, "Gelu+:1:-1"),
+        ({"recompute": "all but matmuls"}, "recompute=all but matmuls"),
+    ],
+)
+def test_what_is_on_is_said_beside_its_costs(wide, on, config):
+    wide.set(**on)
+    plan = wide.plan(costs=True, progress=False)
+    wide.set(memory_plan=(), recompute=())
+    rows = [*plan.rows, *plan.recomputed]
+    assert [one.config for one in rows if one.enabled] == [config]
+    assert all(row.cost_ms is not None for row in rows)
+
+
 def test_the_lab_shows_the_costs_for_this_step_only(wide):
     priced = wide.plan(costs=True, progress=False)
     assert wide.plan() == priced

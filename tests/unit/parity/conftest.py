@@ -54,20 +54,8 @@ def lab_of():
 @pytest.fixture
 def vit():
     """Return a ViT, whose classifier reads one token, and a batch."""
-    from transformers import ViTConfig, ViTForImageClassification
+    import small_transformers
 
     torch.manual_seed(3)
-    config = ViTConfig(
-        image_size=32,
-        patch_size=8,
-        num_labels=10,
-        num_hidden_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        intermediate_size=64,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        attn_implementation="eager",
-    )
-    model = ViTForImageClassification(config).train()
+    model = small_transformers.vit(heads=4, num_labels=10, attn_implementation="eager")
     return model, {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.tensor([1, 7])}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -81,7 +82,7 @@ def test_operators_that_pytorch_runs_are_counted_and_are_no_obstacle():
     ("make", "kind", "place"),
     [(in_bert, Item, "bert.encoder.layer.1"), (in_gpt2, CountOfData, "transformer.h.1")],
 )
-def test_the_largest_parts_are_found_and_train_when_they_are_wrapped(make, kind, place):
+def test_the_largest_parts_are_found_and_train_when_they_are_wrapped(make, kind, place, wrap):
     torch.manual_seed(0)
     broken = make(kind)
     report = ortlab.preflight(broken.model, broken.batch, progress=False)
@@ -94,13 +95,12 @@ def test_the_largest_parts_are_found_and_train_when_they_are_wrapped(make, kind,
     assert f"{broken.guilty}.inner" in report.only
     assert report.share > 0.9
     expected = _gradients(broken)
-    lab = ortlab.wrap(broken.model, only=report.only)
+    lab = wrap(broken.model, only=report.only)
     found = _gradients(broken)
     assert lab.status.executed_by == "ort parts"
     largest = max(float(one.abs().max()) for one in expected)
     for one, other in zip(found, expected, strict=True):
         assert float((one - other).abs().max()) <= 1e-5 * largest
-    lab.unwrap()
 
 
 def _gradients(broken) -> list[torch.Tensor]:
@@ -109,15 +109,14 @@ def _gradients(broken) -> list[torch.Tensor]:
     return [one.grad.clone() for one in broken.model.parameters() if one.grad is not None]
 
 
-def test_wrapping_after_it_does_not_export_again():
+def test_wrapping_after_it_does_not_export_again(wrap):
     model, batch = bert(), tokens()
     ortlab.preflight(model, batch, progress=False)
-    lab = ortlab.wrap(model)
+    lab = wrap(model)
     assert lab._bench.ort is not None
     run = lab.step(lambda: _step(model, batch), n=1, progress=False)
     assert run.initialization.stage == "session"
     assert run.initialization.export_ms == 0
-    lab.unwrap()
 
 
 def _step(model, batch):
@@ -133,15 +132,14 @@ def test_a_second_look_traces_again():
     assert kinds(first) == kinds(second) == [Kind.BRANCH]
 
 
-def test_a_wrapped_model_stays_wrapped():
+def test_a_wrapped_model_stays_wrapped(wrap):
     model, batch = gpt2(), tokens()
-    lab = ortlab.wrap(model)
+    lab = wrap(model)
     loss = model(**batch).loss
     report = ortlab.preflight(model, batch, progress=False)
     assert report.ok
     assert model(**batch).loss == loss
     assert lab.status.executed_by == "ort"
-    lab.unwrap()
 
 
 # --- nothing is changed -------------------------------------------------------------------------------------
@@ -200,23 +198,26 @@ class Interrupted(nn.Module):
 
 
 class FirstCall(nn.Module):
-    """Forgets an attribute in its first call."""
+    """Forgets an attribute in its first call, and counts calls in an object of its own."""
 
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(4, 4)
         self.is_new = True
+        self.counter = SimpleNamespace(calls=0)
 
     def forward(self, x):
+        self.counter.calls += 1
         if hasattr(self, "is_new"):
             del self.is_new
         return self.layer(x).sum()
 
 
-def test_an_attribute_that_the_forward_deletes_is_put_back():
+def test_what_the_forward_deletes_or_changes_in_an_object_is_put_back():
     model = FirstCall()
     ortlab.preflight(model, torch.rand(2, 4))
     assert model.is_new is True
+    assert model.counter.calls == 0
 
 
 def test_an_interrupt_leaves_the_model_as_it_was():

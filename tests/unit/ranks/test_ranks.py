@@ -181,7 +181,13 @@ def test_ledgers_that_do_not_belong_together_are_refused(tmp_path):
     with pytest.raises(LedgerError, match="no ledger of a rank"):
         Ranks.load(tmp_path)
     record = ledger(0, ranks=1).to_dict()
-    for wrong, words in (({**record, "schema": 9}, "layout 9"), ({**record, "colour": 1}, "colour")):
+    for wrong, words in (
+        ({**record, "schema": 9}, "layout 9"),
+        ({**record, "colour": 1}, "colour"),
+        ({**record, "ranks": 10**12}, "rank is 0 of 10"),
+        ({**record, "rank": 7}, "rank is 7 of 1"),
+        ({**record, "runs": [{"schema": 1, "number": "x"}]}, "cannot be read"),
+    ):
         (tmp_path / "rank-00000-of-00001.json").write_text(json.dumps(wrong), encoding="utf-8")
         with pytest.raises(LedgerError, match=words):
             Ranks.load(tmp_path)

@@ -158,6 +158,17 @@ def test_what_changed_between_two_runs_is_marked_and_what_is_gone_stands_there(l
     assert names <= set(node_names(back.graphs[1].model.graph))
 
 
+def test_what_runs_first_stands_first_whatever_its_backward_is_called():
+    model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 9))
+    lab = ortlab.wrap(model)
+    try:
+        lab.step(lambda: model(torch.arange(9)).square().mean().backward(), n=1, progress=False)
+        rows = graph_map(lab.graph())["rows"]
+    finally:
+        lab.unwrap()
+    assert [row["t"] for row in rows if row["p"] < 0] == ["0", "1", "2"]
+
+
 def test_a_run_of_pytorch_has_no_graph_to_compare(lab):
     with pytest.raises(OptionError, match="has no graph to compare"):
         lab.graph_diff(lab.runs.run(1), lab.runs.run(3))

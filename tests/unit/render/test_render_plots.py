@@ -6,9 +6,10 @@ from xml.etree import ElementTree as ET
 import matplotlib as mpl
 import pytest
 
+from ortlab import units
 from ortlab.options.options import Options
-from ortlab.render import plots
-from ortlab.render.plots import step_parts
+from ortlab.records.runs import Ledger, step_parts
+from ortlab.render import plots, text
 
 
 @pytest.fixture
@@ -110,9 +111,14 @@ def test_the_parts_of_a_step_add_up_to_it(new_run):
     odd = replace(run, steps=(run.steps[0], *slow, *run.steps[3:]))
     medians = [step.forward_ms for step in odd.warm_steps]
     assert max(medians) > 2 * min(medians)  # a slow forward in some steps
-    parts = step_parts(odd)
+    parts = step_parts(odd.warm_steps, odd.step_ms)
     assert sum(parts.values()) == pytest.approx(odd.step_ms)
     assert min(parts.values()) > 0
+    # The list of runs says the same as the page of one: medians of the parts stood there once.
+    (row,) = Ledger([odd]).table().to_dict("records")
+    assert [row[f"{name} [ms]"] for name in list(parts)[:3]] == list(parts.values())[:3]
+    page = text.render(odd)
+    assert all(units.duration(ms) in page for ms in parts.values())
 
 
 def test_a_plan_is_not_broken_at_its_minus(new_run):

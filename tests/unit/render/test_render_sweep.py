@@ -153,7 +153,7 @@ def test_a_sweep_is_one_line_of_the_ledger(new_run):
     lines = page.splitlines()
     assert [line.split("  ")[0] for line in lines[4:7]] == ["sweep 1: #2 to #8", "#9 ort", "sweep 2: #10"]
     assert "20.1 ms to 80.1 ms" in lines[4]
-    assert "1 earlier runs: lab.runs.table() has them." in page
+    assert "1 earlier run: lab.runs.table() has all runs." in page
     assert "Sweep 2: lab.sweeps[1] shows its points." in page
 
 

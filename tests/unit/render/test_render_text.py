@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,13 @@ def test_a_fallback_is_never_called_ort(comparison, fallback_run):
     assert "! #4 PYTORCH (fallback): run 4 was executed by PyTorch, not ORT" in text.render(comparison)
 
 
+def test_what_many_runs_share_is_said_once(new_run):
+    runs = [replace(new_run(number), unkept=("a generator",)) for number in range(1, 27)]
+    written = " ".join(text.render(Ledger([*runs, new_run(27)])).split())
+    assert "#1 to #26: The run cannot be repeated from its start" in written
+    assert written.count("cannot be repeated") == 1
+
+
 def test_an_empty_ledger_says_what_to_do_next():
     assert "lab.step(fn, n=20)" in text.render(Ledger())
 
@@ -56,7 +64,7 @@ def test_a_ledger_of_a_thousand_runs_shows_the_latest(new_run):
     written = text.render(Ledger([new_run(number) for number in range(1, 1001)]))
     assert "#1000 ort" in written
     assert "#950 ort" not in written
-    assert "950 earlier runs: lab.runs.table() has them." in written
+    assert "950 earlier runs: lab.runs.table() has all runs." in written
     assert len(written.splitlines()) < 65
 
 

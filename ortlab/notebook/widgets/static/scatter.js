@@ -1,4 +1,4 @@
-// Draws runs by time of a step and step memory. Places, ticks and words come from ortlab/render/run_scatter.py.
+// Draws runs by time of a step and step memory. Places, ticks and words come from ortlab/render/result_card.py.
 
 const NAMESPACE = "http://www.w3.org/2000/svg";
 const WIDTH = 470;

@@ -41,7 +41,7 @@ _CRASHES_KEPT: Final = 5
 _FILE_BYTES: Final = 64 * 2**20
 """Size at which the file is emptied between two blocks: everything in it has been read by then."""
 
-_COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
+COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
 _HEAD: Final = re.compile(
     r"^(?P<day>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6})\d* "
     r"\[(?P<letter>[VIWEF]):onnxruntime:[^,\]]*(, (?P<place>[^\]]*))?\] ?"
@@ -62,10 +62,9 @@ class Line(NamedTuple):
 
 
 class RuntimeLog:
-    """What this process's C++ code logs: a file, and who is told what has been written to it.
+    """What this process's C++ code logs: a file, and who is told what has been written to it."""
 
-    The file lies in `folder`, by default the user's folder for logs, or else in the system's for temporary files.
-    """
+    # The file lies in `folder`, by default the user's folder for logs, or else in the system's for temporary files.
 
     def __init__(self, folder: Path | None = None) -> None:
         self.path: Path | None = None  # None before the first block, and where no file can be made
@@ -79,12 +78,10 @@ class RuntimeLog:
 
     @contextmanager
     def block(self, stream: StandardStream | None, sink: Sink, what: str) -> Iterator[None]:
-        """Collect what is written to a stream in the block; blocks nest, and the innermost gets the messages.
-
-        `stream` is None where it cannot be redirected, and nothing is collected then. `sink` is told about each
-        message, at the latest when the block ends. `what` says what is being done, for somebody who reads the file
-        after a crash; it is empty for what may run for hours, and be killed for reasons other than ONNX Runtime.
-        """
+        """Collect what is written to a stream in the block; blocks nest, and the innermost gets the messages."""
+        # `stream` is None where it cannot be redirected, and nothing is collected then. `sink` is told about each
+        # message, at the latest when the block ends. `what` says what is being done, for somebody who reads the file
+        # after a crash; it is empty for what may run for hours, and be killed for reasons other than ONNX Runtime.
         if stream is None or not self._has_file(sink):
             yield
             return
@@ -185,11 +182,9 @@ class RuntimeLog:
 
 
 def read_log(written: str) -> tuple[str, list[Line]]:
-    """Split a log into what stands before its first message, which somebody else wrote, and its messages.
-
-    Lines without a head of their own belong to the message above.
-    """
-    split = _COLOURS.sub("", written).splitlines(keepends=True)
+    """Split a log into what stands before its first message, which somebody else wrote, and its messages."""
+    # Lines without a head of their own belong to the message above.
+    split = COLOURS.sub("", written).splitlines(keepends=True)
     plain = "".join(line for line in split if not line.startswith(_MARK))
     heads = list(_HEAD.finditer(plain))
     if not heads:
@@ -223,10 +218,8 @@ def log_folder() -> Path:
 
 
 def crashed_processes(folder: Path | None = None) -> tuple[str, ...]:
-    """Say of each process that died inside ONNX Runtime where its last lines are; each is told once.
-
-    Files of processes that ended otherwise are removed. `folder` is by default the user's folder for logs.
-    """
+    """Say of each process that died inside ONNX Runtime where its last lines are; each is told once."""
+    # Files of processes that ended otherwise are removed.
     if sys.platform == "win32":  # nothing is collected there, see StandardStream
         return ()
     where = folder or log_folder()
@@ -285,11 +278,7 @@ _WORD: Final = ctypes.sizeof(ctypes.c_void_p)
 
 
 class StandardStream:
-    """A C++ output stream of this process, and a file to point it at.
-
-    `library` is the path of the library whose stream is meant, should there be several; `name` is `CLOG` or `CERR`.
-    Raises OSError, AttributeError or ValueError where it has no such stream of libstdc++, as on Windows and macOS.
-    """
+    """A C++ output stream of this process, and a file to point it at."""
 
     def __init__(self, library: str, name: str) -> None:
         loaded = ctypes.CDLL(library)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -12,15 +11,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from ortlab.engine.logs.runtime_log import CERR, CLOG, RuntimeLog, StandardStream
 from ortlab.engine.patching import replace
+from ortlab.engine.runtime_log import CERR, CLOG, COLOURS, RuntimeLog, StandardStream
 from ortlab.options.log_levels import LogLevel, severity_of
 from ortlab.records.messages import EXPORTER, ORTMODULE, RUNTIME, MessageLog
 
 if TYPE_CHECKING:
-    from ortlab.engine.logs.runtime_log import Line
-
-_COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
+    from ortlab.engine.runtime_log import Line
 
 _MEANT_FOR_DEVELOPERS: Final = (
     "type is missing, so it may result in wrong shape inference",
@@ -57,10 +54,8 @@ class _Listener(logging.Handler):
 
 
 def _corrected(text: str) -> str:
-    """Exchange the two warnings about deep copies, whose conditions 1.19.2 has swapped.
-
-    They stand in ``_graph_transition_manager._get_exported_model``.
-    """
+    """Exchange the two warnings about deep copies, whose conditions 1.19.2 has swapped."""
+    # They stand in ``_graph_transition_manager._get_exported_model``.
     if text.startswith(_DEEP_COPY_UNWANTED):
         return _DEEP_COPY_IMPOSSIBLE + "The" + text.removeprefix(_DEEP_COPY_UNWANTED).removeprefix("the")
     if text.startswith(_DEEP_COPY_IMPOSSIBLE):
@@ -73,14 +68,12 @@ def _corrected(text: str) -> str:
 
 
 def ortmodule_logger(level: LogLevel, log: MessageLog, rank: int) -> logging.Logger:
-    """Make the logger that a manager of ORTModule writes to, which is nobody else's; its records go to `log`.
-
-    1.19.2 takes one from the registry of `logging`, where two models with different levels share it, and the second
-    one's level holds for both. Most levels let only rank 0 write.
-    """
+    """Make the logger that a manager of ORTModule writes to, which is nobody else's; its records go to `log`."""
+    # 1.19.2 takes one from the registry of `logging`, where two models with different levels share it, and the second
+    # one's level holds for both. Most levels let only rank 0 write.
 
     def keep(severity: str, text: str) -> None:
-        log.add(severity, ORTMODULE, _corrected(_COLOURS.sub("", text).strip()))
+        log.add(severity, ORTMODULE, _corrected(COLOURS.sub("", text).strip()))
 
     logger = logging.Logger("orttraining", level.python_level)  # noqa: LOG001 - not to be shared, see above
     logger.addHandler(_Listener(keep))
@@ -90,10 +83,9 @@ def ortmodule_logger(level: LogLevel, log: MessageLog, rank: int) -> logging.Log
 
 @contextmanager
 def exporter_messages(level: LogLevel, log: MessageLog, rank: int) -> Iterator[None]:
-    """Collect the warnings of the block, of Python and of torch's C++ code, and the graphs that the exporter prints.
-
-    Standard output and standard error stay what they are: the user's model, and perhaps a debugger, runs in the block.
-    """
+    """Collect the warnings of the block, of Python and of torch's C++ code, and the graphs that the exporter prints."""
+    # Standard output and standard error stay what they are: the user's model, and perhaps a debugger, runs in the
+    # block.
     seen = set[str]()
     heard = not (level.rank_zero_only and rank != 0)
 
@@ -126,6 +118,19 @@ def exporter_messages(level: LogLevel, log: MessageLog, rank: int) -> Iterator[N
 
 
 @contextmanager
+def shapes_inferred_quietly() -> Iterator[None]:
+    """Let nobody hear what shape inference cannot tell, where a page asks it once more and goes without."""
+    inference, nobody = logging.getLogger(_SHAPE_INFERENCE), logging.NullHandler()
+    propagated, inference.propagate = inference.propagate, False
+    inference.addHandler(nobody)
+    try:
+        yield
+    finally:
+        inference.removeHandler(nobody)
+        inference.propagate = propagated
+
+
+@contextmanager
 def user_code() -> Iterator[None]:
     """Let the user's own C++ code write to standard error as ever while torch's is listened to."""
     with _runtime_log().aside(_streams().torch):
@@ -136,12 +141,10 @@ _print_graph: ContextVar[Callable[[str], None] | None] = ContextVar("print_graph
 
 
 def install() -> None:
-    """Take the exporter's graphs where they are made, and redirect nothing while the user's model is traced.
-
-    ``_logger.SuppressLogs`` redirects the descriptors of standard output and standard error around the whole export
-    at every level but VERBOSE, so that a debugger in the model's forward waits for input without a prompt.
-    What it was after, torch prints with ``torch._C._jit_onnx_log``, from C++ and to a buffer of its own.
-    """
+    """Take the exporter's graphs where they are made, and redirect nothing while the user's model is traced."""
+    # ``_logger.SuppressLogs`` redirects the descriptors of standard output and standard error around the whole export
+    # at every level but VERBOSE, so that a debugger in the model's forward waits for input without a prompt. What it
+    # was after, torch prints with ``torch._C._jit_onnx_log``, from C++ and to a buffer of its own.
     import torch
     from onnxruntime.training.ortmodule import _logger
 
@@ -199,12 +202,9 @@ def _streams() -> _Streams:
 
 @contextmanager
 def runtime_messages(log: MessageLog, stage: str) -> Iterator[None]:
-    """Collect what ONNX Runtime's C++ code logs in the block.
-
-    Its lines reach a file as they are written, so that a crash leaves them; the messages get them at the end of the
-    block. Nothing else is redirected. On Windows and macOS the lines go to standard error as ever. `stage` is "graph",
-    "session" or "step".
-    """
+    """Collect what ONNX Runtime's C++ code logs in the block."""
+    # Its lines reach a file as they are written, so that a crash leaves them; the messages get them at the end of the
+    # block. Nothing else is redirected.
     runtime_log = _runtime_log()
 
     def keep(line: Line) -> None:
@@ -220,11 +220,9 @@ def runtime_messages(log: MessageLog, stage: str) -> Iterator[None]:
 
 @contextmanager
 def step_messages(log: MessageLog) -> Iterator[Callable[[], None]]:
-    """Collect what ONNX Runtime's C++ code logs while the steps of a run go wrong; a run in order logs nothing.
-
-    What an operator logs because Ctrl-C has interrupted it is no failure, and is dropped. Yields a function that drops
-    everything, for a run that keeps the steps before an interrupt and raises none.
-    """
+    """Collect what ONNX Runtime's C++ code logs while the steps of a run go wrong; a run in order logs nothing."""
+    # What an operator logs because Ctrl-C has interrupted it is no failure, and is dropped. Yields a function that
+    # drops everything, for a run that keeps the steps before an interrupt and raises none.
     dropped = False
 
     def drop() -> None:
@@ -241,11 +239,7 @@ def step_messages(log: MessageLog) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def runtime_lines(stage: str) -> Iterator[list[Line]]:
-    """Read what ONNX Runtime's C++ code logs in the block, instead of keeping it among the messages.
-
-    The list is filled at the end of the block; on Windows and macOS it stays empty. `stage` is "graph", "session" or
-    "step".
-    """
+    """Read what ONNX Runtime's C++ code logs in the block, instead of keeping it among the messages."""
     lines: list[Line] = []
     with _runtime_log().block(_streams().runtime, lines.append, stage):
         yield lines

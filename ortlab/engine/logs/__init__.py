@@ -1,1 +1,0 @@
-"""What PyTorch's exporter, ORTModule and ONNX Runtime say, collected into a lab's messages."""

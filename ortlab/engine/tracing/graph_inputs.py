@@ -1,0 +1,375 @@
+"""What a graph is fed besides parameters: the arguments of a call, the buffers of its module; and the writes to both.
+
+A graph of onnxruntime 1.19.2 has no effects, and it is made from copies of a batch. So what a forward writes to one of
+them comes out of the graph, or is worked out beside it, and is written where PyTorch writes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from ortlab.engine.patching import replace
+from ortlab.engine.tracing.outputs import Part
+from ortlab.engine.tracing.sizes import tensors_of
+from ortlab.engine.tracing.traced_writes import memory
+from ortlab.errors import BuildError, ExecutionError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import onnx
+    import torch
+
+
+# ---- arguments: numbers and sizes -----------------------------------------------------------------------------------
+
+# ORTModule 1.19.2 makes tensors of numbers (``_graph_transition_manager``, `constant_as_tensor`), so that a forward
+# that looks at their type, or indexes with one, does something else than in PyTorch: a causal model of transformers
+# takes a tensor for `logits_to_keep` as the positions to keep, and `generate()` gives other words without a sign. Here
+# numbers stay numbers; a call with another one gets another export anyway (`schema.call_schema`).
+#
+# It also makes every dimension of every input a symbol (``_io.parse_inputs_for_onnx_export``), and its gradient builder
+# takes two dimensions that meet in an operator for equal (``gradient_builder_base.cc``, ComputeBroadcastBackwardAxes):
+# where one of them is 1, the gradient is not summed over it, and the backward fails. A `squeeze` or a branch on a size
+# of 1 is traced as it was, too. As in torch.export, a 1 is therefore a number of the graph, and `schema.call_schema`
+# tells calls with and without it apart. All other sizes of inputs are symbols.
+
+FIXED_ONES: Final[ContextVar[bool]] = ContextVar("FIXED_ONES", default=False)
+"""Whether an export makes sizes of 1 numbers; on where calls with other sizes get another export."""
+
+
+def install_arguments() -> None:
+    """Read the arguments of each export as said above. Calling it again changes nothing."""
+    from onnxruntime.training.ortmodule import _io
+
+    replace(_io, "parse_inputs_for_onnx_export", _read_arguments)
+
+
+def _read_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
+    from onnxruntime.training.ortmodule._fallback import ORTModuleIOError
+
+    def parse_inputs_for_onnx_export(
+        parameters: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        constant_as_tensor: bool,  # noqa: ARG001, FBT001 - ORT's signature
+        *more: Any,
+    ) -> Any:
+        try:
+            found = original(parameters, args, kwargs, False, *more)  # noqa: FBT003 - ORT's signature
+        except ORTModuleIOError as error:
+            raise _unreadable(str(error)) from error
+        if FIXED_ONES.get():
+            access = found.onnx_graph_input_data_accessor_user_defined
+            for name, axes in found.onnx_graph_input_dynamic_axes_map.items():
+                shape = getattr(access[name](args, kwargs), "shape", ())
+                for axis in [axis for axis in axes if axis < len(shape) and shape[axis] == 1]:
+                    del axes[axis]
+        return found
+
+    return parse_inputs_for_onnx_export
+
+
+def _unreadable(message: str) -> BuildError:
+    """Explain "ORTModule does not support input type <class 'a.B'> for input name"."""
+    kind, _, name = message.rpartition(" for input ")
+    kind = kind.rpartition("input type ")[2].removeprefix("<class '").removesuffix("'>")
+    fix = "Pass the tensors that it holds, in a tuple, a list or a dict; or use PyTorch for such calls: engine='eager'."
+    if "cache" in kind.lower():
+        fix = (
+            "Call it with use_cache=False, also in model.generate(..., use_cache=False); "
+            "or generate with PyTorch: lab.set(engine='eager'), and engine='ort' to train on."
+        )
+    return BuildError(
+        f"The argument `{name}` of this call cannot be given to ONNX Runtime.",
+        why=f"A graph takes tensors, numbers and texts, in tuples, lists and dicts; this is of the class {kind}.",
+        fix=fix,
+    )
+
+
+# ---- arguments that a forward writes to -----------------------------------------------------------------------------
+
+# What a forward writes into its arguments, as ``labels[labels == 0] = -100`` does, would be lost. Here the last value
+# of each argument that is written to is one more output of the graph. The graph computes from a copy of such an
+# argument, since its backward may read it, and the output is copied into the argument afterwards, in autograd's sight
+# where gradients are on: an activation that a part of a model writes to goes on with its gradient.
+
+
+@dataclass(frozen=True)
+class WritingPart(Part):
+    """What a forward returns that writes to its arguments."""
+
+    returned: Any  # schema of what the forward returns
+    places: tuple[int, ...]  # of what is written to, among the inputs of the graph
+    index: int  # of the first of these values, among the tensors of the graph
+
+    def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return what the forward returns."""
+        from onnxruntime.training.ortmodule import _graph_transition_manager as transitions
+
+        return transitions.unflatten_data_using_schema(tensors, self.returned)
+
+
+def install_writes() -> None:
+    """Write to the arguments of each call. Calling it again changes nothing."""
+    from onnxruntime.training.ortmodule._graph_transition_manager import PostExportProcessedModelInfo
+
+    # The two calls that ORTModule makes right before and right after each run of a graph.
+    replace(PostExportProcessedModelInfo, "construct_inputs", _copy_before_run)
+    replace(PostExportProcessedModelInfo, "restore_outputs", _write_after_run)
+
+
+def give_out(flattened: Any, args: Sequence[torch.Tensor], written: Sequence[int], outputs: list[Any]) -> Any:
+    """Return the outputs of an export's forward with the arguments at some places, which were written to."""
+    from onnxruntime.training.ortmodule._io import _OutputIdentityOp
+
+    if not written:
+        return outputs
+    flattened._output_schema = WritingPart(flattened._output_schema, tuple(written), len(outputs))
+    return [*outputs, *(_OutputIdentityOp.apply(args[place]) for place in written)]
+
+
+def _part_of(schema: Any) -> WritingPart | None:
+    while schema is not None and not isinstance(schema, WritingPart):
+        schema = getattr(schema, "returned", None)
+    return schema
+
+
+def _copy_before_run(original: Callable[..., Any]) -> Callable[..., Any]:
+    def construct_inputs(self: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *more: Any) -> Any:
+        found = original(self, args, kwargs, *more)
+        part = _part_of(self.module_forward_output_schema)
+        self._ortlab_written = []
+        if part is not None:
+            readers = self.onnx_graph_input_data_accessor_user_defined
+            names = list(readers)
+            for number, place in enumerate(part.places):
+                tensor = readers[names[place]](args, kwargs)
+                _refuse_shared(tensor, args, kwargs)
+                self._ortlab_written.append((tensor, part.index + number))
+                if found.get(names[place]) is tensor:
+                    found[names[place]] = tensor.clone()
+        return found
+
+    return construct_inputs
+
+
+def _write_after_run(original: Callable[..., Any]) -> Callable[..., Any]:
+    def restore_outputs(self: Any, tensors: Sequence[torch.Tensor], *more: Any) -> Any:
+        restored = original(self, tensors, *more)
+        for tensor, index in self._ortlab_written:
+            tensor.copy_(tensors[index])
+        self._ortlab_written = []
+        return restored
+
+    return restore_outputs
+
+
+def _refuse_shared(written: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a call in which another argument shares the memory of one that is written to."""
+    if any(one is not written and memory(one) == memory(written) for one in tensors_of(args, kwargs)) or (
+        sum(one is written for one in tensors_of(args, kwargs)) > 1
+    ):
+        raise ExecutionError(
+            "The forward writes to one of its arguments, and another one shares its memory.",
+            why="A graph has values and no memory: the other argument would not show what was written.",
+            fix="Pass a copy of one of them, tensor.clone(), or train with PyTorch: lab.set(engine='eager').",
+        )
+
+
+# ---- buffers --------------------------------------------------------------------------------------------------------
+
+# The export runs the real module, and writes to its buffers; a graph does not. Three things are repaired here: the
+# export leaves no traces; batch normalisation keeps its statistics (the operator itself is torch's, see
+# `ortlab.engine.operators.layer_symbolics.batch_norm`); any other module that writes into a buffer is refused.
+
+
+def install_buffers() -> None:
+    """Keep the buffers of exported modules right. Calling it again changes nothing."""
+    from onnxruntime.training.ortmodule._graph_transition_manager import (
+        GraphTransitionManager,
+        PostExportProcessedModelInfo,
+    )
+
+    replace(GraphTransitionManager, "_export_model", _leave_no_traces)
+    # The two calls that ORTModule makes right before and right after each run of a graph.
+    replace(PostExportProcessedModelInfo, "construct_inputs", _before_run)
+    replace(PostExportProcessedModelInfo, "restore_outputs", _after_run)
+
+
+# ---- buffers: the export --------------------------------------------------------------------------------------------
+
+
+def _leave_no_traces(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``GraphTransitionManager._export_model``, which traces the user's own module."""
+    # The trace runs the forward, so in 1.19.2 the running statistics of batch normalisation are one batch ahead before
+    # the first step.
+
+    def export_model(*, flattened_module: torch.nn.Module, **kwargs: Any) -> Any:
+        before = Buffers(flattened_module)
+        try:
+            with _last_batch_only(flattened_module):
+                exported = original(flattened_module=flattened_module, **kwargs)
+            unknown = before.changed() - set(advanced_by_graph(exported[0]))
+            lost = unknown and _change_again(unknown, flattened_module, kwargs["flatten_module_inputs"])
+        finally:
+            before.restore()
+        if lost:
+            _refuse(sorted(lost))
+        return exported
+
+    return export_model
+
+
+class Buffers:
+    """The buffers of a module at one moment."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._tables = [(part, dict(part._buffers)) for part in module.modules()]
+        self._values = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+
+    def changed(self) -> set[str]:
+        """Return the names of the buffers that have another value, shape or dtype now, or are new."""
+        import torch
+
+        return {
+            name
+            for name, buffer in self._module.named_buffers()
+            if (value := self._values.get(name)) is None
+            or value.dtype != buffer.dtype
+            or not torch.equal(torch.nan_to_num(value), torch.nan_to_num(buffer))
+        }
+
+    def restore(self) -> None:
+        """Put the same tensors back in place, with the values they had."""
+        import torch
+
+        for part, table in self._tables:
+            part._buffers.clear()
+            part._buffers.update(table)
+        changed = self.changed()  # a buffer that is expanded can be read only
+        with torch.no_grad():
+            for name, buffer in self._module.named_buffers():
+                if name in changed:
+                    buffer.copy_(self._values[name])
+
+
+def _change_again(names: set[str], module: torch.nn.Module, inputs: Sequence[Any]) -> set[str]:
+    """Return those of `names` that another forward of the same inputs changes once more."""
+    # A buffer that does not change again is a cache (a causal mask, rotary angles), which a graph does without.
+    import torch
+
+    before = Buffers(module)
+    with torch.random.fork_rng(), torch.no_grad():
+        module(*inputs)
+    return names & before.changed()
+
+
+_SHOWN: Final = 4
+
+
+def _refuse(names: list[str]) -> None:
+    shown = ", ".join(name.removeprefix("_original_module.") for name in names[:_SHOWN])
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    raise BuildError(
+        f"The forward of this module changes buffers: {shown}{more}.",
+        why="An ONNX graph has no side effects, so ONNX Runtime would leave them as they are.",
+        fix="Leave the module that owns them out of the wrapped one, or train it with the eager engine.",
+    )
+
+
+# ---- buffers: batch normalisation -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def _last_batch_only(module: torch.nn.Module) -> Iterator[None]:
+    """Export batch normalisations with ``momentum=None`` as if it were 1."""
+    # With None, torch computes the momentum anew for each batch, in Python; a trace makes it a constant. With 1 the
+    # graph leaves the statistics of the batch in the buffers, and `_after_run` forms the cumulative average.
+    import torch
+
+    cumulative = [
+        part
+        for part in module.modules()
+        if isinstance(part, torch.nn.modules.batchnorm._BatchNorm) and part.momentum is None
+    ]
+    for part in cumulative:
+        part.momentum = 1.0
+    try:
+        yield
+    finally:
+        for part in cumulative:
+            part.momentum = None
+
+
+def _updates(model: onnx.ModelProto) -> dict[str, int]:
+    """Count, per module name, the batch normalisations of a graph that write running statistics."""
+    true = {
+        node.output[0]
+        for node in model.graph.node
+        if node.op_type == "Constant" and node.attribute and any(node.attribute[0].t.raw_data)
+    }
+    times: dict[str, int] = {}
+    for node in model.graph.node:
+        is_batch_norm = any(attribute.s == b"native_batch_norm" for attribute in node.attribute)
+        if is_batch_norm and node.input[5] in true and node.input[3].endswith(".running_mean"):
+            name = node.input[3].removesuffix(".running_mean")
+            times[name] = times.get(name, 0) + 1
+    return times
+
+
+def advanced_by_graph(model: onnx.ModelProto) -> Iterator[str]:
+    """Yield the names of the buffers that the normalisations of a graph write."""
+    for name in _updates(model):
+        yield from (f"{name}.running_mean", f"{name}.running_var", f"{name}.num_batches_tracked")
+    for node in model.graph.node:
+        if any(attribute.s == b"ortlab::instance_norm" for attribute in node.attribute):
+            yield from node.input[3:5]
+
+
+def _statistics(info: Any) -> list[tuple[torch.nn.modules.batchnorm._BatchNorm, int]]:
+    """Return the batch normalisations that a processed graph updates, and how often it does in one forward."""
+    # This is worked out once per graph and module.
+    module, found = getattr(info, "_ortlab_statistics", (None, []))
+    if module is not info._flattened_module:
+        module = info._flattened_module
+        updates = _updates(info._post_export_processed_model)
+        found = [(module.get_submodule(name), times) for name, times in updates.items()]
+        info._ortlab_statistics = (module, found)
+    return found
+
+
+def _before_run(original: Callable[..., Any]) -> Callable[..., Any]:
+    def construct_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._ortlab_averages = [
+            (part, mean.clone(), variance.clone())
+            for part, _ in _statistics(self)
+            if part.momentum is None
+            and (mean := part.running_mean) is not None
+            and (variance := part.running_var) is not None
+        ]
+        return original(self, *args, **kwargs)
+
+    return construct_inputs
+
+
+def _after_run(original: Callable[..., Any]) -> Callable[..., Any]:
+    def restore_outputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        with torch.no_grad():
+            for part, times in _statistics(self):
+                if part.num_batches_tracked is not None:
+                    part.num_batches_tracked.add_(times)
+            for part, mean, variance in self._ortlab_averages:
+                share = 1 / float(part.num_batches_tracked)
+                part.running_mean.copy_(mean.lerp_(part.running_mean, share))
+                part.running_var.copy_(variance.lerp_(part.running_var, share))
+        return original(self, *args, **kwargs)
+
+    return restore_outputs
