@@ -263,6 +263,28 @@ def language_model(
                 **common, **ends, intermediate_size=3 * hidden, num_key_value_heads=4, pad_token_id=0
             )
         ),
+        "DeBERTa-v2": lambda: t.DebertaV2ForMaskedLM(
+            t.DebertaV2Config(
+                **common,
+                intermediate_size=4 * hidden,
+                vocab_size=vocabulary,
+                relative_attention=True,
+                position_buckets=64,
+                pos_att_type=["p2c", "c2p"],
+            )
+        ),
+        "T5": lambda: t.T5ForConditionalGeneration(
+            t.T5Config(
+                num_layers=layers,
+                d_model=hidden,
+                d_ff=4 * hidden,
+                num_heads=8,
+                d_kv=hidden // 8,
+                vocab_size=vocabulary,
+                use_cache=False,
+                decoder_start_token_id=0,
+            )
+        ),
     }[family]()
     ids = torch.randint(5, vocabulary, (batch, length), generator=torch.Generator().manual_seed(7))
     return made.train(), {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}

@@ -142,8 +142,8 @@ def measure(engine: str, size: tuple[int, ...], rounds: int) -> Measured:
 @contextlib.contextmanager
 def watching(lab: Any, model: Any, engine: str) -> Iterator[Callable[[Any, Reference], float]]:
     """Make what runs a step, hands its tensors over as a run of `lab.parity()` does, and returns its seconds."""
-    from ortlab.engine.building import built_apart
     from ortlab.engine.capture import Capture
+    from ortlab.engine.kept_builds import built_apart
     from ortlab.parity.observation import Observation
 
     capture = Capture(lambda _mark, _tensor: None) if engine == "ort" else None

@@ -1,12 +1,13 @@
 """At equal measured memory, a step of ONNX Runtime that recomputes against checkpointed layers and torch.compile.
 
-Three models (4 layers, hidden 512, 8 heads, vocabulary 8192, dropout as their families have it) train with AdamW on a
-batch of 8 sequences of 256 tokens, each in a fresh process. First the rise of a step's memory above its start is
-measured for the candidates: PyTorch, PyTorch with each layer checkpointed, torch.compile by itself and with activation
-memory budgets. `lab.budget` is asked for what rises as each candidate does: plans of ONNX Runtime, or layers that
-ortlab recomputes. Then all of them, memory level 1 and words of the switch `recompute` run in interleaved rounds, and
-the memory of each is measured again. A candidate is held against the fastest configuration of ONNX Runtime that rises
-by at most 1.02 of what the candidate rises by; where there is none, that is said.
+Six models (4 layers, of T5 4 + 4, hidden 512, 8 heads, vocabulary 8192, dropout as their families have it) train with
+AdamW on a batch of 8 sequences of 256 tokens, the ViT on 8 images of 256 patches, each in a fresh process. First the
+rise of a step's memory above its start is measured for the candidates: PyTorch, PyTorch with each layer checkpointed,
+torch.compile by itself and with activation memory budgets. `lab.budget` is asked for what rises as each candidate does:
+plans of ONNX Runtime, or layers that ortlab recomputes. Then all of them, memory level 1 and words of the switch
+`recompute` run in interleaved rounds, and the memory of each is measured again. A candidate is held against the fastest
+configuration of ONNX Runtime that rises by at most 1.02 of what the candidate rises by; where there is none, that is
+said.
 
 Nothing is claimed: the ratios are stated whatever they are.
 """
@@ -17,8 +18,8 @@ import json
 import sys
 from typing import Any
 
-from budget import FAMILIES, MIB, language_model
-from report import THREADS, Report, arguments, in_own_process
+from budget import MIB, training
+from report import THREADS, Report, arguments, in_own_process, machine, one_by_one
 from rounds import ratio
 
 BUDGETS = (0.5, 0.2)
@@ -26,8 +27,7 @@ WORDS = ("layers", "layers:1/2", "all but matmuls")
 STEPS = 3
 """Steps of each run; the first does not count."""
 
-MODELS = FAMILIES[:3]
-"""Those that can be made of any vocabulary and length: the languages."""
+MODELS = ("BERT", "GPT-2", "Llama", "DeBERTa-v2", "T5", "ViT")
 
 EQUAL = 1.02
 """Ratio of two rises up to which the smaller one is not called smaller."""
@@ -39,11 +39,18 @@ def main() -> None:
         family, rounds = sys.argv[sys.argv.index("--child") + 1 :][:2]
         print(json.dumps(candidates(family, int(rounds), quick="--quick" in sys.argv)))
         return
-    read = arguments(__doc__, rounds=3, only="models")
+    read = arguments(__doc__, rounds=3, resumes=True, only="models")
     report = Report("memory_engines", read)
+    families = read.only or (MODELS[1:2] if read.quick else MODELS)
+    rows = one_by_one(
+        "memory_engines", read, families, lambda one: in_fresh_process(one, read.rounds, quick=read.quick)
+    )
+    report.table(
+        "When each was measured",
+        [{"model": family, **found["measured"]} for family, found in zip(families, rows, strict=True)],
+    )
     held = []
-    for family in read.only or (FAMILIES[1:2] if read.quick else MODELS):
-        found = in_fresh_process(family, read.rounds, quick=read.quick)
+    for family, found in zip(families, rows, strict=True):
         report.table(f"{family}, all in the same rounds", found["table"])
         for candidate, why in found["failed"].items():
             report.note(f"{family}: {candidate} was not measured: {why}")
@@ -63,11 +70,13 @@ def main() -> None:
 
 
 def in_fresh_process(family: str, rounds: int, *, quick: bool) -> dict[str, Any]:
-    """Measure in a process of its own; return what `candidates` does."""
+    """Measure in a process of its own; return what `candidates` does, and when that was."""
+    facts = machine()  # models may be measured in several runs, see `--resume`
     found: dict[str, Any] = in_own_process(
         __file__, *(["--quick"] if quick else []), "--child", family, str(rounds)
     )
-    return found
+    when = {"date": str(facts["date"])[:10], "commit": facts["commit"]}
+    return found | {"measured": when | {"load before": facts["load_average_at_start"]}}
 
 
 def candidates(family: str, rounds: int, *, quick: bool) -> dict[str, Any]:
@@ -78,7 +87,7 @@ def candidates(family: str, rounds: int, *, quick: bool) -> dict[str, Any]:
     from ortlab.errors import OrtlabError
 
     torch.set_num_threads(THREADS)
-    model, batch = language_model(family, *((2, 32, 4, 64, 128) if quick else (4, 512, 8, 256, 8192)))
+    model, batch = training(family, *((2, 32, 4, 64, 128) if quick else (4, 512, 8, 256, 8192)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     lab = ortlab.wrap(model, name=family, log_level="ERROR")
 

@@ -23,6 +23,7 @@ BENCHMARKS = (
     "layers_speed",
     "parity",
     "outside_models",
+    "nothing_lost",
     "first_step",
     "export_cache",
     "preflight",

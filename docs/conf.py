@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from sphinx.application import Sphinx
 
@@ -24,7 +24,7 @@ import switch_pages  # noqa: E402
 import ortlab  # noqa: E402 - the checkout's, not an installed one
 from ortlab.options import log_levels  # noqa: E402
 from ortlab.options.switches import Group  # noqa: E402
-from ortlab.records.messages import known_markdown  # noqa: E402
+from ortlab.records.messages import KNOWN  # noqa: E402
 
 project = "ortlab"
 copyright = "the ortlab maintainers"  # noqa: A001 - Sphinx's own name for it
@@ -92,12 +92,22 @@ def generate(_: Sphinx) -> None:
         (GENERATED / "switches" / f"{group.value}.md").write_text(switch_pages.page(group), encoding="utf-8")
     (GENERATED / "switches.md").write_text(switch_pages.index(), encoding="utf-8")
     (GENERATED / "measured.md").write_text(switch_pages.in_larger_models(), encoding="utf-8")
-    (GENERATED / "log_levels.md").write_text(log_levels.markdown(), encoding="utf-8")
-    (GENERATED / "known_messages.md").write_text(known_markdown(), encoding="utf-8")
+    levels = log_levels.table().reset_index()
+    (GENERATED / "log_levels.md").write_text(table(levels.columns, levels.to_numpy()), encoding="utf-8")
+    known = [(one.source, f"`{one.begins}`", one.reason) for one in KNOWN]
+    heads = ("who", "begins with", "why nobody has to act")
+    (GENERATED / "known_messages.md").write_text(table(heads, known), encoding="utf-8")
     reference_pages.write(GENERATED)
     module_pages.write(GENERATED)
     for notebook in (ROOT / "notebooks").glob("*.ipynb"):
         shutil.copy(notebook, GENERATED)
+
+
+def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Write a table in Markdown."""
+    heads = list(heads)
+    lines = [heads, ["---"] * len(heads), *([cell.replace("|", "\\|") for cell in cells] for cells in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def exchange(old: str, new: str) -> Callable[..., None]:

@@ -127,8 +127,10 @@ def memory_time() -> Drawing:
     """Draw step memory against the time of a step, as shares of PyTorch's, for three models."""
     found = measured()
     machine = found["machine"]
-    when, threads = machine["date"][:10], machine["threads"]
-    busy = "; other programs ran beside it" * (machine["load_average_at_start"] > machine["cores"])
+    threads, drawn = machine["threads"], ("BERT", "GPT-2", "Llama")
+    runs = [row for row in found["tables"]["When each was measured"] if row["model"] in drawn]
+    when = " and ".join(sorted({row["date"] for row in runs}))
+    busy = "; other programs ran beside it" * any(row["load before"] > machine["cores"] for row in runs)
     drawing = Drawing(
         900, 372, "Step memory against the time of a step, as shares of PyTorch's, measured for three models"
     )
@@ -136,7 +138,7 @@ def memory_time() -> Drawing:
     wide, high, top = 250, 220, 66
     models = {
         family: {row["configuration"]: row for row in found["tables"][f"{family}, all in the same rounds"]}
-        for family in ("BERT", "GPT-2", "Llama")
+        for family in drawn
     }
     times = [
         row["step [ms]"] / rows["eager"]["step [ms]"] for rows in models.values() for row in rows.values()

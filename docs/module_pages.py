@@ -72,18 +72,26 @@ RECORDS: Families = {
            :exclude-members: Choice, Totals, merged
         .. automodule:: ortlab.memory.saved_plans
         .. automodule:: ortlab.memory.dialects
-           :exclude-members: sentence, operators
+           :exclude-members: sentence, operators, read_log, Log, read_matrix, FeatureMatrix, Feature, LoggedPlan,
+               StartUp, read_summaries, Alleviation, Subgraph, Pattern
         """,
     ),
     "old_plans": (
         "Plans in old logs",
         """
         .. automodule:: ortlab.memory.insight
-           :members: MemoryInsight, Row, Option, SavedOutput, read, write
-        .. automodule:: ortlab.memory.feature_matrix
-           :members: FeatureMatrix, Feature, LoggedPlan, StartUp, read, write
-        .. automodule:: ortlab.memory.alleviation
-           :members: Alleviation, Subgraph, Pattern, read, write
+           :members: MemoryInsight, Row, Option, SavedOutput, read
+        .. autofunction:: ortlab.memory.dialects.read_log
+        .. autoclass:: ortlab.memory.dialects.Log
+        .. autofunction:: ortlab.memory.dialects.read_matrix
+        .. autoclass:: ortlab.memory.dialects.FeatureMatrix
+        .. autoclass:: ortlab.memory.dialects.Feature
+        .. autoclass:: ortlab.memory.dialects.LoggedPlan
+        .. autoclass:: ortlab.memory.dialects.StartUp
+        .. autofunction:: ortlab.memory.dialects.read_summaries
+        .. autoclass:: ortlab.memory.dialects.Alleviation
+        .. autoclass:: ortlab.memory.dialects.Subgraph
+        .. autoclass:: ortlab.memory.dialects.Pattern
         """,
     ),
     "saved_activations": (
@@ -200,7 +208,8 @@ MODULES: Families = {
     "graph_optimizers": (
         "Graph optimizers of your own",
         """
-        .. automodule:: ortlab.runs.graph_optimizers
+        .. automodule:: ortlab.engine.graph_optimizers
+           :members: register_graph_optimizer, unregister_graph_optimizer
         """,
     ),
     "kernels": (
