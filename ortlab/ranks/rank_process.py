@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final
 
 from ortlab.errors import LedgerError
@@ -62,8 +64,30 @@ def join(here: Place, threads: int) -> int:
     follow_requests(Path(here.folder), here.backend)
     _enter(here, 0)
     shell: Any = get_ipython()
+    hear_interrupts_in(shell)
     shell.run_line_magic("load_ext", "ortlab")
     return os.getpid()
+
+
+def hear_interrupts_in(shell: Any) -> None:
+    """Let SIGINT interrupt the user's code, and nothing around it."""
+    # ipykernel has Python's own handler for as long as it handles a message. An interrupt that comes between the user's
+    # code and the end of that leaves the event loop, and the process ends, with status 0. Who interrupts ranks asks
+    # again where one had not begun its cell.
+    namespace = shell.user_global_ns
+
+    def interrupt(_: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            if frame.f_globals is namespace:
+                raise KeyboardInterrupt
+            frame = frame.f_back
+
+    def hear() -> None:
+        signal.signal(signal.SIGINT, interrupt)
+
+    hear()
+    shell.kernel.pre_handler_hook = hear  # a cell may have set another
+    shell.kernel.post_handler_hook = lambda: None
 
 
 def renew(group: int) -> None:

@@ -250,6 +250,21 @@ def test_a_rank_that_was_interrupted_before_it_began_is_interrupted_again(cluste
     check_together(cluster)
 
 
+PRESSED_LATE = """
+import functools, os, signal
+kernel = get_ipython().kernel
+hook = kernel.post_handler_hook
+kernel.post_handler_hook = functools.partial(os.kill, os.getpid(), signal.SIGINT)
+"""
+
+
+def test_a_rank_that_is_interrupted_when_its_cell_is_over_lives(cluster):
+    """That ended the process: ipykernel hears SIGINT until it has handled a message, and nobody above catches it."""
+    cluster.run_cell(PRESSED_LATE)
+    cluster.run_cell("kernel.post_handler_hook = hook")
+    check_together(cluster)
+
+
 def test_a_cluster_tells_how_it_stands(cluster):
     status = cluster.status()
     assert [one.process for one in status.running] == list(cluster.processes)
