@@ -180,7 +180,9 @@ def run(blocks: list[Block], folder: Path) -> None:
 async def _run(blocks: list[Block], folder: Path) -> None:
     notebook = nbformat.v4.new_notebook()
     place = {"metadata": {"path": str(folder)}}
-    client = NotebookClient(notebook, kernel_name="python3", timeout=TIMEOUT_S, resources=place)
+    client = NotebookClient(
+        notebook, kernel_name="python3", timeout=TIMEOUT_S, startup_timeout=TIMEOUT_S, resources=place
+    )
     async with client.async_setup_kernel():
         for block in blocks:
             if block.mark:
