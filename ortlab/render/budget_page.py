@@ -67,6 +67,10 @@ def budget_page(budget: Budget) -> Page:
         blocks.append(_plans(budget))
     if budget.trials:
         blocks.append(_trials(budget))
+    blocks += [
+        Note(f"Could not be run, and was left out: {plans_words(one.prediction)}. Why: {one.error}", Mark.BAD)
+        for one in budget.failed
+    ]
     if budget.obstacle is not None:
         blocks.append(_obstacle(budget.obstacle))
     if budget.curve:

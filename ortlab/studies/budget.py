@@ -89,6 +89,15 @@ class PlanTrial:
 
 
 @dataclass(frozen=True)
+class FailedTrial:
+    """One set of plans that could not be run."""
+
+    prediction: Prediction  #: The plans, and what was predicted
+    error: str  #: What ONNX Runtime, or its build, failed with
+    why: str = "cheapest"  #: Why it was to be run, as in `PlanTrial`
+
+
+@dataclass(frozen=True)
 class Timing:
     """Steps with the plans against steps without, timed in turns from one start: without, with, with, without."""
 
@@ -204,6 +213,7 @@ class Budget(Shown, JsonRecord, noun="budget", layout=2):
     device: str = "cpu"  #: "cpu" or "cuda:0", ...
     #: Why the loss in blocks of rows (`chunked_loss`) was not offered; empty where it was, or is on.
     no_blocks: str = ""
+    failed: tuple[FailedTrial, ...] = ()  #: What was to be run and failed; the trials were run in its place
 
     @property
     def answer(self) -> Prediction:

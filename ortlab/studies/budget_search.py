@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from ortlab.studies.budget import Budget, Compared, Device, Obstacle, PlanTrial, Prediction, Setting, Solver
+from ortlab.errors import BuildError, ExecutionError
+from ortlab.studies.budget import (
+    Budget,
+    Compared,
+    Device,
+    FailedTrial,
+    Obstacle,
+    PlanTrial,
+    Prediction,
+    Setting,
+    Solver,
+)
 from ortlab.studies.budget_problem import TOLERANCE, Choice, Problem
 from ortlab.studies.budget_solvers import TIME_LIMIT_S, solve_exactly, solve_quickly
 
@@ -276,6 +287,31 @@ Run = Callable[[Prediction], int]
 """Runs the step with plans and returns its measured step memory in bytes."""
 
 
+class Trials:
+    """What was run of a budget's plans, and what could not be run: other plans may work where some fail."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.done: list[PlanTrial] = []
+        self.failed: list[FailedTrial] = []
+        self.error: Exception | None = None  # the first
+
+    def knows(self, prediction: Prediction) -> bool:
+        """Tell whether the same switches have been tried."""
+        tried = [one.prediction for one in self.done] + [one.prediction for one in self.failed]
+        return any(one.switches == prediction.switches for one in tried)
+
+    def measure(self, prediction: Prediction, why: str = "cheapest") -> int | None:
+        """Run plans and return the measured step memory in bytes; None if ONNX Runtime or its build fails."""
+        try:
+            self.done.append(PlanTrial(prediction, self._run(prediction), why))
+        except (BuildError, ExecutionError) as error:
+            self.failed.append(FailedTrial(prediction, error.what, why))
+            self.error = self.error or error
+            return None
+        return self.done[-1].step_memory_bytes
+
+
 def answer(
     ground: Ground,
     request: Request,
@@ -292,10 +328,15 @@ def answer(
     lowest = choose(ground.step, min(ground.to_simulate(0.0), 0.0))
     first, floor = ground.prediction(chosen), ground.prediction(lowest)
     trials: list[PlanTrial] = []
+    failed: list[FailedTrial] = []
     if run is not None and (ground.step.problem.choices or ground.step.settings) and limit < needed:
-        trials = _verified(ground, limit, first, run, tell)
+        tried = Trials(run)
+        trials, failed = tried.done, tried.failed
+        _verify(ground, limit, first, tried, tell)
         if all(trial.step_memory_bytes > limit for trial in trials):
-            trials += _closest(ground, limit, floor, trials, run, tell)
+            _look_for_closest(ground, limit, floor, tried, tell)
+        if tried.error is not None and not trials:
+            raise tried.error
     met = limit >= needed or any(trial.step_memory_bytes <= limit for trial in trials)
     return Budget(
         model=ground.model,
@@ -312,6 +353,7 @@ def answer(
         whole_device=Device(request.device_bytes, ground.held_bytes) if request.device_bytes else None,
         device=ground.device,
         no_blocks=ground.step.no_blocks,
+        failed=tuple(failed),
     )
 
 
@@ -324,39 +366,31 @@ def _chosen(ground: Ground, limit: float) -> Chosen:
     return careful if careful.fits else choose(ground.step, ground.to_simulate(limit))
 
 
-def _verified(
-    ground: Ground, limit: int, prediction: Prediction, run: Run, tell: Callable[[str], None]
-) -> list[PlanTrial]:
+def _verify(
+    ground: Ground, limit: int, prediction: Prediction, tried: Trials, tell: Callable[[str], None]
+) -> None:
     """Run the plans; where they miss, ask for as much less as the prediction was too low."""
-    trials: list[PlanTrial] = []
     too_low = 0.0
-    while len(trials) < TRIALS and prediction.acts:
-        tell(f"Verifying, trial {len(trials) + 1}")
-        measured = run(prediction)
-        trials.append(PlanTrial(prediction, measured))
+    while len(tried.done) < TRIALS and prediction.acts:
+        tell(f"Verifying, trial {len(tried.done) + 1}")
+        measured = tried.measure(prediction)
+        if measured is None or measured <= limit:
+            return
         too_low = max(too_low, measured - prediction.step_memory_bytes)
-        if measured <= limit:
-            break
         tell("Choosing plans that take more off")
         prediction = ground.prediction(_chosen(ground, limit - too_low))
-        if any(trial.prediction.switches == prediction.switches for trial in trials):
-            break
-    return trials
+        if tried.knows(prediction):
+            return
 
 
-def _closest(
-    ground: Ground,
-    limit: int,
-    floor: Prediction,
-    trials: Sequence[PlanTrial],
-    run: Run,
-    tell: Callable[[str], None],
-) -> list[PlanTrial]:
-    """Run what else may come closest, until something fits, and return these trials."""
+def _look_for_closest(
+    ground: Ground, limit: int, floor: Prediction, tried: Trials, tell: Callable[[str], None]
+) -> None:
+    """Run what else may come closest, until something fits."""
     # It tries the lowest simulated peak, what a person would tick from the largest saving on, the memory levels, and
     # the layers whose recomputation leaves least, with the loss in blocks where that is offered: the simulation is off
     # by a per cent or two, so only a measurement tells which of them needs least.
-    step, found = ground.step, list(trials)
+    step = ground.step
     ticked = min(by_hand(step), key=step.peak, default=None)
     candidates = [("lowest", floor)]
     if ticked is not None:
@@ -368,13 +402,12 @@ def _closest(
     settings = [one for one in step.settings if not one.recompute or one == layers]
     candidates += [(found.setting, found) for found in map(ground.of_setting, settings)]
     for why, prediction in candidates:
-        if any(trial.prediction.switches == prediction.switches for trial in found):
+        if tried.knows(prediction):
             continue
         tell(f"Looking for the closest: {why}")
-        found.append(PlanTrial(prediction, run(prediction), why))
-        if found[-1].step_memory_bytes <= limit:
-            break
-    return found[len(trials) :]
+        measured = tried.measure(prediction, why)
+        if measured is not None and measured <= limit:
+            return
 
 
 def _obstacle(ground: Ground, lowest: Chosen) -> Obstacle:

@@ -63,6 +63,55 @@ def training():
     lab.unwrap()
 
 
+class FailsUnderPlans(torch.autograd.Function):
+    """Hands a tensor on, and has no gradient for it while ONNX Runtime's plans are on."""
+
+    @staticmethod
+    def forward(ctx, x, lab):
+        ctx.lab = lab
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.lab and ctx.lab[0].options.memory_plan:
+            raise MemoryError("no room for this plan")
+        return gradient * 1.0, None
+
+
+class Layers(torch.nn.Module):
+    def __init__(self, lab: list) -> None:
+        super().__init__()
+        self.lab = lab
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(32, 512), torch.nn.GELU(), torch.nn.Linear(512, 32))
+            for _ in range(4)
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return FailsUnderPlans.apply(x, self.lab).square().mean()
+
+
+def test_plans_that_fail_in_the_session_do_not_end_the_budget():
+    labs = []
+    model = Layers(labs)
+    lab = ortlab.wrap(model)
+    labs.append(lab)
+    x = torch.randn(2048, 32)
+    lab.step(lambda: model(x).backward(), n=2, progress=False)
+    budget = lab.budget("70%", timed=False, curve=False, progress=False)
+    assert budget.outcome == "met"
+    assert budget.failed
+    assert not budget.plans
+    assert lab.options.memory_plan == ()
+    assert "no room for this plan" in budget.failed[0].error
+    shown = " ".join(text.render(budget).split())
+    assert "Could not be run, and was left out: " in shown
+    assert Budget.from_dict(budget.to_dict()) == budget
+    lab.unwrap()
+
+
 @pytest.fixture
 def small_parts():
     """A lab of two parts, after a step."""

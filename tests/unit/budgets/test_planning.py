@@ -8,6 +8,7 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 
+from ortlab.errors import ExecutionError
 from ortlab.studies.budget import Compared, Obstacle, Setting
 from ortlab.studies.budget_problem import Choice, Problem
 from ortlab.studies.budget_run import read_request
@@ -88,6 +89,28 @@ def test_a_budget_is_missed_only_after_what_a_person_would_tick():
     budget, _ = asked(495, 0.1)  # what is chosen is of few places: all of them are run all the same
     assert budget.trials[-1].prediction.plans == ("Gelu+:1:-1",)
     assert budget.best.step_memory_bytes == min(trial.step_memory_bytes for trial in budget.trials)
+
+
+def test_plans_that_fail_are_left_out_for_others():
+    def run(prediction):
+        if places(prediction.plans) < 12:
+            raise ExecutionError("Gelu failed.")
+        return 380 * MIB
+
+    request = read_request(456 * MIB, None)
+    budget = answer(ground(), request, run, lambda _: None)
+    assert (budget.outcome, budget.plans) == ("met", ("Gelu+:1:-1",))
+    assert [(one.prediction.plans, one.error, one.why) for one in budget.failed] == [
+        (("Gelu+:1:5",), "Gelu failed.", "cheapest")
+    ]
+
+    def fail(prediction):
+        raise ExecutionError(f"{places(prediction.plans)} failed.")
+
+    with pytest.raises(
+        ExecutionError, match="5 failed"
+    ):  # nothing runs: the first error is the user's to see
+        answer(ground(), request, fail, lambda _: None)
 
 
 def test_what_is_below_the_floor_is_run_once_and_explained():
