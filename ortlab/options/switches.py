@@ -309,10 +309,11 @@ class Switch:
     def _refusal(self, value: object, expected: str) -> OptionError:
         if self.choices and not expected.startswith("one of"):
             expected += f": one of {', '.join(map(str, self.choices))}"
+        means_off = 0 in self.choices and str(value).lower() in _FALSE
         return OptionError(
             f"{self.name} cannot be {shown(value)}.",
             why=f"It takes {expected}.",
-            fix=f"Write for example {self.name}={self.example}.",
+            fix=f"Off is {self.name}=0." if means_off else f"Write for example {self.name}={self.example}.",
         )
 
 

@@ -82,8 +82,12 @@ REFUSED = {
         ("%ort_set memory_levle=1", "Did you mean 'memory_level'"),
         ("%ort_set memory_level=high", "memory_level cannot be 'high'"),
         ("%ort_set memory_level=7", "one of 0, 1, 2"),
+        ("%ort_set memory_level=off", "Next: Off is memory_level=0."),
         ("%ort_set memory_level=$net", "memory_level cannot be"),
-        ("%ort_set memory_level=$missing", "There is no variable 'missing'"),
+        (
+            "%ort_set memory_level=$missing",
+            "There is no variable 'missing'.\nNext: Run a cell that defines it before: missing = ...",
+        ),
         ("%ort_set memory_level=2 memory_plan=Gelu+:1:-1", "contradict each other"),
         ("%ort_set memory_level=2 log_level=LOUD", "log_level cannot be 'LOUD'"),
         ("%ort_set conv_algo_search=EXHAUSTIVE", "needs an NVIDIA GPU"),
@@ -312,9 +316,10 @@ def test_each_line_is_refused_and_changes_nothing(situation, tmp_path, monkeypat
             found += faults(shell, line, said)
         if situation == "PyTorch ran a step":
             for number in NO_NUMBERS:
-                said = "no variable 'missing'" if number == "$missing" else "whole number"
-                found += faults(shell, f"%%ort_step -n {number}{CELL}", said, in_one_line=True)
-                found += faults(shell, f"%ort_rerun -n {number}", said, in_one_line=True)
+                missing = number == "$missing"
+                said = "no variable 'missing'" if missing else "whole number"
+                found += faults(shell, f"%%ort_step -n {number}{CELL}", said, in_one_line=not missing)
+                found += faults(shell, f"%ort_rerun -n {number}", said, in_one_line=not missing)
     assert not found, "\n".join(found)
 
 

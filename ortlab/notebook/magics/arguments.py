@@ -252,11 +252,14 @@ def variable(path: str, variables: Mapping[str, object], fitting: Iterable[str] 
         )
     if names[0] not in variables:
         close = _suggestion(names[0], variables, fitting)
-        raise ArgumentError(f"There is no variable {names[0]!r}.", fix=close)
+        fix = close or f"Run a cell that defines it before: {names[0]} = ..."
+        raise ArgumentError(f"There is no variable {names[0]!r}.", fix=fix)
     found = variables[names[0]]
     for done, name in enumerate(names[1:], start=1):
         if not hasattr(found, name):
-            raise ArgumentError(f"{'.'.join(names[:done])} has no attribute {name!r}.")
+            owner = ".".join(names[:done])
+            close = did_you_mean(name, dir(found)) or f"dir({owner}) lists those that it has."
+            raise ArgumentError(f"{owner} has no attribute {name!r}.", fix=close)
         found = getattr(found, name)
     return found
 
