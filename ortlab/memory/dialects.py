@@ -329,7 +329,7 @@ def read_log(text: str) -> Log:
 _WORDS: Final = {
     "Gelu": "GELU",
     "FastGelu": "GELU",
-    "QuickGelu": "GELU",
+    "QuickGelu": "SiLU or quick GELU",
     "BiasGelu": "GELU and its bias",
     "Relu": "ReLU",
     "Dropout": "dropout",

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
+_LARGE_SHARE: Final = 0.1
+"""Of the time of a step: from it on an operator is named among what most of it goes to."""
+
 
 @dataclass(frozen=True)
 class TracedNode:
@@ -99,10 +102,16 @@ class Trace(Shown):
         }
 
     def slowest(self, count: int = 3) -> dict[str, float]:
-        """Return what most of a step's time goes to, operators and parts beside kernels: names with shares of it."""
+        """Return what most of a step's time goes to, names with shares: parts of `account`, and large operators."""
+        ours, called, *_ = self.account()
         times = defaultdict(float, {part.partition(":")[0]: ms for part, ms in self.beside.items()})
+        operators: dict[tuple[str, bool], float] = defaultdict(float)
         for node in self.nodes:
-            times[node.operator.removeprefix("com.microsoft.")] += node.ms
+            operators[node.operator.removeprefix("com.microsoft."), node.by_torch] += node.ms
+        for (operator, by_torch), ms in operators.items():
+            # Many small operators are more than the largest of them, so they count as the part that they are of.
+            is_large = ms >= _LARGE_SHARE * self.step_ms
+            times[operator if is_large else called if by_torch else ours] += ms
         most = sorted(times, key=lambda name: -times[name])[:count]
         return {name: times[name] / self.step_ms for name in most if times[name]}
 

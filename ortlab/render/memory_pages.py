@@ -172,12 +172,12 @@ def _activations(measured: MemoryMeasurement) -> tuple[Note, ...]:
     named, kept = measured.named_activations_bytes, measured.saved_bytes
     if named is None or kept is None:
         return ()
-    return (
-        Note(
-            f"The forward left {units.size(kept)} behind (measured). Of that, lab.activations() names "
-            f"{units.size(named)} (worked out from shapes)."
-        ),
-    )
+    left = f"The forward left {units.size(kept)} behind (measured)."
+    names = f"lab.activations() names {units.size(named)} (worked out from shapes)"
+    if named <= kept:
+        return (Note(f"{left} Of that, {names}."),)
+    # A page is told once, however many small buffers come to lie in it.
+    return (Note(f"{left} {names}: more, since buffers also lie in memory that the process had before."),)
 
 
 def _sources(measured: MemoryMeasurement) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -387,6 +388,14 @@ def test_figures_are_of_the_step_with_the_highest_rise():
         "libraries and the rest": 690,
     }
     assert record.table()["bytes"].sum() == record.peak_bytes
+
+
+def test_what_the_forward_leaves_holds_the_named_activations_only_where_it_is_more():
+    less, more = (replace(measurement(), named_activations_bytes=named) for named in (390, 410))
+    page = " ".join(text.render(less).split())
+    assert "behind (measured). Of that, lab.activations() names 390 B (worked out from shapes)." in page
+    page = " ".join(text.render(more).split())
+    assert "lab.activations() names 410 B (worked out from shapes): more, since buffers also lie" in page
 
 
 def test_a_measurement_is_json_and_back():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import re
+from collections import Counter
 from dataclasses import replace
 
 import onnx
@@ -345,6 +346,16 @@ def test_a_profile_accounts_for_the_whole_step(bert_lab):
     slowest = trace.slowest()
     assert len(slowest) == 3
     assert 0 < sum(slowest.values()) <= 1
+    # However small its operators are, a part that takes more than another stands before it.
+    nodes = Counter(node.operator for node in trace.nodes)
+    each = tuple(replace(node, ms=1 / nodes[node.operator]) for node in trace.nodes)
+    small = replace(trace, nodes=each, beside={"between kernels": 5.0})
+    account = small.account()
+    assert len(nodes) > 20
+    assert list(small.slowest().items()) == [
+        (part, pytest.approx(account[part] / small.step_ms))
+        for part in sorted(account, key=lambda one: -account[one])
+    ]
 
 
 def test_what_a_step_is_spent_on_is_said_of_another_configuration(bert_lab):
