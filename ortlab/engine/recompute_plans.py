@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import onnx
 
 from ortlab.engine.inspection.places import Places
-from ortlab.engine.saved_activations import name_of
+from ortlab.engine.saved_activations import kept_bytes, name_of
 from ortlab.errors import BuildError
 from ortlab.graphs.nodes import YIELD
 from ortlab.memory import insight
 from ortlab.memory.dialects import operators
 from ortlab.memory.plan_reading import read_plan
-from ortlab.memory.recompute import COPY, RecomputePlace, RecomputePlaces
+from ortlab.memory.recompute import COPY, RecomputePlace, RecomputePlaces, predicted_savings
 from ortlab.memory.saved_activations import layer_of
 
 if TYPE_CHECKING:
@@ -291,7 +291,7 @@ def plans_of(
         plans = ()
     places = _places(execution, needed=bool(plans))
     symbols, totals = _with_label_filter(report)
-    return read_plan(
+    read = read_plan(
         report.savings,
         symbols,
         report.insight,
@@ -304,6 +304,17 @@ def plans_of(
         layers=layers_of(places, Places(model, part)) if places else None,
         level_set=places.level_set(level) if places and level else None,
     )
+    return _with_worked_out(read, execution, model, part)
+
+
+def _with_worked_out(plan: MemoryPlan, execution: Execution, model: torch.nn.Module, part: str) -> MemoryPlan:
+    """Say what plans save whose formula has sizes that no input gives: the bytes of the same results, from shapes."""
+    # ORT names such sizes as it infers shapes, behind a convolution for one; ortlab computes them for this batch.
+    unresolved = [row.config for row in plan.rows if row.saving_bytes is None]
+    places = _places(execution, needed=True) if unresolved else None
+    if places is None:
+        return plan
+    return plan.with_savings(predicted_savings(places, unresolved, kept_bytes(execution, model, part)))
 
 
 def _places(execution: Execution, *, needed: bool) -> RecomputePlaces | None:

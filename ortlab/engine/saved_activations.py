@@ -70,6 +70,12 @@ def read_activations(
     )
 
 
+def kept_bytes(execution: Execution, model: torch.nn.Module, part: str = "") -> dict[str, int]:
+    """Return what is kept without any plan: bytes by name of the result, those of a view under its own name, too."""
+    rows = _activations(execution, model, part, ()).rows
+    return {name: row.bytes for row in rows if row.bytes is not None for name in (row.value, *row.views)}
+
+
 def with_plans(
     activations: SavedActivations,
     execution: Execution,

@@ -40,7 +40,7 @@ class PlanRow:
     frequency: int  #: Occurrences of the cluster in the graph; under `recompute` nodes that run again
     saving_symbolic: str  #: Predicted saving in bytes, in terms of the input dimensions
     #: The same at the sizes in `MemoryPlan.symbols`, in bytes; predicted by ORT (under `recompute` by ortlab), not
-    #: measured. None where a symbol has no value.
+    #: measured. Where a symbol has no value, worked out from the shapes of this batch; None where those are unknown.
     saving_bytes: float | None
     enabled: bool  #: Whether the lab's present options ask for it
     sentence: str  #: What it does, in words
@@ -52,7 +52,7 @@ class PlanRow:
     #: Occurrences that the session which runs recomputes, read from its graph. It need not be what was asked for:
     #: places that another plan takes are left out, and there may be fewer. None where it is not enabled.
     applied: int | None = None
-    #: Symbols in the saving that have no value, so that there is no figure in bytes.
+    #: Symbols in the saving that have no value, so that ORT's formula gives no figure in bytes.
     unresolved: tuple[str, ...] = ()
     #: In how many layers of the model its occurrences are; None where that is not known.
     layers: int | None = None
@@ -207,6 +207,14 @@ class MemoryPlan(Shown, JsonRecord, noun="memory plan", layout=1):
             origins={**self.origins, **origins},
             order_saving_bytes=None,
         )
+
+    def with_savings(self, savings: Mapping[str, float]) -> MemoryPlan:
+        """Return the plan with these bytes, by configuration, where ORT's formula gives none."""
+        rows = (
+            replace(row, saving_bytes=savings.get(row.config)) if row.saving_bytes is None else row
+            for row in self.rows
+        )
+        return replace(self, rows=tuple(sorted(rows, key=by_saving)))
 
     def _parts_at(
         self, batch: int | None, sequence: int | None, density: float | None, sizes: Mapping[str, int]

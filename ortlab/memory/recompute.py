@@ -395,6 +395,23 @@ def predicted_costs(
     return found
 
 
+def predicted_savings(
+    places: RecomputePlaces, configs: Iterable[str], sizes: Mapping[str, int]
+) -> dict[str, float]:
+    """Return the bytes that plans no longer keep, by configuration; `sizes` are bytes by name of a result.
+
+    What a size is missing for is left out, and so are a compromise, which saves a part of its results, and plans that
+    are offered together, of which ORT counts a part as well.
+    """
+    found = {}
+    for config in configs:
+        acting = places.of(config) if "," not in config else ()
+        outputs = [sizes.get(name) for place in acting for name in place.outputs if place.strategy == 1]
+        if outputs and None not in outputs:
+            found[config] = float(sum(filter(None, outputs)))
+    return found
+
+
 def best_costs(costs: Mapping[str, PlanCost], count: int, *, beyond: float = 0.0) -> dict[str, PlanCost]:
     """Return the `count` plans with the most bytes off the peak for each ms, best first.
 
@@ -414,6 +431,7 @@ class KnownCosts:
     # What any plan takes off the peak, because ORT orders nodes differently once there is one; predicted.
     by_order_bytes: float = 0.0
     recomputed: tuple[PlanRow, ...] = ()  # values of the switch `recompute` with their costs
+    savings: Mapping[str, float] = field(default_factory=dict)  # by configuration, for what no shape tells
 
     def written_into(self, plan: MemoryPlan, key: object) -> MemoryPlan:
         """Return a plan with these costs if they are of the same graph and step; else the plan as it is."""
@@ -424,7 +442,7 @@ class KnownCosts:
                 replace(row, **vars(self.costs[row.config])) if row.config in self.costs else row
                 for row in some
             )
-            for some in (plan.rows, self.recomputed)
+            for some in (plan.with_savings(self.savings).rows, self.recomputed)
         )
         return replace(plan, rows=rows, recomputed=recomputed, order_saving_bytes=self.by_order_bytes)
 

@@ -118,10 +118,20 @@ def _verdict(budget: Budget) -> str:
             f"{_less(budget, best.step_memory_bytes)} costs {_cost(budget)}: {plans_words(answer)}; "
             f"measured {measured} of {needed}."
         )
+    if not _saves(budget):
+        return (
+            f"{limit} cannot be reached: a step needs {needed} without plans, and nothing that was run needs less; the "
+            f"closest needs {measured} (measured): {plans_words(answer)}."
+        )
     return (
         f"{limit} cannot be reached: the closest needs {measured} of {needed} (measured), "
         f"{_less(budget, best.step_memory_bytes)} for {_cost(budget)}: {plans_words(answer)}."
     )
+
+
+def _saves(budget: Budget) -> bool:
+    """Tell whether the closest that was run needs less than a step without plans; true where nothing was run."""
+    return budget.best is None or budget.best.step_memory_bytes < budget.without.step_memory_bytes
 
 
 def _less(budget: Budget, step_memory_bytes: float) -> str:
@@ -219,6 +229,8 @@ def _state(budget: Budget) -> str:
     wished = {"engine": "ort", **switches} if engine else switches
     floor = ""
     if budget.outcome in {outcomes.TOO_SMALL, outcomes.MISSED}:
+        if not _saves(budget):
+            return f"{was}The lab is as it was. Take a smaller batch; lab.memory() shows which phase needs the memory."
         reached = budget.best.step_memory_bytes if budget.best else budget.floor_bytes
         floor = f" Ask for {units.size(reached * _ROUNDED_UP)} or more"
         if budget.obstacle is not None and not budget.obstacle.live:

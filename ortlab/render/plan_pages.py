@@ -98,16 +98,24 @@ def state_notes(plan: MemoryPlan) -> tuple[Note, ...]:
 
 
 def _unresolved_notes(plan: MemoryPlan) -> tuple[Note, ...]:
-    open_rows = [one for one in plan.rows if one.unresolved]
+    worked_out = [one for one in plan.rows if one.unresolved and one.saving_bytes is not None]
+    open_rows = [one for one in plan.rows if one.unresolved and one.saving_bytes is None]
+    told = Note(
+        f"Of {units.many(worked_out, 'plan')} ORT's formula has sizes that no input gives; they are worked out from "
+        "the shapes of what is no longer kept.",
+        Mark.QUIET,
+    )
     if not open_rows:
-        return ()
-    symbols = ", ".join(plan.unresolved)
-    counts = any(symbol.startswith("valid_indices_count") for symbol in plan.unresolved)
-    how = "lab.plan().at(label_density=0.15)" if counts else f"lab.plan().at({plan.unresolved[0]}=...)"
+        return (told,) if worked_out else ()
+    symbols = sorted({symbol for one in open_rows for symbol in one.unresolved})
+    how = f"lab.plan(costs=True) sees them in a step, lab.plan().at({symbols[0]}=...)"
+    if any(symbol.startswith("valid_indices_count") for symbol in symbols):
+        how = "lab.plan().at(label_density=0.15)"
     return (
+        *((told,) if worked_out else ()),
         Note(
             f"Not in the order of savings: the last {units.count(len(open_rows))}, for want of sizes that no input "
-            f"gives ({symbols}). {how} evaluates.",
+            f"gives ({', '.join(symbols)}). {how} evaluates.",
             Mark.WARN,
         ),
     )
@@ -190,7 +198,8 @@ def _on_here(one: PlanRow) -> Cell:
 
 
 def _saves(one: PlanRow) -> Cell:
-    return Cell("unresolved", Mark.WARN) if one.unresolved else Cell(units.size(one.saving_bytes))
+    is_open = one.unresolved and one.saving_bytes is None
+    return Cell("unresolved", Mark.WARN) if is_open else Cell(units.size(one.saving_bytes))
 
 
 _OVERLAP: Final = "Savings overlap where plans share operators, so they do not add up."

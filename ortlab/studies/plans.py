@@ -16,7 +16,14 @@ from ortlab.errors import OptionError
 from ortlab.memory.layer_planner import LayerPlanner
 from ortlab.memory.plan import merged
 from ortlab.memory.plan_reading import with_measured_density
-from ortlab.memory.recompute import KnownCosts, PlanCost, best_costs, costs_key, predicted_costs
+from ortlab.memory.recompute import (
+    KnownCosts,
+    PlanCost,
+    best_costs,
+    costs_key,
+    predicted_costs,
+    predicted_savings,
+)
 from ortlab.memory.trace import lifetimes
 from ortlab.options.configuration import NOTHING_RECOMPUTED
 from ortlab.options.options import setting_words
@@ -137,7 +144,9 @@ def _plan_costs(bench: Bench, measure: int, *, rounds: int, progress: bool) -> M
             changes = {row.config: row.switches for row in (*offered.rows, *recomputed)}
             best = best_costs(costs, measure, beyond=by_order)
             costs |= _measured(bench, best, changes, experiment, rounds, progress=progress)
-        bench.known_costs = KnownCosts(key, costs, by_order, tuple(recomputed))
+        open_rows = [row.config for row in offered.rows if row.saving_bytes is None]
+        savings = predicted_savings(places, open_rows, ordered.sizes)
+        bench.known_costs = KnownCosts(key, costs, by_order, tuple(recomputed), savings)
     if bench.options.memory_plan and not bench.options.recompute:
         return plan(bench)  # which says what is on
     priced = bench.known_costs.written_into(offered, bench.known_costs.key)

@@ -120,6 +120,18 @@ def test_what_was_missed_says_the_closest_and_the_floor():
     assert "What keeps memory" not in said(MET)
 
 
+def test_what_needs_more_than_no_plans_is_no_saving():
+    shown = said(
+        replace(TOO_SMALL, trials=(PlanTrial(FIRST, 805 * MIB), PlanTrial(SECOND, 801 * MIB, "by hand")))
+    )
+    assert (
+        "nothing that was run needs less; the closest needs 801 MiB (measured): 2 plans (Gelu, Add)." in shown
+    )
+    assert "The lab is as it was. Take a smaller batch; lab.memory() shows which phase" in shown
+    assert "-0 %" not in shown
+    assert "Switch the closest on" not in shown
+
+
 def test_the_size_to_ask_for_is_no_less_than_what_the_closest_needs():
     near = (PlanTrial(FIRST, int(87.44 * MIB)), PlanTrial(replace(SECOND, cost_ms=90.0), int(87.43 * MIB)))
     shown = said(replace(TOO_SMALL, limit_bytes=70 * MIB, trials=near))

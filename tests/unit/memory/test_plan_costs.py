@@ -140,3 +140,54 @@ def test_prices_are_of_a_step_that_recomputes_nothing(wide):
         assert {point.configuration.options.recompute for point in points} == {()}
     finally:
         wide.set(recompute=()).rerun()
+
+
+class _Sound(nn.Module):
+    """A wave whose number of frames no input has as a size; `folded` has it go through a shape that is computed."""
+
+    def __init__(self, *, folded: bool) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(
+            4, 16, 5, stride=3, groups=2
+        )  # PyTorch's kernel, whose sizes ORT does not infer
+        self.wide, self.narrow = nn.Linear(16, 64), nn.Linear(64, 16)
+        self.folded = folded
+
+    def forward(self, wave: torch.Tensor) -> torch.Tensor:
+        frames = self.conv(wave).transpose(1, 2)
+        if self.folded:
+            frames = frames[wave.mean((1, 2)) < 1e9]  # all of them, which no shape tells
+        return self.narrow(nn.functional.gelu(self.wide(frames))).square().mean()
+
+
+@pytest.mark.parametrize("folded", [False, True])
+def test_what_no_input_gives_the_size_of_is_worked_out(wrap, folded):
+    torch.manual_seed(3)
+    model = _Sound(folded=folded)
+    lab = wrap(model)
+    wave = torch.randn(2, 4, 300)
+    lab.step(lambda: model(wave).backward(), n=2, progress=False)
+    wide = 2 * 99 * 64 * 4  # 99 frames of 64 floats in each of 2 samples
+
+    def behind(plan):
+        """The plan for the GELU between the two linear layers."""
+        return next(row for row in plan.rows if row.cluster == "Gelu+")
+
+    plan = lab.plan()
+    assert behind(plan).unresolved
+    if folded:
+        assert behind(plan).saving_bytes is None
+        assert plan.rows[-1].saving_bytes is None
+        said = " ".join(text.render(plan).split())
+        assert "lab.plan(costs=True) sees them in a step" in said
+        plan = lab.plan(costs=True, progress=False)
+        assert behind(lab.plan()).saving_bytes == wide
+    assert behind(plan).saving_bytes == wide
+    assert [row.saving_bytes for row in plan.rows] == sorted(
+        (row.saving_bytes for row in plan.rows), reverse=True
+    )
+    said = " ".join(text.render(plan).split())
+    assert "unresolved" not in said
+    assert "worked out from the shapes of what is no longer kept" in said
+    assert behind(plan.at(batch=4)).saving_bytes is None  # that is of another batch
+    assert type(plan).from_dict(plan.to_dict()) == plan
