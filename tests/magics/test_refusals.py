@@ -73,6 +73,7 @@ REFUSED = {
         ("%ort_balance lengths --batch 0", "batch size is 0"),
         ("%ort_balance lengths --batch many", "--batch"),
         ("%ort_preflight nett inputs", "Did you mean 'net'"),
+        ("%ort_preflight net", "the following arguments are required: BATCH.\n"),
     ],
     "no step was run": [
         ("%ort_wrap net", "%ort_unwrap"),

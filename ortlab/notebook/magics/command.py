@@ -85,7 +85,12 @@ class Parser(argparse.ArgumentParser):
         self.magic = magic
         self._minus = minus
         self.add_argument("-h", "--help", action="store_true", dest="help")
-        self.readers = {self.add_argument(one.name, **one.how).dest: one.read for one in declared}
+        self.readers = {}
+        for one in declared:
+            argument = self.add_argument(one.name, **one.how)
+            if argument.nargs == argparse.ZERO_OR_MORE:
+                argument.required = False  # argparse names it among what is missing beside another
+            self.readers[argument.dest] = one.read
 
     def read(self, line: str) -> argparse.Namespace:
         """Parse the line of a magic; an ArgumentError says what is wrong with it and what its form is."""
