@@ -20,15 +20,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ortlab.parity.parity import (
-    FORWARD,
-    OUTPUT,
-    OUTPUT_GRADIENT,
-    UPDATED_PARAMETER,
-    Distance,
-    Site,
-    TensorPair,
-)
+from ortlab.parity.parity import FORWARD, OUTPUT, OUTPUT_GRADIENT, Distance, Site, TensorPair
 from ortlab.records.activation_statistics import TensorStatistics
 
 _LARGE: Final = 1 << 20
@@ -347,14 +339,6 @@ by half a unit at most, 0.29 in the mean of squares. Four floors are 1,000 round
 hardly a tensor is more than one floor apart: ``bench/fault_finding.py`` states how near its clean pairs come.
 """
 
-UPDATE_FACTOR: Final = 40.0
-"""The same for an updated parameter.
-
-Adam divides each gradient by its own size, so of an entry that is near zero it makes any multiple of its rounding, and
-one other rounding is no measure of that. The update itself is PyTorch's on both sides; what ONNX Runtime may do to it,
-such as write over a gradient before the optimizer reads it, is of the size of the update.
-"""
-
 LEAST: Final = 16.0
 MOST: Final = 256.0
 """Bounds of the units of rounding that every limit allows; between them it is the root of the length of sums."""
@@ -379,8 +363,7 @@ def limits(
         known = None if site in in_part else rounded.distances.get(site)
         floor = by_call.get(_call(site), 0.0) if known is None else known.relative
         floor = max([floor, *(one[site].relative for one in chances if site in one)])
-        factor = UPDATE_FACTOR if site.kind == UPDATED_PARAMETER else FACTOR
-        found[site] = (floor, max(factor * floor, units * epsilon))
+        found[site] = (floor, max(FACTOR * floor, units * epsilon))
     return found
 
 
