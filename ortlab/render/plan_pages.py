@@ -100,25 +100,24 @@ def state_notes(plan: MemoryPlan) -> tuple[Note, ...]:
 def _unresolved_notes(plan: MemoryPlan) -> tuple[Note, ...]:
     worked_out = [one for one in plan.rows if one.unresolved and one.saving_bytes is not None]
     open_rows = [one for one in plan.rows if one.unresolved and one.saving_bytes is None]
-    told = Note(
-        f"Of {units.many(worked_out, 'plan')} ORT's formula has sizes that no input gives; they are worked out from "
-        "the shapes of what is no longer kept.",
-        Mark.QUIET,
-    )
-    if not open_rows:
-        return (told,) if worked_out else ()
-    symbols = sorted({symbol for one in open_rows for symbol in one.unresolved})
-    how = f"lab.plan(costs=True) sees them in a step, lab.plan().at({symbols[0]}=...)"
-    if any(symbol.startswith("valid_indices_count") for symbol in symbols):
-        how = "lab.plan().at(label_density=0.15)"
-    return (
-        *((told,) if worked_out else ()),
-        Note(
+    notes = []
+    if worked_out:
+        said = (
+            f"Of {units.many(worked_out, 'plan')} ORT's formula has sizes that no input gives; they are worked out "
+            "from the shapes of what is no longer kept."
+        )
+        notes.append(Note(said, Mark.QUIET))
+    if open_rows:
+        symbols = sorted({symbol for one in open_rows for symbol in one.unresolved})
+        how = f"lab.plan(costs=True) sees them in a step, lab.plan().at({symbols[0]}=...)"
+        if any(symbol.startswith("valid_indices_count") for symbol in symbols):
+            how = "lab.plan().at(label_density=0.15)"
+        said = (
             f"Not in the order of savings: the last {units.count(len(open_rows))}, for want of sizes that no input "
-            f"gives ({', '.join(symbols)}). {how} evaluates.",
-            Mark.WARN,
-        ),
-    )
+            f"gives ({', '.join(symbols)}). {how} evaluates."
+        )
+        notes.append(Note(said, Mark.WARN))
+    return tuple(notes)
 
 
 def _absent_notes(plan: MemoryPlan) -> tuple[Note, ...]:
