@@ -125,10 +125,11 @@ def _parser() -> argparse.ArgumentParser:
 
     build = commands.add_parser(
         "build",
-        help="compile what runs autograd Functions where it is needed (not on x86-64 Linux)",
-        description="Compile, into the user's cache, the small C++ library that lets ONNX Runtime run"
-        " a model's own autograd Functions. x86-64 Linux and macOS do without; elsewhere the first model"
-        " that needs it compiles it. A C++ compiler is needed, torch's headers are not.",
+        help="compile ahead what makes small models quicker, and what runs autograd Functions",
+        description="Compile, into the user's cache, two small C++ libraries: the calls of PyTorch's operators"
+        " from a step, which the first `ortlab.wrap` compiles if there is a compiler, and what lets ONNX Runtime"
+        " run a model's own autograd Functions, without which x86-64 Linux and macOS do. A C++ compiler is"
+        " needed, torch's headers are not.",
     )
     build.set_defaults(action=_build)
     return parser

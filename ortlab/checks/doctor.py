@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import psutil
 
-from ortlab.engine import devices, installation
-from ortlab.engine.functions import library as function_library
+from ortlab.engine import devices, installation, libraries
 from ortlab.errors import InstallError, OptionError
 from ortlab.options.options import Need, Options, declaration, switches
 from ortlab.options.switches import REASONS
@@ -213,13 +212,13 @@ def _switches(have: Collection[Need]) -> list[Check]:
 
 
 def _cache() -> Check:
-    folder = function_library.cache_folder()
+    folder = libraries.cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        fix = f"Set {function_library.CACHE_VARIABLE} to a folder that can be written."
+        fix = f"Set {libraries.CACHE_VARIABLE} to a folder that can be written."
         return Check("Cache folder", "warn", f"{folder} cannot be written: {error.strerror}", fix)
     return Check("Cache folder", "ok", str(folder))
 

@@ -24,17 +24,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from ortlab.engine import libraries
 from ortlab.engine.border import keep_error
 from ortlab.engine.functions import abi as function_abi
 from ortlab.engine.functions import export as function_export
-from ortlab.engine.functions import library as function_library
 from ortlab.engine.functions.abi import Runners
 from ortlab.engine.functions.context import release_all
-from ortlab.engine.operators import aten_executor
+from ortlab.engine.operators import aten_executor, compiled_calls
 from ortlab.errors import BuildError
 
 if TYPE_CHECKING:
-    from ortlab.engine.functions.library import Progress
+    from ortlab.engine.libraries import Progress
 
 
 _PACKAGE: Final = "onnxruntime.training.ortmodule.torch_cpp_extensions"
@@ -48,7 +48,8 @@ _OWN: Final = "ONNX Runtime's own extension"
 class ExtensionStatus:
     """How ONNX Runtime calls PyTorch here."""
 
-    aten: str  # how PyTorch's operators are called: "ctypes", or ORT's own extension
+    # How PyTorch's operators are called: "compiled calls", "ctypes" with the reason, or ORT's own extension.
+    aten: str
     # How autograd Functions are run: "ctypes x86-64 System V", "compiled", ORT's own extension, "not chosen yet", or
     # "unavailable: ..." with the reason.
     functions: str
@@ -66,9 +67,10 @@ class _Installed:
 
 def install() -> None:
     """Give ORTModule its extensions; call it once ``onnxruntime.training.ortmodule`` can be imported."""
-    # Extensions that were compiled into onnxruntime stay if they can be imported. Nothing is compiled where ctypes can
-    # do it (x86-64 Linux and macOS); elsewhere the Function runner is, which takes a second or two, once. If that is
-    # impossible, only models with custom autograd Functions fail, when they are exported.
+    # Extensions that were compiled into onnxruntime stay if they can be imported. Two libraries are compiled, once, in
+    # a second or two: the calls of PyTorch's operators, which ctypes makes more slowly; and, where ctypes cannot run
+    # Functions (elsewhere than on x86-64 Linux and macOS), their runner. If that is impossible, only models with custom
+    # autograd Functions fail, when they are exported.
     if _Installed.aten:
         return
     from onnxruntime.training import ortmodule
@@ -76,6 +78,9 @@ def install() -> None:
     _Installed.aten = _OWN if _imports(_ATEN) else "ctypes"
     if _Installed.aten != _OWN:
         _insert(_ATEN, aten_executor)
+        aten_executor.execute_aten_operator_address()
+        lacking = compiled_calls.lacking()
+        _Installed.aten = f"ctypes ({lacking})" if lacking else "compiled calls"
     if _imports(_FUNCTIONS):
         _Installed.functions = _OWN
     else:
@@ -108,8 +113,10 @@ def use_runners(runners: Runners) -> None:
 
 
 def build(progress: Progress | None = None) -> Path:
-    """Compile the Function runner into the user's cache, unless it is there, and return the compiled library."""
-    return function_library.build(progress)
+    """Compile both libraries into the user's cache, unless they are there, and return that of the Function runner."""
+    report = progress or (lambda _stage, _fraction: None)
+    libraries.build(lambda stage, fraction: report(stage, fraction / 2), libraries.COMPILED_CALLS)
+    return libraries.build(lambda stage, fraction: report(stage, (1 + fraction) / 2))
 
 
 def status() -> ExtensionStatus:
@@ -120,7 +127,7 @@ def status() -> ExtensionStatus:
     return ExtensionStatus(
         _Installed.aten or "ctypes",
         functions,
-        function_library.cache_folder(),
+        libraries.cache_folder(),
         _Installed.allocator or "ctypes",
     )
 
@@ -129,7 +136,7 @@ def _choose_runners() -> Runners:
     if function_abi.system_v_is_spoken():
         return function_abi.system_v_runners()
     try:
-        return function_abi.compiled_runners(function_library.build())
+        return function_abi.compiled_runners(libraries.build())
     except (BuildError, OSError) as error:
         reason = (
             " ".join(filter(None, (error.what, error.why))) if isinstance(error, BuildError) else str(error)

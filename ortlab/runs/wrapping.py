@@ -195,6 +195,23 @@ def check_wrappable(module: object) -> None:
         raise WrapError(fault.what, why=fault.why, fix=fault.fix)
 
 
+def _called(
+    takeover: Takeover, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    return takeover(module, args, kwargs)
+
+
+def _untraced() -> Callable[..., Any]:
+    """Return `_called` for a caller that torch.compile may be tracing; made once, for it takes as long as a kernel."""
+    global _apart  # noqa: PLW0603 - one for the process
+    if _apart is None:
+        _apart = torch.compiler.disable(_called)  # type: ignore[no-untyped-call]
+    return _apart
+
+
+_apart: Callable[..., Any] | None = None
+
+
 def _subclass(original: type) -> type:
     known = _subclasses.get(original)
     if known is not None:
@@ -207,8 +224,7 @@ def _subclass(original: type) -> type:
             return original.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
         # torch.compile may be around the caller; what ORT executes is not to be traced.
         if "torch._dynamo" in sys.modules:
-            apart: Callable[..., Any] = torch.compiler.disable(takeover)  # type: ignore[no-untyped-call]
-            return apart(self, args, kwargs)
+            return _untraced()(takeover, self, args, kwargs)
         return takeover(self, args, kwargs)
 
     # accelerate's unwrap_model(keep_fp32_wrapper=False) follows `__wrapped__` to the innermost function and puts that

@@ -36,6 +36,7 @@ from ortlab.engine.border import (
     take_pointer,
     unreadable_pointer,
 )
+from ortlab.engine.operators import compiled_calls
 from ortlab.engine.operators.torch_calls import CallableCall, is_torch_call
 from ortlab.engine.operators.torch_kernels import KERNELS
 from ortlab.engine.passes.graph_edits import NAMESPACE
@@ -259,5 +260,6 @@ def is_tensor_argument_address() -> int:
 
 
 def execute_aten_operator_address() -> int:
-    """Return the address of ``execute``; the name is that of the C++ extension's function."""
-    return ctypes.cast(execute_callback, ctypes.c_void_p).value or 0
+    """Return the address of ``execute``, or of what calls it (`compiled_calls`); the C++ extension has this name."""
+    in_python = ctypes.cast(execute_callback, ctypes.c_void_p).value or 0
+    return compiled_calls.connect(in_python) or in_python

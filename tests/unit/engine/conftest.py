@@ -35,11 +35,11 @@ def with_ort(ortmodule, monkeypatch):
 
 @pytest.fixture(scope="session")
 def compiled_runner(tmp_path_factory):
-    from ortlab.engine.functions import library as function_library
+    from ortlab.engine import libraries
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(function_library.CACHE_VARIABLE, str(tmp_path_factory.mktemp("cache")))
-        return function_library.build()
+        patch.setenv(libraries.CACHE_VARIABLE, str(tmp_path_factory.mktemp("cache")))
+        return libraries.build()
 
 
 @pytest.fixture(params=["ctypes", "compiled"])

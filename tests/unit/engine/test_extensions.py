@@ -14,9 +14,8 @@ from dataclasses import FrozenInstanceError
 import pytest
 from forked import python
 
-from ortlab.engine import extensions
+from ortlab.engine import extensions, libraries
 from ortlab.engine.functions import abi as function_abi
-from ortlab.engine.functions import library as function_library
 from ortlab.errors import BuildError
 
 PACKAGE = "onnxruntime.training.ortmodule.torch_cpp_extensions"
@@ -25,7 +24,7 @@ PACKAGE = "onnxruntime.training.ortmodule.torch_cpp_extensions"
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     folder = tmp_path / "deep" / "cache"
-    monkeypatch.setenv(function_library.CACHE_VARIABLE, str(folder))
+    monkeypatch.setenv(libraries.CACHE_VARIABLE, str(folder))
     return folder
 
 
@@ -83,7 +82,7 @@ def test_extension_that_cannot_be_loaded_counts_as_missing(ortmodule, tmp_path, 
 
 def test_status_is_a_record(ortmodule, cache):
     status = extensions.status()
-    assert status.aten == "ctypes"
+    assert status.aten == "compiled calls"
     assert status.functions in {"ctypes x86-64 System V", "compiled"}
     assert status.cache == cache
     with pytest.raises(FrozenInstanceError):
@@ -117,7 +116,8 @@ def test_build_compiles_once_and_reports(cache):
     assert extensions.build(lambda stage, fraction: stages.append((stage, fraction))) == library
     assert library.stat().st_mtime_ns == built
     assert not any("Compiling" in stage for stage, _ in stages)
-    assert sorted(path.suffix for path in cache.iterdir()) == [".lock", ".so"]  # nothing unfinished is left
+    # Nothing unfinished is left.
+    assert sorted(path.suffix for path in cache.iterdir()) == [".lock", ".lock", ".so", ".so"]
 
 
 def test_deleted_cache_is_made_again(cache):
@@ -127,19 +127,17 @@ def test_deleted_cache_is_made_again(cache):
 
 
 def test_another_source_or_compiler_is_another_library(cache, tmp_path, monkeypatch):
-    compiler = function_library.find_compiler()
-    path = function_library.library_path(compiler)
-    with monkeypatch.context() as patch:
-        changed = tmp_path / "runner.cpp"
-        changed.write_text(function_library._SOURCE.read_text() + "\n// another\n")
-        patch.setattr(function_library, "_SOURCE", changed)
-        assert function_library.library_path(compiler) != path
+    compiler = libraries.find_compiler()
+    path = libraries.library_path(compiler)
+    changed = tmp_path / "runner.cpp"
+    changed.write_text(libraries.FUNCTION_RUNNER.read_text() + "\n// another\n")
+    assert libraries.library_path(compiler, changed) != path
     wrapper = tmp_path / "my-c++"
     wrapper.write_text(f'#!/bin/sh\nexec {compiler} "$@"\n')
     wrapper.chmod(0o755)
     monkeypatch.setenv("CXX", str(wrapper))
-    assert function_library.find_compiler() == str(wrapper)
-    assert function_library.library_path(str(wrapper)) != path
+    assert libraries.find_compiler() == str(wrapper)
+    assert libraries.library_path(str(wrapper)) != path
 
 
 BUILD_ON_SIGNAL = """
@@ -182,7 +180,7 @@ def test_two_processes_build_at_once(cache, tmp_path):
 def test_waits_for_the_lock_of_another(cache):
     from filelock import FileLock
 
-    library = function_library.library_path(function_library.find_compiler())
+    library = libraries.library_path(libraries.find_compiler())
     cache.mkdir(parents=True)
     lock = FileLock(library.with_suffix(".lock"))
     lock.acquire()
@@ -192,11 +190,11 @@ def test_waits_for_the_lock_of_another(cache):
         stages.append(stage)
         if stage == "Waiting for the cache folder":
             # What the other process does before it lets go.
-            function_library._compile(function_library.find_compiler(), library)
+            libraries._compile(libraries.find_compiler(), library)
             lock.release()
 
     extensions.build(report)
-    assert "Compiling the runner of autograd Functions" not in stages
+    assert "Compiling runner.cpp" not in stages
 
 
 @pytest.mark.parametrize("folder", ["file/cache", "/proc/ortlab"])
@@ -204,10 +202,10 @@ def test_unwritable_cache_names_folder_and_variable(folder, tmp_path, monkeypatc
     # Root may write into any folder whatever its mode, but nobody can make one below a file, or in /proc.
     (tmp_path / "file").touch()
     path = tmp_path / folder  # an absolute folder replaces tmp_path
-    monkeypatch.setenv(function_library.CACHE_VARIABLE, str(path))
+    monkeypatch.setenv(libraries.CACHE_VARIABLE, str(path))
     with pytest.raises(BuildError, match=re.escape(str(path))) as raised:
         extensions.build()
-    assert function_library.CACHE_VARIABLE in raised.value.fix
+    assert libraries.CACHE_VARIABLE in raised.value.fix
 
 
 def test_compiler_that_fails_is_quoted(cache, tmp_path, monkeypatch):
@@ -222,13 +220,13 @@ def test_compiler_that_fails_is_quoted(cache, tmp_path, monkeypatch):
 
 
 def test_windows_is_refused(monkeypatch):
-    monkeypatch.setattr(function_library.sys, "platform", "win32")
+    monkeypatch.setattr(libraries.sys, "platform", "win32")
     with pytest.raises(BuildError, match="Windows"):
-        function_library.find_compiler()
+        libraries.find_compiler()
 
 
 def test_library_needs_no_python_to_be_loaded(cache):
     # Only two addresses and a setter: whatever this process's Python is, the next one can use the same file.
     loaded = ctypes.CDLL(str(extensions.build()))
     assert loaded.ortlab_forward_runner
-    assert not hasattr(loaded, "PyInit_function_runner")
+    assert not hasattr(loaded, "PyInit_runner")

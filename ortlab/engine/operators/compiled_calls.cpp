@@ -1,0 +1,585 @@
+// The calls of PyTorch's operators that small models make most, without a way into Python and back.
+//
+// ONNX Runtime calls one C function for each ATen node of a graph (`aten_executor.py` has its signature). In Python such
+// a call takes some 30 microseconds; here it takes a few. Each kernel below computes what the function of its name in
+// `torch_kernels.py`, or torch's operator, computes, with the same kernels of torch and so the same bits. It returns
+// false where it is not sure to, before it has changed anything, and the call goes to Python: on another device, where
+// Python would take memory that is kept from step to step for the output (`torch_kernels.OutputBuffers`), with anything
+// out of the ordinary, and where torch raises an error, which Python then raises again with its text.
+//
+// An operator that takes a string (Gelu) is left to Python: torch 2.13's interface makes two strings of one and frees one.
+
+#include "compiled_call.h"
+
+namespace {
+
+// ---- reductions -----------------------------------------------------------------------------------------------------
+
+bool reduced(Call& call, const char* name, const char* overload) {
+  if (!call.given(0) || !call.is_ints(1) || call.numel(1) != 2 || (call.given(2) && !call.is_ints(2))) return false;
+  Ints axes = call.given(2) ? call.ints(2) : Ints();
+  const Ints flags = call.ints(1);
+  if (axes.empty()) {
+    if (flags[1] != 0) return false;
+    for (std::int64_t axis = 0; axis < call.rank(0); ++axis) axes.push_back(axis);
+  }
+  Value stack[4] = {call.tensor(0), call.some(call.list(axes)), flags[0] != 0, 0};
+  return call.run(name, overload, stack) && call.give_result(0, stack[0]);
+}
+bool sum_over(Call& call) { return reduced(call, "aten::sum", "dim_IntList"); }
+bool mean_over(Call& call) { return reduced(call, "aten::mean", "dim"); }
+
+// ---- products of matrices -------------------------------------------------------------------------------------------
+
+bool product(Call& call, Tensor a, Tensor b, const Ints& shape, std::int64_t rows, std::int64_t columns) {
+  Tensor output = call.failed ? nullptr : call.empty(shape);
+  if (output == nullptr) return false;
+  float* memory = Call::floats(output);
+  const Ints matrix = {rows, columns}, strides = {columns, 1};
+  Tensor seen = nullptr;
+  const bool done = torch.from_blob(memory, 2, matrix.data(), strides.data(), 0, FLOAT32, TORCH_CPU, NO_INDEX, &seen) == 0 &&
+                    torch.mm(call.kept(seen), a, b) == 0;
+  if (!done) {
+    torch.drop(output);
+    return !(call.failed = true);
+  }
+  return call.give(0, output);
+}
+
+bool is_small(std::int64_t rows, std::int64_t columns) { return rows * columns * 4 < SMALL; }
+
+bool multiplied(Call& call, bool turned) {
+  if (!call.are_floats({0, 1}) || call.rank(0) < 1 || call.rank(1) != 2) return false;
+  const std::int64_t inner = call.size(0, call.rank(0) - 1), columns = call.size(1, turned ? 0 : 1);
+  if (inner == 0 || call.size(1, turned ? 1 : 0) != inner || columns == 0) return false;
+  const std::int64_t rows = call.numel(0) / inner;
+  if (rows == 0 || !is_small(rows, columns)) return false;
+  Ints shape = call.shape(0);
+  shape.back() = columns;
+  return product(call, call.matrix(0, inner), call.matrix(1, call.size(1, 1), turned), shape, rows, columns);
+}
+bool matmul(Call& call) { return multiplied(call, false); }
+bool matmul_transposed(Call& call) { return multiplied(call, true); }
+
+bool matmul_of_rows(Call& call) {
+  if (!call.are_floats({0, 1}) || call.rank(0) < 1 || call.rank(1) < 1) return false;
+  const std::int64_t rows = call.size(0, call.rank(0) - 1), columns = call.size(1, call.rank(1) - 1);
+  if (rows == 0 || columns == 0 || !is_small(rows, columns)) return false;
+  if (call.numel(0) == 0 || call.numel(0) / rows != call.numel(1) / columns) return false;
+  return product(call, call.matrix(0, rows, true), call.matrix(1, columns), {rows, columns}, rows, columns);
+}
+
+bool gemm(Call& call) {
+  if (!call.are_floats({0, 1}) || call.rank(0) != 2 || call.rank(1) != 2 || !call.is_ints(2) || call.numel(2) != 2) {
+    return false;
+  }
+  if (call.given(3) && call.type(3) != FLOAT32) return false;
+  const Ints turned = call.ints(2);
+  const std::int64_t rows = call.size(0, turned[0] ? 1 : 0), columns = call.size(1, turned[1] ? 0 : 1);
+  if (call.size(0, turned[0] ? 0 : 1) != call.size(1, turned[1] ? 1 : 0)) return false;
+  if (call.numel(0) == 0 || call.numel(1) == 0 || !is_small(rows, columns)) return false;
+  Tensor a = call.matrix(0, call.size(0, 1), turned[0]), b = call.matrix(1, call.size(1, 1), turned[1]);
+  if (!call.given(3)) return product(call, a, b, {rows, columns}, rows, columns);
+  Tensor addend = call.kept(call.view(3, call.shape(3))), output = call.failed ? nullptr : call.empty({rows, columns});
+  if (output == nullptr) return false;
+  if (torch.addmm(output, addend, a, b, 1.0, 1.0) != 0) {
+    torch.drop(output);
+    return !(call.failed = true);
+  }
+  return call.give(0, output);
+}
+
+// ---- normalisations -------------------------------------------------------------------------------------------------
+
+bool layer_norm_backward(Call& call) {
+  if (!call.are_given({0, 1, 2, 3, 4})) return false;
+  Value stack[8] = {call.tensor(0), call.tensor(1), call.list(call.shape(2)), call.tensor(3), call.tensor(4),
+                    call.some(call.tensor(2)), call.some(call.tensor(2)), call.list(Ints{1, 1, 1})};
+  return call.run("aten::native_layer_norm_backward", "", stack) && call.give_result(0, stack[0]) &&
+         call.give_result(1, stack[1]) && call.give_result(2, stack[2]);
+}
+
+bool rms_norm_backward(Call& call) {
+  if (!call.are_floats({0, 1, 2, 3}) || call.rank(2) != 1 || call.numel(1) == 0) return false;
+  const std::int64_t rows = call.numel(3), width = call.numel(2);
+  if (rows * width != call.numel(1) || !call.same_shape(0, 1)) return false;
+  Tensor means = call.empty(call.shape(3));
+  if (means == nullptr) return false;
+  std::memset(Call::floats(means), 0, static_cast<std::size_t>(rows) * sizeof(float));
+  Value stack[8] = {call.tensor(0), call.tensor(1), call.list(Ints{width}), Call::as_value(means), call.tensor(3),
+                    call.some(call.tensor(2)), 0, call.list(Ints{1, 1, 0})};
+  if (!call.run("aten::native_layer_norm_backward", "", stack)) return false;
+  Call::drop_result(stack[2]);
+  call.give_result(1, stack[1]);
+  Value sums[2] = {Call::as_value(call.view(0, {rows, width})), call.tensor(2)};
+  if (!call.run("aten::mv", "", sums)) {
+    Call::drop_result(stack[0]);
+    return false;
+  }
+  const float* of_rows = Call::floats(call.kept(reinterpret_cast<Tensor>(sums[0])));
+  const float* deviations = call.data<float>(3);
+  float* of_x = Call::floats(reinterpret_cast<Tensor>(stack[0]));
+  for (std::int64_t row = 0; row < rows; ++row) {
+    const float taken = of_rows[row] * deviations[row] / static_cast<float>(width);
+    for (std::int64_t column = 0; column < width; ++column) of_x[row * width + column] += taken;
+  }
+  return call.give_result(0, stack[0]);
+}
+
+// ---- convolutions ---------------------------------------------------------------------------------------------------
+
+bool convolution(Call& call) {
+  if (!call.are_floats({0, 1}) || !call.is_ints(2) || !call.is_ints(3) || !call.is_ints(4) || !call.is_int(5)) return false;
+  Value stack[9] = {call.tensor(0), call.tensor(1), call.optional_tensor(6), call.list(call.ints(2)),
+                    call.list(call.ints(3)), call.list(call.ints(4)), 0, call.list(Ints(call.numel(2), 0)),
+                    static_cast<Value>(call.one_int(5))};
+  return call.run("aten::convolution", "", stack) && call.give_result(0, stack[0]);
+}
+
+bool convolution_backward(Call& call) {
+  if (!call.are_floats({0, 1, 2}) || !call.is_ints(3) || !call.is_ints(4) || !call.is_ints(5) || !call.is_int(6) ||
+      !call.is_ints(7)) {
+    return false;
+  }
+  const Ints wanted = call.ints(7);
+  Ints asked = {0, 0, 0};
+  for (std::int64_t one : wanted) {
+    if (one < 0 || one > 2) return false;
+    asked[one] = 1;
+  }
+  Value stack[11] = {call.tensor(0), call.tensor(1), call.tensor(2), call.some(call.list(Ints{call.size(2, 0)})),
+                     call.list(call.ints(3)), call.list(call.ints(4)), call.list(call.ints(5)), 0,
+                     call.list(Ints(call.numel(3), 0)), static_cast<Value>(call.one_int(6)), call.list(asked)};
+  if (!call.run("aten::convolution_backward", "", stack)) return false;
+  bool given = true;
+  for (std::size_t i = 0; i < wanted.size(); ++i) given = given && call.give_result(i, stack[wanted[i]]);
+  for (std::size_t i = 0; i < 3; ++i) {
+    if (asked[i] == 0) Call::drop_result(stack[i]);
+  }
+  return given;
+}
+
+// ---- entries one at a time ------------------------------------------------------------------------------------------
+
+bool relu_backward(Call& call) {
+  if (!call.are_floats({0, 1}) || !call.same_shape(0, 1)) return false;
+  Tensor output = call.empty(call.shape(1));
+  if (output == nullptr) return false;
+  const float *grad = call.data<float>(0), *x = call.data<float>(1);
+  float* made = Call::floats(output);
+  const std::int64_t entries = call.numel(1);
+  for (std::int64_t i = 0; i < entries; ++i) made[i] = x[i] <= 0 ? 0 : grad[i];
+  return call.give(0, output);
+}
+
+bool leaky_relu(Call& call) {
+  if (!call.are_floats({0}) || !call.is_float(1)) return false;
+  Tensor output = call.empty(call.shape(0));
+  if (output == nullptr) return false;
+  const float *x = call.data<float>(0), slope = static_cast<float>(call.one_float(1));
+  float* made = Call::floats(output);
+  const std::int64_t entries = call.numel(0);
+  for (std::int64_t i = 0; i < entries; ++i) made[i] = x[i] > 0 ? x[i] : x[i] * slope;
+  return call.give(0, output);
+}
+
+bool leaky_relu_backward(Call& call) {
+  if (!call.are_floats({0, 1}) || !call.same_shape(0, 1) || !call.is_float(2)) return false;
+  Tensor output = call.empty(call.shape(0));
+  if (output == nullptr) return false;
+  const float *grad = call.data<float>(0), *result = call.data<float>(1);
+  const float slope = static_cast<float>(call.one_float(2));
+  float* made = Call::floats(output);
+  const std::int64_t entries = call.numel(0);
+  for (std::int64_t i = 0; i < entries; ++i) made[i] = result[i] > 0 ? grad[i] : grad[i] * slope;
+  return call.give(0, output);
+}
+
+bool where(Call& call) {
+  if (!call.are_floats({1, 2}) || !call.given(0) || call.type(0) != UINT8) return false;
+  Value stack[3] = {call.mask(0), call.tensor(1), call.tensor(2)};
+  return call.run("aten::where", "self", stack) && call.give_result(0, stack[0]);
+}
+
+// ---- softmax --------------------------------------------------------------------------------------------------------
+
+bool softmax_backward(Call& call) {
+  if (!call.are_floats({0, 1}) || call.given(2)) return false;
+  Value stack[4] = {call.tensor(0), call.tensor(1), static_cast<Value>(-1), FLOAT32};
+  return call.run("aten::_softmax_backward_data", "", stack) && call.give_result(0, stack[0]);
+}
+
+bool softmax_backward_over(Call& call) {
+  if (!call.are_floats({0, 1}) || call.given(2)) return false;
+  Value stack[5] = {call.tensor(0), call.tensor(1), static_cast<Value>(-1), FLOAT32, call.tensor(0)};
+  if (!call.run("aten::_softmax_backward_data", "out", stack)) return false;
+  Call::drop_result(stack[0]);
+  return call.give_input(0, 0, call.shape(0));
+}
+
+// ---- cross entropy --------------------------------------------------------------------------------------------------
+
+constexpr std::int64_t MEAN = 1;  // of the reductions of torch
+
+// Whether an input has a class for each row of a matrix of float32.
+bool are_rows_and_classes(const Call& call, std::size_t rows, std::size_t classes) {
+  return call.are_floats({rows}) && call.rank(rows) == 2 && call.given(classes) && call.type(classes) == INT64 &&
+         call.rank(classes) == 1 && call.numel(classes) == call.size(rows, 0);
+}
+
+// Compute the loss of log probabilities: `found` becomes the loss and the sum of the rows' weights.
+bool nll_loss(Call& call, Value log_probabilities, std::size_t target, std::size_t weight, std::int64_t reduction,
+              std::int64_t ignored, Value* found) {
+  Value stack[5] = {log_probabilities, call.tensor(target), call.optional_tensor(weight), static_cast<Value>(reduction),
+                    static_cast<Value>(ignored)};
+  if (!call.run("aten::nll_loss_forward", "", stack)) return false;
+  found[0] = stack[0];
+  found[1] = stack[1];
+  return true;
+}
+
+// Compute log probabilities and their loss from the logits, which are input 0, as the classes are input 1.
+bool loss_of_logits(Call& call, std::size_t weight, std::size_t reduction, std::size_t ignored, Value* found) {
+  if (!are_rows_and_classes(call, 0, 1) || !call.is_int(reduction) || !call.is_int(ignored)) return false;
+  Value logits[3] = {call.tensor(0), 1, 0};
+  if (!call.run("aten::_log_softmax", "", logits)) return false;
+  Tensor log_probabilities = reinterpret_cast<Tensor>(logits[0]);
+  if (!nll_loss(call, Call::as_value(call.again(log_probabilities)), 1, weight, call.one_int(reduction),
+                call.one_int(ignored), found)) {
+    torch.drop(log_probabilities);
+    return false;
+  }
+  found[2] = Call::as_value(log_probabilities);
+  return true;
+}
+
+bool cross_entropy(Call& call) {
+  Value found[3];
+  return loss_of_logits(call, 2, 3, 4, found) && call.give_result(0, found[0]) && call.give_result(1, found[2]) &&
+         call.give_result(2, found[1]);
+}
+
+bool log_softmax_loss(Call& call) {
+  Value found[3];
+  if (!loss_of_logits(call, 4, 2, 3, found)) return false;
+  Call::drop_result(found[1]);
+  return call.give_result(0, found[0]) && call.give_result(1, found[2]);
+}
+
+bool cross_entropy_backward(Call& call) {
+  // grad, log probabilities, target, weight, reduction, ignored, total; over the log probabilities
+  if (!are_rows_and_classes(call, 1, 2) || !call.are_floats({0, 6}) || call.given(3) || !call.is_int(4) ||
+      !call.is_int(5) || call.numel(6) != 1) {
+    return false;
+  }
+  const std::int64_t rows = call.size(1, 0), classes = call.size(1, 1), ignored = call.one_int(5);
+  const bool each = call.numel(0) == rows && call.rank(0) == 1;
+  if (!each && call.numel(0) != 1) return false;
+  const std::int64_t* target = call.data<std::int64_t>(2);
+  for (std::int64_t row = 0; row < rows; ++row) {
+    if (target[row] != ignored && (target[row] < 0 || target[row] >= classes)) return false;
+  }
+  Value stack[1] = {call.tensor(1)};
+  if (!call.run("aten::exp_", "", stack)) return false;
+  Call::drop_result(stack[0]);
+  float* made = call.data<float>(1);
+  for (std::int64_t row = 0; row < rows; ++row, made += classes) {
+    const float grad = call.data<float>(0)[each ? row : 0];
+    const float of_row = call.one_int(4) == MEAN ? grad / *call.data<float>(6) : grad;
+    const float share = target[row] == ignored ? 0 : of_row;
+    for (std::int64_t i = 0; i < classes; ++i) made[i] *= share;
+    made[target[row] == ignored ? 0 : target[row]] -= share;
+  }
+  return call.give_input(0, 1, call.shape(1));
+}
+
+bool log_softmax_loss_backward(Call& call) {
+  // grad, log probabilities, target, reduction, ignored, weight
+  if (!are_rows_and_classes(call, 1, 2) || !call.are_floats({0}) || !call.is_int(3) || !call.is_int(4)) return false;
+  const std::int64_t reduction = call.one_int(3), ignored = call.one_int(4);
+  const Ints of_loss = reduction == 0 ? Ints{call.size(1, 0)} : Ints{};
+  if (call.numel(0) != count(of_loss.data(), static_cast<std::int64_t>(of_loss.size()))) return false;
+  Value found[2];
+  if (!nll_loss(call, call.tensor(1), 2, 5, reduction, ignored, found)) return false;
+  Call::drop_result(found[0]);
+  Value stack[7] = {Call::as_value(call.view(0, of_loss)), call.tensor(1), call.tensor(2), call.optional_tensor(5),
+                    static_cast<Value>(reduction), static_cast<Value>(ignored), found[1]};
+  if (!call.run("aten::nll_loss_backward", "", stack)) return false;
+  Value of_logits[4] = {stack[0], call.tensor(1), 1, FLOAT32};
+  return call.run("aten::_log_softmax_backward_data", "", of_logits) && call.give_result(0, of_logits[0]);
+}
+
+// ---- rows by index --------------------------------------------------------------------------------------------------
+
+bool gather_backward(Call& call) {
+  // int[] shape, indices, grad, int axis
+  if (!call.is_ints(0) || !call.given(1) || (call.type(1) != INT64 && call.type(1) != INT32) || !call.are_floats({2}) ||
+      !call.is_int(3)) {
+    return false;
+  }
+  const Ints shape = call.ints(0);
+  const std::int64_t rank = static_cast<std::int64_t>(shape.size()), rows = call.numel(1);
+  const std::int64_t axis = call.one_int(3) + (call.one_int(3) < 0 ? rank : 0);
+  if (axis < 0 || axis >= rank) return false;
+  const std::int64_t before = count(shape.data(), axis), after = count(shape.data() + axis + 1, rank - axis - 1);
+  const std::int64_t entries = before * shape[axis] * after;
+  if (!is_small(entries, 1) || call.numel(2) != before * rows * after) return false;
+  Ints places(rows);
+  for (std::int64_t row = 0; row < rows; ++row) {
+    std::int64_t place = call.type(1) == INT64 ? call.data<std::int64_t>(1)[row] : call.data<std::int32_t>(1)[row];
+    if (place < 0) place += shape[axis];
+    if (place < 0 || place >= shape[axis]) return false;
+    places[row] = place;
+  }
+  Tensor output = call.empty(shape);
+  if (output == nullptr) return false;
+  float* whole = Call::floats(output);
+  const float* grad = call.data<float>(2);
+  std::memset(whole, 0, static_cast<std::size_t>(entries) * sizeof(float));
+  for (std::int64_t outer = 0; outer < before; ++outer) {
+    for (std::int64_t row = 0; row < rows; ++row) {
+      float* to = whole + (outer * shape[axis] + places[row]) * after;
+      const float* from = grad + (outer * rows + row) * after;
+      for (std::int64_t i = 0; i < after; ++i) to[i] += from[i];
+    }
+  }
+  return call.give(0, output);
+}
+
+// ---- parts of tensors -----------------------------------------------------------------------------------------------
+
+// Go to the next place in a shape, the last axis first; return whether there is one.
+bool next(Ints& place, const Ints& shape) {
+  for (std::size_t axis = shape.size(); axis-- > 0;) {
+    if (++place[axis] < shape[axis]) return true;
+    place[axis] = 0;
+  }
+  return false;
+}
+
+std::int64_t offset(const Ints& place, const Ints& strides) {
+  std::int64_t sum = 0;
+  for (std::size_t axis = 0; axis < place.size(); ++axis) sum += place[axis] * strides[axis];
+  return sum;
+}
+
+bool rotary_backward(Call& call) {
+  // grad, cosines, sines
+  if (!call.are_floats({0, 1, 2}) || !call.same_shape(1, 2) || call.rank(0) != call.rank(1)) return false;
+  Ints rows = call.shape(0), factors = call.shape(1);
+  if (rows.empty() || call.numel(0) == 0 || rows.back() % 2 != 0 || factors.back() != rows.back()) return false;
+  Ints strides = dense_strides(factors);
+  for (std::size_t axis = 0; axis < rows.size(); ++axis) {
+    if (factors[axis] == 1) strides[axis] = 0;
+    if (factors[axis] != 1 && factors[axis] != rows[axis]) return false;
+  }
+  Tensor output = call.empty(call.shape(0));
+  if (output == nullptr) return false;
+  const std::int64_t width = rows.back(), half = width / 2;
+  rows.pop_back();
+  strides.pop_back();
+  const float* grad = call.data<float>(0);
+  float* made = Call::floats(output);
+  Ints row(rows.size(), 0);
+  do {
+    const float *cosines = call.data<float>(1) + offset(row, strides), *sines = call.data<float>(2) + offset(row, strides);
+    for (std::int64_t i = 0; i < half; ++i) {
+      made[i] = grad[i] * cosines[i] + grad[half + i] * sines[half + i];
+      made[half + i] = grad[half + i] * cosines[half + i] - grad[i] * sines[i];
+    }
+    grad += width;
+    made += width;
+  } while (next(row, rows));
+  return call.give(0, output);
+}
+
+bool slice_backward(Call& call) {
+  // grad, shape, starts, ends, axes, steps
+  if (!call.are_floats({0}) || !call.is_ints(1) || !call.is_ints(2) || !call.is_ints(3)) return false;
+  if ((call.given(4) && !call.is_ints(4)) || (call.given(5) && !call.is_ints(5))) return false;
+  const Ints shape = call.ints(1), starts = call.ints(2), ends = call.ints(3);
+  const Ints axes = call.given(4) ? call.ints(4) : Ints(), steps = call.given(5) ? call.ints(5) : Ints();
+  const std::int64_t rank = static_cast<std::int64_t>(shape.size());
+  Ints part = shape, first(shape.size(), 0);
+  for (std::size_t i = 0; i < starts.size(); ++i) {
+    std::int64_t axis = axes.empty() ? static_cast<std::int64_t>(i) : axes[i];
+    if (axis < 0) axis += rank;
+    if (axis < 0 || axis >= rank || (!steps.empty() && steps[i] != 1)) return false;
+    const std::int64_t size = shape[axis];
+    const auto inside = [size](std::int64_t place) {
+      if (place < 0) place += size;
+      return place < 0 ? 0 : place > size ? size : place;
+    };
+    first[axis] = inside(starts[i]);
+    part[axis] = inside(ends[i]) - first[axis];
+  }
+  const std::int64_t entries = count(shape.data(), rank);
+  if (rank == 0 || call.numel(0) == 0 || call.shape(0) != part || !is_small(entries, 1)) return false;
+  Tensor output = call.empty(shape);
+  if (output == nullptr) return false;
+  float* whole = Call::floats(output);
+  std::memset(whole, 0, static_cast<std::size_t>(entries) * sizeof(float));
+  Ints strides = dense_strides(shape);
+  whole += offset(first, strides);
+  const std::int64_t width = part.back();
+  part.pop_back();
+  strides.pop_back();
+  const float* grad = call.data<float>(0);
+  Ints row(part.size(), 0);
+  do {
+    std::memcpy(whole + offset(row, strides), grad, static_cast<std::size_t>(width) * sizeof(float));
+    grad += width;
+  } while (next(row, part));
+  return call.give(0, output);
+}
+
+// ---- in the memory of the first input -------------------------------------------------------------------------------
+
+bool add_output_gradient(Call& call) {
+  if (!call.are_floats({0, 1}) || (call.given(2) && !call.is_ints(2))) return false;
+  const Ints shape = call.given(2) ? call.ints(2) : call.shape(0);
+  for (std::int64_t size : shape) {
+    if (size < 0) return false;
+  }
+  if (count(shape.data(), static_cast<std::int64_t>(shape.size())) != call.numel(0)) return false;
+  if (call.rank(1) != 0) {
+    if (call.shape(1) != shape) return false;
+    float* total = call.data<float>(0);
+    const float* grad = call.data<float>(1);
+    const std::int64_t entries = call.numel(0);
+    for (std::int64_t i = 0; i < entries; ++i) total[i] += grad[i];
+  }
+  return call.give_input(0, 0, shape);
+}
+
+// ---- by name --------------------------------------------------------------------------------------------------------
+
+struct Kernel {
+  const char* name;  // those of `torch_kernels.py` have its namespace in front
+  bool (*compute)(Call&);
+  bool any_size;  // whether Python takes no memory that is kept, or the kernel looks at the size itself
+};
+
+const Kernel KERNELS[] = {
+    {"ortlab::sum_over", sum_over, true},
+    {"ortlab::mean_over", mean_over, true},
+    {"ortlab::matmul", matmul, true},
+    {"ortlab::matmul_transposed", matmul_transposed, true},
+    {"ortlab::matmul_of_rows", matmul_of_rows, true},
+    {"ortlab::gemm", gemm, true},
+    {"ortlab::layer_norm_backward", layer_norm_backward, true},
+    {"ortlab::rms_norm_backward", rms_norm_backward, false},
+    {"ortlab::convolution", convolution, true},
+    {"ortlab::convolution_backward", convolution_backward, true},
+    {"ortlab::relu_backward", relu_backward, false},
+    {"ortlab::leaky_relu", leaky_relu, false},
+    {"ortlab::leaky_relu_backward", leaky_relu_backward, false},
+    {"ortlab::where", where, false},
+    {"ortlab::softmax_backward", softmax_backward, false},
+    {"ortlab::softmax_backward_over", softmax_backward_over, true},
+    {"ortlab::cross_entropy", cross_entropy, false},
+    {"ortlab::cross_entropy_backward", cross_entropy_backward, false},
+    {"ortlab::log_softmax_loss", log_softmax_loss, true},
+    {"ortlab::log_softmax_loss_backward", log_softmax_loss_backward, true},
+    {"ortlab::gather_backward", gather_backward, false},
+    {"ortlab::rotary_backward", rotary_backward, false},
+    {"ortlab::slice_backward", slice_backward, false},
+    {"ortlab::add_output_gradient", add_output_gradient, false},
+};
+
+// An operator of torch whose arguments are the inputs, in their order; its results are new tensors.
+struct Operator {
+  const char* name;
+  const char* operator_name;
+  const char* overload;
+  // A letter an argument: Tensor, optional tensor, int, float, boolean; L is a list of int or bool.
+  const char* arguments;
+  std::size_t results;
+  bool any_size;
+};
+
+const Operator OPERATORS[] = {
+    {"ortlab::silu_backward", "aten::silu_backward", "", "TT", 1, false},
+    {"ortlab::sigmoid_backward", "aten::sigmoid_backward", "", "TT", 1, false},
+    {"ortlab::tanh_backward", "aten::tanh_backward", "", "TT", 1, false},
+    {"ortlab::divided", "aten::div", "Tensor", "TT", 1, true},
+    {"ortlab::sqrt", "aten::sqrt", "", "T", 1, false},
+    {"ortlab::tanh", "aten::tanh", "", "T", 1, false},
+    {"ortlab::erf", "aten::erf", "", "T", 1, false},
+    {"ortlab::sigmoid", "aten::sigmoid", "", "T", 1, false},
+    {"embedding", "aten::embedding", "", "TTibb", 1, true},
+    {"embedding_backward", "aten::embedding_backward", "", "TTiibb", 1, true},
+    {"native_batch_norm", "aten::native_batch_norm", "", "Toooobff", 3, true},
+    {"native_batch_norm_backward", "aten::native_batch_norm_backward", "", "TTooooobfL", 3, true},
+    {"native_group_norm", "aten::native_group_norm", "", "Tooiiiif", 3, true},
+    {"native_group_norm_backward", "aten::native_group_norm_backward", "", "TTTToiiiiL", 3, true},
+    {"index_select", "aten::index_select", "", "TiT", 1, true},
+    {"max_pool2d_with_indices_backward", "aten::max_pool2d_with_indices_backward", "", "TTLLLLbT", 1, true},
+    {"convolution", "aten::convolution", "", "TToLLLbLi", 1, true},
+};
+constexpr std::size_t MOST_ARGUMENTS = 16;
+
+bool compute(Call& call, const Operator& one) {
+  const std::size_t arguments = std::strlen(one.arguments);
+  if (call.outputs() != one.results || !(one.any_size || call.all_small())) return false;
+  for (std::size_t i = 0; i < arguments; ++i) {
+    const char kind = one.arguments[i];
+    const bool fits = kind == 'o'   ? true
+                      : kind == 'T' ? call.given(i)
+                      : kind == 'L' ? call.is_ints(i)
+                      : kind == 'f' ? call.is_float(i)
+                                    : call.is_int(i);
+    if (!fits) return false;
+  }
+  Value stack[MOST_ARGUMENTS];
+  for (std::size_t i = 0; i < arguments; ++i) {
+    switch (one.arguments[i]) {
+      case 'T': stack[i] = call.tensor(i); break;
+      case 'o': stack[i] = call.optional_tensor(i); break;
+      case 'L': stack[i] = call.list(call.ints(i)); break;
+      case 'f': stack[i] = Call::number(call.one_float(i)); break;
+      case 'b': stack[i] = call.one_int(i) != 0; break;
+      default: stack[i] = static_cast<Value>(call.one_int(i)); break;
+    }
+  }
+  if (!call.run(one.operator_name, one.overload, stack)) return false;
+  bool are_given = true;
+  for (std::size_t i = 0; i < one.results; ++i) are_given = call.give_result(i, stack[i]) && are_given;
+  return are_given;
+}
+
+bool compute(Call& call, const char* name) {
+  if (!call.all_on_cpu()) return false;
+  for (const Kernel& kernel : KERNELS) {
+    if (std::strcmp(kernel.name, name) == 0) return (kernel.any_size || call.all_small()) && kernel.compute(call);
+  }
+  if (std::strncmp(name, "aten::", 6) == 0) name += 6;
+  for (const Operator& one : OPERATORS) {
+    if (std::strcmp(one.name, name) == 0) return compute(call, one);
+  }
+  return false;
+}
+
+void execute(const char* name, const char* overload, std::size_t n_inputs, DLManagedTensor** inputs,
+             std::size_t n_outputs, DLManagedTensor** outputs) {
+  if (enabled && *overload == 0) {
+    Call call(n_inputs, inputs, n_outputs, outputs);
+    if (compute(call, name) && !call.failed) {
+      call.end();
+      ++computed;
+      return;
+    }
+    call.undo();
+  }
+  in_python(name, overload, n_inputs, inputs, n_outputs, outputs);
+}
+
+}  // namespace
+
+extern "C" void ortlab_connect(const Torch* functions, Execute python) {
+  torch = *functions;
+  in_python = python;
+}
+extern "C" void ortlab_enable(bool whether) { enabled = whether; }
+extern "C" std::uint64_t ortlab_computed() { return computed; }
+extern "C" std::size_t ortlab_execute() { return reinterpret_cast<std::size_t>(&execute); }

@@ -1,0 +1,484 @@
+"""The compiled calls of PyTorch's operators: the same bits as through Python, and Python where they cannot be sure."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import gc
+import re
+import subprocess
+
+import pytest
+import torch
+from forked import python
+from torch import nn
+
+import ortlab
+from ortlab.engine import libraries
+from ortlab.engine.border import give_pointer, take_error, take_pointer, unreadable_pointer
+from ortlab.engine.operators import aten_executor, compiled_calls
+from ortlab.errors import ExecutionError
+from ortlab.runs import process_memory
+
+pytestmark = pytest.mark.filterwarnings("ignore:Setting `training` to something:DeprecationWarning")
+
+_Execute = type(aten_executor.execute_callback)
+
+
+@pytest.fixture(scope="module")
+def compiled(ortmodule):
+    assert compiled_calls.lacking() == ""
+    return _Execute(aten_executor.execute_aten_operator_address())
+
+
+def called(execute, name, inputs, n_outputs):
+    """Call as ORT does, on copies of the inputs, and take the outputs as ORT does."""
+    copies = [None if one is None else one.clone() for one in inputs]
+    pointers = (ctypes.c_void_p * len(copies))(*(None if t is None else give_pointer(t) for t in copies))
+    outputs = (ctypes.c_void_p * n_outputs)()
+    execute(name.encode(), b"", len(copies), pointers, n_outputs, outputs)
+    error = take_error()
+    if error is not None:
+        assert set(outputs) == {unreadable_pointer()}
+        raise error
+    results = [None if pointer is None else take_pointer(pointer) for pointer in outputs]
+    return results, copies
+
+
+def numbers(*values):
+    return torch.tensor(values)
+
+
+def number(value, dtype=None):
+    return torch.tensor(value, dtype=dtype)
+
+
+def flag(value):
+    return torch.tensor(value, dtype=torch.uint8)
+
+
+def random(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape) + len(shape)))
+
+
+X = random(3, 5, 8)
+GRAD = random(3, 5, 8) * 2
+ROWS = random(8)
+PROBABILITIES = X.softmax(-1)
+IMAGES, WINDOW = random(2, 4, 9, 9), random(6, 4, 3, 3)
+OF_IMAGES = random(2, 6, 5, 5)
+LOGITS, CLASSES = random(6, 7), numbers(1, 3, 0, 6, 3, 2)
+LOG_PROBABILITIES = LOGITS.log_softmax(1)
+POOLED = nn.functional.max_pool2d(IMAGES, 2, return_indices=True)[1]
+ONCE, TWICE, PADDED = numbers(1, 1), numbers(2, 2), numbers(1, 1)
+CHANNELS = [random(4), random(4), random(4), random(4).abs() + 1]
+BATCH = [random(6, 4, 3, 3), *CHANNELS]
+STATISTICS = torch.ops.aten.native_batch_norm(BATCH[0], *CHANNELS[:2], None, None, True, 0.1, 1e-5)[1:]
+GROUPS = torch.ops.aten.native_group_norm(IMAGES, *CHANNELS[:2], 2, 4, 81, 2, 1e-5)[1:]
+MEAN, DEVIATION = X.mean(-1, keepdim=True), X.var(-1, keepdim=True, correction=0).rsqrt()
+INDICES = numbers(2, 0, -1, 2, 2, 1)
+
+# What is called, with which inputs, for how many outputs.
+CALLS = {
+    "sum over an axis": ("ortlab::sum_over", [X, numbers(0, 0), numbers(0, 1)], 1),
+    "sum over all, kept": ("ortlab::sum_over", [X, numbers(1, 0), None], 1),
+    "sum of doubles": ("ortlab::sum_over", [X.double(), numbers(1, 0), numbers(-1)], 1),
+    "mean": ("ortlab::mean_over", [X, numbers(0, 0), numbers(2)], 1),
+    "product": ("ortlab::matmul", [X, random(8, 6)], 1),
+    "product with a transpose": ("ortlab::matmul_transposed", [X, random(6, 8)], 1),
+    "product of rows": ("ortlab::matmul_of_rows", [X, random(3, 5, 4)], 1),
+    "gemm": ("ortlab::gemm", [random(3, 4), random(4, 5), numbers(0, 0), None], 1),
+    "gemm, turned, with an addend": (
+        "ortlab::gemm",
+        [random(4, 3), random(5, 4), numbers(1, 1), random(5)],
+        1,
+    ),
+    "layer norm": ("ortlab::layer_norm_backward", [GRAD, X, ROWS, MEAN, DEVIATION], 3),
+    "RMS norm": ("ortlab::rms_norm_backward", [GRAD, X, ROWS, DEVIATION], 2),
+    "convolution": ("ortlab::convolution", [IMAGES, WINDOW, TWICE, PADDED, ONCE, numbers(1), None], 1),
+    "convolution with a bias": (
+        "ortlab::convolution",
+        [IMAGES, WINDOW, TWICE, PADDED, ONCE, numbers(1), random(6)],
+        1,
+    ),
+    "convolution's gradients": (
+        "ortlab::convolution_backward",
+        [OF_IMAGES, IMAGES, WINDOW, TWICE, PADDED, ONCE, numbers(1), numbers(0, 1, 2)],
+        3,
+    ),
+    "convolution's gradients but the input's": (
+        "ortlab::convolution_backward",
+        [OF_IMAGES, IMAGES, WINDOW, TWICE, PADDED, ONCE, numbers(1), numbers(1, 2)],
+        2,
+    ),
+    "relu": ("ortlab::relu_backward", [GRAD, X.relu()], 1),
+    "relu of what is not a number": (
+        "ortlab::relu_backward",
+        [torch.ones(4), number([float("nan"), float("inf"), -0.0, -1.0])],
+        1,
+    ),
+    "leaky relu": ("ortlab::leaky_relu", [X, number(0.2)], 1),
+    "leaky relu's gradient": ("ortlab::leaky_relu_backward", [GRAD, X, number(0.2)], 1),
+    "cross entropy": ("ortlab::cross_entropy", [LOGITS, CLASSES, None, number(1), number(-100)], 3),
+    "cross entropy with weights": (
+        "ortlab::cross_entropy",
+        [LOGITS, CLASSES, random(7).abs(), number(2), number(3)],
+        3,
+    ),
+    "cross entropy's gradient": (
+        "ortlab::cross_entropy_backward",
+        [number(1.5), LOG_PROBABILITIES, CLASSES, None, number(1), number(-100), number(4.0)],
+        1,
+    ),
+    "cross entropy's gradient, summed": (
+        "ortlab::cross_entropy_backward",
+        [number(1.5), LOG_PROBABILITIES, CLASSES, None, number(2), number(3), number(4.0)],
+        1,
+    ),
+    "cross entropy's gradient of each": (
+        "ortlab::cross_entropy_backward",
+        [random(6), LOG_PROBABILITIES, CLASSES, None, number(0), number(-100), number(4.0)],
+        1,
+    ),
+    "cross entropy's gradient of none": (
+        "ortlab::cross_entropy_backward",
+        [number(1.5), LOG_PROBABILITIES, torch.full((6,), 3), None, number(1), number(3), number(0.0)],
+        1,
+    ),
+    "loss": ("ortlab::log_softmax_loss", [LOGITS, CLASSES, number(1), number(3)], 2),
+    "loss of each, with weights": (
+        "ortlab::log_softmax_loss",
+        [LOGITS, CLASSES, number(0), number(-100), random(7).abs()],
+        2,
+    ),
+    "loss's gradient": (
+        "ortlab::log_softmax_loss_backward",
+        [number(0.5), LOG_PROBABILITIES, CLASSES, number(1), number(3)],
+        1,
+    ),
+    "loss's gradient of each, with weights": (
+        "ortlab::log_softmax_loss_backward",
+        [random(6), LOG_PROBABILITIES, CLASSES, number(0), number(-100), random(7).abs()],
+        1,
+    ),
+    "where, broadcast": ("ortlab::where", [(X[:1] > 0).to(torch.uint8), X, random(1)], 1),
+    "softmax": ("ortlab::softmax_backward", [GRAD, PROBABILITIES], 1),
+    "softmax in place": ("ortlab::softmax_backward_over", [GRAD, PROBABILITIES], 1),
+    "gather": ("ortlab::gather_backward", [numbers(3, 4), INDICES, random(6, 4), number(0)], 1),
+    "gather along a later axis": (
+        "ortlab::gather_backward",
+        [numbers(2, 3, 4), INDICES.int().view(2, 3), random(2, 2, 3, 4), number(-2)],
+        1,
+    ),
+    "rotary embedding": (
+        "ortlab::rotary_backward",
+        [random(2, 3, 5, 8), random(1, 1, 5, 8), random(1, 1, 5, 8) * 2],
+        1,
+    ),
+    "slice": (
+        "ortlab::slice_backward",
+        [random(3, 2, 8), numbers(3, 5, 8), numbers(-3), numbers(4), numbers(1)],
+        1,
+    ),
+    "slice of two axes": (
+        "ortlab::slice_backward",
+        [random(2, 5, 4), numbers(3, 5, 8), numbers(1, 4), numbers(9999, 8), numbers(0, -1), ONCE],
+        1,
+    ),
+    "slice of the first axes": (
+        "ortlab::slice_backward",
+        [random(1, 4, 8), numbers(3, 5, 8), numbers(2, 0), numbers(3, -1)],
+        1,
+    ),
+    "rows by index": ("index_select", [X, number(1), numbers(4, 0, 0)], 1),
+    "pooling's gradient": (
+        "max_pool2d_with_indices_backward",
+        [random(2, 4, 4, 4), IMAGES, TWICE, TWICE, numbers(0, 0), ONCE, flag(0), POOLED],
+        1,
+    ),
+    "output gradient": ("ortlab::add_output_gradient", [X, GRAD], 1),
+    "output gradient in another shape": (
+        "ortlab::add_output_gradient",
+        [X, GRAD.view(15, 8), numbers(15, 8)],
+        1,
+    ),
+    "no output gradient": ("ortlab::add_output_gradient", [X, number(0.0), numbers(15, 8)], 1),
+    "silu": ("ortlab::silu_backward", [GRAD, X], 1),
+    "sigmoid's gradient": ("ortlab::sigmoid_backward", [GRAD, X.sigmoid()], 1),
+    "tanh's gradient": ("ortlab::tanh_backward", [GRAD, X.tanh()], 1),
+    "quotient": ("ortlab::divided", [X, number(3.0)], 1),
+    "sqrt": ("ortlab::sqrt", [X], 1),
+    "tanh": ("ortlab::tanh", [X], 1),
+    "erf": ("ortlab::erf", [X], 1),
+    "sigmoid": ("ortlab::sigmoid", [X], 1),
+    "embedding": ("embedding", [random(5, 4), numbers(3, 0, 3), number(-1), flag(0), flag(0)], 1),
+    "embedding with the namespace": (
+        "aten::embedding",
+        [random(5, 4), numbers(3, 0), number(0), flag(0), flag(0)],
+        1,
+    ),
+    "embedding's gradient": (
+        "embedding_backward",
+        [random(3, 4), numbers(3, 0, 3), numbers(5), number(0), flag(0), flag(0)],
+        1,
+    ),
+    "batch norm": (
+        "native_batch_norm",
+        [*BATCH, flag(1), number(0.1, torch.float64), number(1e-5)],
+        3,
+    ),
+    "batch norm without statistics": (
+        "native_batch_norm",
+        [*BATCH[:3], None, None, flag(1), number(0.1), number(1e-5)],
+        3,
+    ),
+    "batch norm's gradients": (
+        "native_batch_norm_backward",
+        [
+            random(6, 4, 3, 3),
+            BATCH[0],
+            *CHANNELS[:1],
+            *CHANNELS[2:],
+            *STATISTICS,
+            flag(1),
+            number(1e-5),
+            flag([1] * 3),
+        ],
+        3,
+    ),
+    "group norm": (
+        "native_group_norm",
+        [IMAGES, *CHANNELS[:2], number(2), number(4), number(81), number(2), number(1e-5)],
+        3,
+    ),
+    "group norm's gradients": (
+        "native_group_norm_backward",
+        [
+            random(2, 4, 9, 9),
+            IMAGES,
+            *GROUPS,
+            CHANNELS[0],
+            number(2),
+            number(4),
+            number(81),
+            number(2),
+            flag([1, 1, 1]),
+        ],
+        3,
+    ),
+    "convolution of torch": (
+        "convolution",
+        [IMAGES, WINDOW, random(6), TWICE, PADDED, ONCE, flag(0), numbers(0, 0), number(1)],
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_the_same_bits_as_through_python(compiled, call):
+    name, inputs, n_outputs = call
+    before = compiled_calls.computed()
+    results, written = called(compiled, name, inputs, n_outputs)
+    assert compiled_calls.computed() == before + 1
+    expected, also_written = called(aten_executor.execute_callback, name, inputs, n_outputs)
+    for result, one in zip(results + written, expected + also_written, strict=True):
+        if one is None:
+            assert result is None
+        else:
+            assert result.dtype == one.dtype
+            assert result.is_contiguous()
+            torch.testing.assert_close(result, one, rtol=0, atol=0, equal_nan=True)
+
+
+def test_every_call_of_the_library_is_compared():
+    source = libraries.COMPILED_CALLS.read_text(encoding="utf-8")
+    names = set(re.findall(r'^    \{"([\w:]+)"', source, re.MULTILINE))
+    assert len(names) > 25
+    assert names == {name.removeprefix("aten::") for name, _, _ in CALLS.values()}
+
+
+LARGE = random(600, 600)
+
+# What the library leaves to Python, for which reason.
+LEFT = {
+    "an unknown operator": ("aten::exp", [X], 1),
+    "more than a MiB": ("ortlab::silu_backward", [LARGE, LARGE], 1),
+    "an output of more than a MiB": ("ortlab::matmul", [random(800, 2), random(2, 800)], 1),
+    "a product of doubles": ("ortlab::matmul", [X.double(), random(8, 2).double()], 1),
+    "a mask": ("ortlab::softmax_backward", [GRAD, PROBABILITIES, torch.zeros(3, 5, 8, dtype=torch.bool)], 1),
+    "nothing to sum over": ("ortlab::sum_over", [X, numbers(0, 1), None], 1),
+    "a loss of images": (
+        "ortlab::log_softmax_loss",
+        [random(2, 3, 4), numbers(0, 1, 2, 0, 0, 1, 1, 2).view(2, 4), number(1), number(-100)],
+        2,
+    ),
+    "every second entry": (
+        "ortlab::slice_backward",
+        [random(3, 3, 8), numbers(3, 5, 8), numbers(0), numbers(5), numbers(1), numbers(2)],
+        1,
+    ),
+    "no rows": ("ortlab::matmul", [random(0, 8), random(8, 2)], 1),
+}
+
+
+@pytest.mark.parametrize("call", LEFT.values(), ids=LEFT)
+def test_what_is_out_of_the_ordinary_goes_through_python(compiled, call):
+    before = compiled_calls.computed()
+    results, _ = called(compiled, *call)
+    assert compiled_calls.computed() == before
+    expected, _ = called(aten_executor.execute_callback, *call)
+    for result, one in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, one, rtol=0, atol=0)
+
+
+# What torch refuses, or would read beyond its end.
+WRONG = {
+    "shapes that do not fit": ("ortlab::silu_backward", [X, random(7)], 1, "size of tensor"),
+    "a window of other channels": (
+        "ortlab::convolution",
+        [IMAGES, random(6, 3, 3, 3), TWICE, PADDED, ONCE, numbers(1), None],
+        1,
+        "channels",
+    ),
+    "an index that is too large": (
+        "ortlab::gather_backward",
+        [numbers(3, 4), numbers(3, 0), random(2, 4), number(0)],
+        1,
+        "index",
+    ),
+    "a class that there is not": (
+        "ortlab::cross_entropy_backward",
+        [number(1.5), LOG_PROBABILITIES, CLASSES + 4, None, number(1), number(-100), number(4.0)],
+        1,
+        "index",
+    ),
+    "a class without a logit": (
+        "ortlab::cross_entropy",
+        [LOGITS, CLASSES + 4, None, number(1), number(-100)],
+        3,
+        "out of bounds",
+    ),
+    "a row that there is not": (
+        "embedding",
+        [random(5, 4), numbers(5), number(-1), flag(0), flag(0)],
+        1,
+        "index",
+    ),
+}
+
+
+@pytest.mark.parametrize("call", WRONG.values(), ids=WRONG)
+def test_an_error_is_that_of_python(compiled, call):
+    *arguments, words = call
+    with pytest.raises(ExecutionError, match=words) as raised:
+        called(compiled, *arguments)
+    with pytest.raises(ExecutionError) as expected:
+        called(aten_executor.execute_callback, *arguments)
+    assert str(raised.value) == str(expected.value)
+
+
+# The input in whose memory the output lies.
+OVER = {
+    "ortlab::softmax_backward_over": 0,
+    "ortlab::add_output_gradient": 0,
+    "ortlab::cross_entropy_backward": 1,
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_memory_of_inputs_and_outputs_is_given_back(compiled, call):
+    name, inputs, n_outputs = call
+    results, copies = called(compiled, name, inputs, n_outputs)
+
+    def holders():
+        return [one._use_count() for one in copies if one is not None]
+
+    # Each is held by its variable alone, but for one in whose memory an output lies, until that is given back.
+    alone = [1] * len(holders())
+    place = OVER.get(name)
+    assert holders() == [1 + (i == place) for i in range(len(alone))]
+    del results
+    assert holders() == alone
+
+
+def test_many_calls_leave_no_memory_behind(compiled):
+    in_use = ctypes.CDLL(None).mallinfo2
+    in_use.restype = process_memory._Statistics
+
+    def grown(call, count):
+        gc.collect()
+        before = in_use().uordblks
+        for _ in range(count):
+            called(compiled, *call)
+        gc.collect()
+        return in_use().uordblks - before
+
+    for name, call in CALLS.items():
+        grown(call, 20)
+        # The least there can be are 32 bytes a call.
+        assert min(grown(call, 200) for _ in range(3)) < 200 * 16, name
+
+
+def test_a_training_step_is_the_same_either_way():
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(8 * 36, 16),
+        nn.LayerNorm(16),
+        nn.GELU(),
+        nn.Linear(16, 4),
+    )
+    twin = copy.deepcopy(net)
+    ortlab.wrap(net)
+    ortlab.wrap(twin)
+    for _ in range(3):
+        x, y = torch.randn(4, 3, 8, 8), torch.randint(4, (4,))
+        before = compiled_calls.computed()
+        loss = nn.functional.cross_entropy(net(x), y)
+        loss.backward()
+        assert compiled_calls.computed() > before
+        with compiled_calls.through_python():
+            before = compiled_calls.computed()
+            loss_of_twin = nn.functional.cross_entropy(twin(x), y)
+            loss_of_twin.backward()
+            assert compiled_calls.computed() == before
+        assert torch.equal(loss, loss_of_twin)
+        for parameter, of_twin in zip(net.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(parameter.grad, of_twin.grad)
+        for buffer, of_twin in zip(net.buffers(), twin.buffers(), strict=True):
+            assert torch.equal(buffer, of_twin)
+
+
+WITHOUT = """
+import sys, torch
+from ortlab.engine.operators import compiled_calls
+import ortlab
+from ortlab.engine import extensions
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+ortlab.wrap(model)
+model(torch.randn(3, 4)).sum().backward()
+print(compiled_calls.computed(), extensions.status().aten)
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"ORTLAB_COMPILE": "0"}, "ctypes (ORTLAB_COMPILE is 0)"),
+        ({"PATH": "", "CXX": ""}, "ctypes (There is no C++ compiler."),
+    ],
+)
+def test_without_the_library_python_is_called_and_the_reason_said(environment, words, monkeypatch, tmp_path):
+    for name, value in {**environment, libraries.CACHE_VARIABLE: str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    done = subprocess.run(python("-c", WITHOUT), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith(f"0 {words}")
+
+
+def test_an_older_torch_is_named(monkeypatch):
+    monkeypatch.setattr(compiled_calls, "_FUNCTIONS", (*compiled_calls._FUNCTIONS, "torch_of_tomorrow"))
+    assert "has no torch_of_tomorrow" in compiled_calls._connect(0)
