@@ -36,7 +36,7 @@ COMPILED_CALLS: Final = Path(__file__).with_name("operators") / "compiled_calls.
 """Source of the calls of PyTorch's operators that need no Python."""
 
 # Without fused multiplication and addition, which rounds otherwise than torch's two steps.
-_FLAGS: Final = ("-std=c++14", "-O2", "-ffp-contract=off", "-fPIC", "-shared")
+_FLAGS: Final = ("-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-shared")
 
 
 def cache_folder() -> Path:
@@ -121,7 +121,7 @@ def _compile(compiler: str, library: Path, source: Path = FUNCTION_RUNNER) -> No
             raise BuildError(
                 f"{compiler} could not compile {source.name}.",
                 why=(done.stderr or done.stdout).strip(),
-                fix="Set CXX to another C++ compiler (C++14) and run `ortlab build` again.",
+                fix="Set CXX to another C++ compiler (C++17) and run `ortlab build` again.",
             )
         unfinished.replace(library)
 

@@ -48,6 +48,18 @@ using Error = std::int32_t;
 using Value = std::uint64_t;  // StableIValue
 using Tensor = void*;         // AtenTensorHandle
 
+// `at::Tensor` and `std::string_view`, as far as a function that takes and returns them goes: to the C++ ABI the one is
+// a class with a destructor, returned in memory, the other two words.
+struct Reference {
+  void* implementation;
+  Reference(const Reference&) = delete;
+  ~Reference() {}
+};
+struct Text {
+  std::size_t length;
+  const char* start;
+};
+
 // Same order as `_FUNCTIONS` in compiled_calls.py.
 struct Torch {
   Error (*from_blob)(void*, std::int64_t, const std::int64_t*, const std::int64_t*, std::int64_t, std::int32_t,
@@ -68,6 +80,8 @@ struct Torch {
   Error (*new_list)(std::size_t, void**);
   Error (*push)(void*, Value);
   Error (*new_value)(Value**);  // null before torch 2.13, where a value is made by `new`
+  // torch's own C++ function, which may be missing: its C interface loses the memory of a string argument.
+  Reference (*gelu_backward)(const Reference&, const Reference&, Text);
 };
 
 Torch torch;

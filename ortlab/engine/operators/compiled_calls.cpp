@@ -6,8 +6,6 @@
 // false where it is not sure to, before it has changed anything, and the call goes to Python: on another device, where
 // Python would take memory that is kept from step to step for the output (`torch_kernels.OutputBuffers`), with anything
 // out of the ordinary, and where torch raises an error, which Python then raises again with its text.
-//
-// An operator that takes a string (Gelu) is left to Python: torch 2.13's interface makes two strings of one and frees one.
 
 #include "compiled_call.h"
 
@@ -19,8 +17,11 @@ bool reduced(Call& call, const char* name, const char* overload) {
   if (!call.given(0) || !call.is_ints(1) || call.numel(1) != 2 || (call.given(2) && !call.is_ints(2))) return false;
   Ints axes = call.given(2) ? call.ints(2) : Ints();
   const Ints flags = call.ints(1);
+  if (axes.empty() && flags[1] != 0) {  // nothing to do, as at the end of a broadcast gradient that was not broadcast
+    Value stack[2] = {call.tensor(0), 0};
+    return call.run("aten::clone", "", stack) && call.give_result(0, stack[0]);
+  }
   if (axes.empty()) {
-    if (flags[1] != 0) return false;
     for (std::int64_t axis = 0; axis < call.rank(0); ++axis) axes.push_back(axis);
   }
   Value stack[4] = {call.tensor(0), call.some(call.list(axes)), flags[0] != 0, 0};
@@ -171,6 +172,20 @@ bool relu_backward(Call& call) {
   for (std::int64_t i = 0; i < entries; ++i) made[i] = x[i] <= 0 ? 0 : grad[i];
   return call.give(0, output);
 }
+
+bool gelu_backward_of(Call& call, Text approximate) {
+  if (torch.gelu_backward == nullptr || !call.are_floats({0, 1}) || !call.same_shape(0, 1)) return false;
+  Tensor grad = call.kept(call.view(0, call.shape(0))), x = call.kept(call.view(1, call.shape(1)));
+  if (call.failed) return false;
+  try {
+    Reference made = torch.gelu_backward(*static_cast<Reference*>(grad), *static_cast<Reference*>(x), approximate);
+    return call.give(0, new void*(made.implementation));
+  } catch (...) {
+    return false;
+  }
+}
+bool gelu_backward(Call& call) { return gelu_backward_of(call, {4, "none"}); }
+bool gelu_tanh_backward(Call& call) { return gelu_backward_of(call, {4, "tanh"}); }
 
 bool leaky_relu(Call& call) {
   if (!call.are_floats({0}) || !call.is_float(1)) return false;
@@ -400,18 +415,20 @@ bool slice_backward(Call& call) {
   const Ints shape = call.ints(1), starts = call.ints(2), ends = call.ints(3);
   const Ints axes = call.given(4) ? call.ints(4) : Ints(), steps = call.given(5) ? call.ints(5) : Ints();
   const std::int64_t rank = static_cast<std::int64_t>(shape.size());
-  Ints part = shape, first(shape.size(), 0);
+  Ints part = shape, first(shape.size(), 0), every(shape.size(), 1);
   for (std::size_t i = 0; i < starts.size(); ++i) {
     std::int64_t axis = axes.empty() ? static_cast<std::int64_t>(i) : axes[i];
+    const std::int64_t step = steps.empty() ? 1 : steps[i];
     if (axis < 0) axis += rank;
-    if (axis < 0 || axis >= rank || (!steps.empty() && steps[i] != 1)) return false;
+    if (axis < 0 || axis >= rank || step < 1) return false;
     const std::int64_t size = shape[axis];
     const auto inside = [size](std::int64_t place) {
       if (place < 0) place += size;
       return place < 0 ? 0 : place > size ? size : place;
     };
     first[axis] = inside(starts[i]);
-    part[axis] = inside(ends[i]) - first[axis];
+    part[axis] = (inside(ends[i]) - first[axis] + step - 1) / step;
+    every[axis] = step;
   }
   const std::int64_t entries = count(shape.data(), rank);
   if (rank == 0 || call.numel(0) == 0 || call.shape(0) != part || !is_small(entries, 1)) return false;
@@ -421,15 +438,90 @@ bool slice_backward(Call& call) {
   std::memset(whole, 0, static_cast<std::size_t>(entries) * sizeof(float));
   Ints strides = dense_strides(shape);
   whole += offset(first, strides);
-  const std::int64_t width = part.back();
+  for (std::int64_t axis = 0; axis < rank; ++axis) strides[axis] *= every[axis];
+  const std::int64_t width = part.back(), apart = strides.back();
   part.pop_back();
   strides.pop_back();
   const float* grad = call.data<float>(0);
   Ints row(part.size(), 0);
   do {
-    std::memcpy(whole + offset(row, strides), grad, static_cast<std::size_t>(width) * sizeof(float));
-    grad += width;
+    float* to = whole + offset(row, strides);
+    for (std::int64_t i = 0; i < width; ++i) to[i * apart] = *grad++;
   } while (next(row, part));
+  return call.give(0, output);
+}
+
+// Entries along the last axis, by indices that are broadcast to a shape.
+struct Entries {
+  Ints rows;     // the shape without its last axis
+  Ints strides;  // of the indices, for each of these
+  std::int64_t width;
+  std::int64_t size;  // of the last axis that they are taken from
+  const std::int64_t* indices;
+
+  // Read them for a tensor of `shape`, from one of `from`; return whether each is inside, counted from either end.
+  bool read(const Call& call, std::size_t which, const Ints& shape, const Ints& from, std::int64_t axis) {
+    const std::int64_t rank = static_cast<std::int64_t>(shape.size());
+    if (!call.given(which) || call.type(which) != INT64 || rank == 0 || call.rank(which) != rank) return false;
+    if (from.size() != shape.size() || (axis != -1 && axis != rank - 1)) return false;
+    const Ints sizes = call.shape(which);
+    strides = dense_strides(sizes);
+    for (std::int64_t i = 0; i < rank; ++i) {
+      if (sizes[i] != shape[i] && (sizes[i] != 1 || i == rank - 1)) return false;
+      if (shape[i] == 0 || (i < rank - 1 && from[i] != shape[i])) return false;
+      if (sizes[i] == 1) strides[i] = 0;
+    }
+    rows = Ints(shape.begin(), shape.end() - 1);
+    strides.pop_back();
+    width = shape.back();
+    size = from.back();
+    indices = call.data<std::int64_t>(which);
+    for (std::int64_t i = 0; i < call.numel(which); ++i) {
+      if (indices[i] < -size || indices[i] >= size) return false;
+    }
+    return true;
+  }
+  std::int64_t at(const std::int64_t* row, std::int64_t i) const { return row[i] < 0 ? row[i] + size : row[i]; }
+};
+
+bool gather_elements(Call& call) {
+  // x, indices, shape, axis
+  Entries entries;
+  if (!call.are_floats({0}) || !call.is_ints(2) || !call.is_int(3)) return false;
+  const Ints shape = call.ints(2);
+  if (!entries.read(call, 1, shape, call.shape(0), call.one_int(3))) return false;
+  if (!is_small(count(shape.data(), static_cast<std::int64_t>(shape.size())), 1)) return false;
+  Tensor output = call.empty(shape);
+  if (output == nullptr) return false;
+  const float* x = call.data<float>(0);
+  float* made = Call::floats(output);
+  Ints row(entries.rows.size(), 0);
+  do {
+    const std::int64_t* indices = entries.indices + offset(row, entries.strides);
+    for (std::int64_t i = 0; i < entries.width; ++i) *made++ = x[entries.at(indices, i)];
+    x += entries.size;
+  } while (next(row, entries.rows));
+  return call.give(0, output);
+}
+
+bool gather_elements_backward(Call& call) {
+  // grad, shape, indices, axis
+  Entries entries;
+  if (!call.are_floats({0}) || !call.is_ints(1) || !call.is_int(3)) return false;
+  const Ints shape = call.ints(1);
+  const std::int64_t numel = count(shape.data(), static_cast<std::int64_t>(shape.size()));
+  if (!entries.read(call, 2, call.shape(0), shape, call.one_int(3)) || !is_small(numel, 1)) return false;
+  Tensor output = call.empty(shape);
+  if (output == nullptr) return false;
+  const float* grad = call.data<float>(0);
+  float* whole = Call::floats(output);
+  std::memset(whole, 0, static_cast<std::size_t>(numel) * sizeof(float));
+  Ints row(entries.rows.size(), 0);
+  do {
+    const std::int64_t* indices = entries.indices + offset(row, entries.strides);
+    for (std::int64_t i = 0; i < entries.width; ++i) whole[entries.at(indices, i)] += *grad++;
+    whole += entries.size;
+  } while (next(row, entries.rows));
   return call.give(0, output);
 }
 
@@ -452,6 +544,24 @@ bool add_output_gradient(Call& call) {
   return call.give_input(0, 0, shape);
 }
 
+bool add_embedding_gradient(Call& call) {
+  // total, grad, indices, padding_idx
+  if (!call.are_floats({0, 1}) || call.rank(0) != 2 || !call.given(2) || call.type(2) != INT64 || !call.is_int(3)) return false;
+  const std::int64_t rows = call.numel(2), width = call.size(0, 1), padding = call.one_int(3);
+  const std::int64_t* indices = call.data<std::int64_t>(2);
+  if (call.numel(1) != rows * width) return false;
+  for (std::int64_t row = 0; row < rows; ++row) {
+    if (indices[row] < 0 || indices[row] >= call.size(0, 0)) return false;
+  }
+  const float* grad = call.data<float>(1);
+  for (std::int64_t row = 0; row < rows; ++row, grad += width) {
+    float* total = call.data<float>(0) + indices[row] * width;
+    const bool counts = padding < 0 || indices[row] != padding;
+    for (std::int64_t i = 0; i < width; ++i) total[i] += counts ? grad[i] : 0;
+  }
+  return call.give_input(0, 0, call.shape(0));
+}
+
 // ---- by name --------------------------------------------------------------------------------------------------------
 
 struct Kernel {
@@ -472,6 +582,8 @@ const Kernel KERNELS[] = {
     {"ortlab::convolution", convolution, true},
     {"ortlab::convolution_backward", convolution_backward, true},
     {"ortlab::relu_backward", relu_backward, false},
+    {"ortlab::gelu_backward", gelu_backward, false},
+    {"ortlab::gelu_tanh_backward", gelu_tanh_backward, false},
     {"ortlab::leaky_relu", leaky_relu, false},
     {"ortlab::leaky_relu_backward", leaky_relu_backward, false},
     {"ortlab::where", where, false},
@@ -484,7 +596,10 @@ const Kernel KERNELS[] = {
     {"ortlab::gather_backward", gather_backward, false},
     {"ortlab::rotary_backward", rotary_backward, false},
     {"ortlab::slice_backward", slice_backward, false},
+    {"ortlab::gather_elements", gather_elements, false},
+    {"ortlab::gather_elements_backward", gather_elements_backward, false},
     {"ortlab::add_output_gradient", add_output_gradient, false},
+    {"ortlab::add_embedding_gradient", add_embedding_gradient, true},
 };
 
 // An operator of torch whose arguments are the inputs, in their order; its results are new tensors.
@@ -507,6 +622,7 @@ const Operator OPERATORS[] = {
     {"ortlab::tanh", "aten::tanh", "", "T", 1, false},
     {"ortlab::erf", "aten::erf", "", "T", 1, false},
     {"ortlab::sigmoid", "aten::sigmoid", "", "T", 1, false},
+    {"ortlab::adaptive_avg_pool2d", "aten::adaptive_avg_pool2d", "", "TL", 1, true},
     {"embedding", "aten::embedding", "", "TTibb", 1, true},
     {"embedding_backward", "aten::embedding_backward", "", "TTiibb", 1, true},
     {"native_batch_norm", "aten::native_batch_norm", "", "Toooobff", 3, true},

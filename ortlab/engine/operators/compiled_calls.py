@@ -45,12 +45,15 @@ _FUNCTIONS: Final = (
 )
 """Functions of torch's C interface, in the order of ``struct Torch``."""
 
-_SINCE_2_13: Final = "torch_new_stable_ivalue"
-"""The last function of ``struct Torch``, which may be missing."""
+_OPTIONAL: Final = (
+    "torch_new_stable_ivalue",  # since 2.13
+    "_ZN2at4_ops13gelu_backward4callERKNS_6TensorES4_St17basic_string_viewIcSt11char_traitsIcEE",
+)
+"""The last functions of ``struct Torch``, which may be missing; the second is ``at::_ops::gelu_backward::call``."""
 
 
 class _Torch(ctypes.Structure):
-    _fields_: ClassVar = [(name, ctypes.c_void_p) for name in (*_FUNCTIONS, _SINCE_2_13)]
+    _fields_: ClassVar = [(name, ctypes.c_void_p) for name in (*_FUNCTIONS, *_OPTIONAL)]
 
 
 class _Connected:
@@ -120,9 +123,9 @@ def _functions() -> tuple[_Torch, str]:
         loaded = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
     except OSError:
         return functions, name
-    for function in (*_FUNCTIONS, _SINCE_2_13):
+    for function in (*_FUNCTIONS, *_OPTIONAL):
         if hasattr(loaded, function):
             setattr(functions, function, ctypes.cast(getattr(loaded, function), ctypes.c_void_p).value)
-        elif function != _SINCE_2_13:
+        elif function in _FUNCTIONS:
             return functions, function
     return functions, ""

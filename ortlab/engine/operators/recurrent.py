@@ -50,7 +50,7 @@ def lstm_layer(
     how = (_LSTM, w_hh.shape[1], 1, True, False, False, True)
     arguments: tuple[Any, ...] = (x, w_ih, w_hh, b_ih, b_hh, h, c, bool(reverse), [], *how)
     with torch.enable_grad():  # without it there is no workspace, whatever is said about training
-        *results, workspace = torch.ops.aten.mkldnn_rnn_layer(*arguments)
+        *results, workspace = torch.ops.aten.mkldnn_rnn_layer.default(*arguments)
     if x.is_meta:  # there torch says that the workspace is empty
         workspace = workspace.new_empty(_workspace_bytes(*x.shape, w_hh.shape[1]))
     return *results, workspace
@@ -93,7 +93,7 @@ def lstm_layer_backward(  # noqa: PLR0913, PLR0917 - as the node has them
         torch.zeros_like(of) if grad is None else grad
         for grad, of in ((grad_y, y), (grad_h, last_h), (grad_c, last_c))
     ]
-    backward = torch.ops.aten.mkldnn_rnn_layer_backward
+    backward = torch.ops.aten.mkldnn_rnn_layer_backward.default
     how: tuple[Any, ...] = (bool(reverse), _LSTM, w_hh.shape[1], 1, True, True, False, [], False)
     weights = (w_ih, w_hh, b_ih, b_hh)
     return backward(x, *weights, h, c, y, last_h, last_c, *gradients, *how, workspace)

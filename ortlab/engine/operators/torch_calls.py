@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, Final
 
 import torch
@@ -29,8 +29,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ortlab.engine.border import storages, unshared
+from ortlab.engine.operators.torch_kernels import broadcast
 
 _aten: Final = torch.ops.aten
+_NOTHING: Final = nullcontext()
 
 
 def _elu(grad: Tensor, x: Tensor, alpha: float, scale: float, input_scale: float) -> tuple[Tensor]:
@@ -101,7 +103,7 @@ def _roll(grad: Tensor, _: Tensor, shifts: Sequence[int], dims: Sequence[int] = 
 
 def _mse(grad: Tensor, x: Tensor, target: Tensor, reduction: int = 1) -> tuple[Tensor]:
     # Its operands were of one shape in the trace; the exported graph broadcasts them no more (`layer_symbolics`).
-    every = x.expand(torch.broadcast_shapes(x.shape, target.shape))
+    every = x.expand(broadcast(x.shape, target.shape))
     return (_aten.mse_loss_backward(grad, every, target, reduction).sum_to_size(x.shape),)
 
 
@@ -132,7 +134,7 @@ def _bce_with_logits(
 def _kl_div(
     grad: Tensor, x: Tensor, target: Tensor, reduction: int = 1, *, log_target: bool = False
 ) -> tuple[Tensor]:
-    shape = torch.broadcast_shapes(x.shape, target.shape)
+    shape = broadcast(x.shape, target.shape)
     found = (-grad * (target.exp() if log_target else target)).expand(shape)
     return ((found / found.numel() if reduction == 1 else found).sum_to_size(x.shape),)
 
@@ -284,19 +286,16 @@ class CallableCall:
     def _forward(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         state = [_generator_state(_device(tensors))] if self.call.random else []
         state += [torch.zeros(1, dtype=torch.uint8, device=_device(tensors))] if self.call.awaited else []
-        with torch.no_grad():
+        with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
             return self._results(tensors) + state
 
     def _gradient(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         asked = len(self.call.gradients_from)
         gradients, rest = tensors[:asked], list(tensors[asked:])
         state = rest.pop() if self.call.random else None
-        name = self.name.removesuffix(_GRADIENT).removeprefix("aten::")
-        formula = FORMULAS.get((name, self.call.overload))
-        if formula is not None and gradients[0] is not None and set(self.call.kinds) == {TENSOR}:
-            # Each of these has one result, and only its tensors are inputs.
+        if self._formula is not None and gradients[0] is not None:
             given, named = self._given_arguments(rest)
-            by_input = formula(gradients[0], *given, **named)
+            by_input = self._formula(gradients[0], *given, **named)
             asked = max(self.call.gradient_of) + 1
             if asked <= len(by_input):
                 return [by_input[index] if index in self.call.gradient_of else None for index in range(asked)]
@@ -324,28 +323,39 @@ class CallableCall:
         given, named = self._given_arguments(tensors)
         results = self._operator(*given, **named)
         several = results if isinstance(results, tuple | list) else (results,)
-        return [
-            _crossing(result, dtype) for result, (dtype, _) in zip(several, self.call.results, strict=True)
-        ]
+        return [_crossing(result, dtype) for result, dtype in zip(several, self._dtypes, strict=True)]
 
     def _given_arguments(self, tensors: Sequence[Tensor | None]) -> tuple[list[Any], dict[str, Any]]:
         """Return the operator's arguments, those by position and those by name."""
-        positional, keywords = [], {}
-        for argument, value in zip(self._operator._schema.arguments, self._values(tensors), strict=True):
-            if argument.kwarg_only:
-                keywords[argument.name] = value
-            else:
-                positional.append(value)
-        return positional, keywords
+        values = list(self._values(tensors))
+        by_position = len(values) - len(self._names)
+        return values[:by_position], dict(zip(self._names, values[by_position:], strict=True))
 
-    @property
+    # What is the same in each call takes longer to find than a small operator to run.
+
+    @cached_property
     def _is_gradient(self) -> bool:
         return self.name.endswith(_GRADIENT)
 
-    @property
+    @cached_property
     def _operator(self) -> Any:
         namespace, _, base = self.name.removesuffix(_GRADIENT).rpartition("::")
         return getattr(getattr(getattr(torch.ops, namespace or "aten"), base), self.call.overload)
+
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        """The names of the operator's last arguments, those that have to be given by name."""
+        return tuple(one.name for one in self._operator._schema.arguments if one.kwarg_only)
+
+    @cached_property
+    def _dtypes(self) -> tuple[torch.dtype, ...]:
+        return tuple(getattr(torch, dtype) for dtype, _ in self.call.results)
+
+    @cached_property
+    def _formula(self) -> Callable[..., tuple[Tensor, ...]] | None:
+        """The formula of the gradient, where only tensors are inputs; each of these operators has one result."""
+        name = self.name.removesuffix(_GRADIENT).removeprefix("aten::")
+        return FORMULAS.get((name, self.call.overload)) if set(self.call.kinds) == {TENSOR} else None
 
     def _values(self, tensors: Sequence[Tensor | None]) -> Iterator[Any]:
         inputs = iter(tensors)
@@ -393,22 +403,23 @@ def _crossed(tensor: Tensor | None, kind: str) -> Tensor:
     return torch.view_as_complex(tensor.contiguous()) if kind == COMPLEX else tensor
 
 
-def _crossing(result: Tensor, dtype: str) -> Tensor:
+def _crossing(result: Tensor, dtype: torch.dtype) -> Tensor:
     """Turn a result into what ONNX Runtime can hold, of the dtype that it had when it was traced."""
-    result = result.to(getattr(torch, dtype))
+    result = result.to(dtype)
     if result.is_complex():
         return torch.view_as_real(result.resolve_conj())
     return result.to(torch.uint8) if result.dtype is torch.bool else result
 
 
-@contextmanager
-def _plain() -> Iterator[None]:
+def _plain() -> AbstractContextManager[object]:
     """Leave the caller's autocast: the trace has recorded the casts that it makes."""
-    with ExitStack() as stack:
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
+    entered = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    if not entered:
+        return _NOTHING
+    stack = ExitStack()
+    for kind in entered:
+        stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
 
 
 def _device(tensors: Sequence[Tensor | None]) -> torch.device:

@@ -70,6 +70,7 @@ OF_IMAGES = random(2, 6, 5, 5)
 LOGITS, CLASSES = random(6, 7), numbers(1, 3, 0, 6, 3, 2)
 LOG_PROBABILITIES = LOGITS.log_softmax(1)
 POOLED = nn.functional.max_pool2d(IMAGES, 2, return_indices=True)[1]
+ENTRIES = numbers(7, -1, 0, 3, 3, 3, -8, 2, 1, 5, 5, 5, 0, 0, 6, 6, 4, 4, 4, 4).view(1, 5, 4)
 ONCE, TWICE, PADDED = numbers(1, 1), numbers(2, 2), numbers(1, 1)
 CHANNELS = [random(4), random(4), random(4), random(4).abs() + 1]
 BATCH = [random(6, 4, 3, 3), *CHANNELS]
@@ -83,6 +84,7 @@ CALLS = {
     "sum over an axis": ("ortlab::sum_over", [X, numbers(0, 0), numbers(0, 1)], 1),
     "sum over all, kept": ("ortlab::sum_over", [X, numbers(1, 0), None], 1),
     "sum of doubles": ("ortlab::sum_over", [X.double(), numbers(1, 0), numbers(-1)], 1),
+    "sum over nothing": ("ortlab::sum_over", [X, numbers(1, 1), torch.zeros(0, dtype=torch.int64)], 1),
     "mean": ("ortlab::mean_over", [X, numbers(0, 0), numbers(2)], 1),
     "product": ("ortlab::matmul", [X, random(8, 6)], 1),
     "product with a transpose": ("ortlab::matmul_transposed", [X, random(6, 8)], 1),
@@ -117,6 +119,8 @@ CALLS = {
         [torch.ones(4), number([float("nan"), float("inf"), -0.0, -1.0])],
         1,
     ),
+    "gelu": ("ortlab::gelu_backward", [GRAD, X], 1),
+    "gelu by tanh": ("ortlab::gelu_tanh_backward", [GRAD, X], 1),
     "leaky relu": ("ortlab::leaky_relu", [X, number(0.2)], 1),
     "leaky relu's gradient": ("ortlab::leaky_relu_backward", [GRAD, X, number(0.2)], 1),
     "cross entropy": ("ortlab::cross_entropy", [LOGITS, CLASSES, None, number(1), number(-100)], 3),
@@ -190,6 +194,35 @@ CALLS = {
         [random(1, 4, 8), numbers(3, 5, 8), numbers(2, 0), numbers(3, -1)],
         1,
     ),
+    "slice of every second row": (
+        "ortlab::slice_backward",
+        [random(3, 2, 8), numbers(3, 5, 8), numbers(1), numbers(9223372036854775807), numbers(1), numbers(2)],
+        1,
+    ),
+    "slice of every third entry": (
+        "ortlab::slice_backward",
+        [random(3, 5, 3), numbers(3, 5, 8), numbers(0), numbers(8), numbers(-1), numbers(3)],
+        1,
+    ),
+    "entries by index": ("ortlab::gather_elements", [X, ENTRIES, numbers(3, 5, 4), number(-1)], 1),
+    "entries by index, their gradient": (
+        "ortlab::gather_elements_backward",
+        [random(3, 5, 4), numbers(3, 5, 8), ENTRIES, number(2)],
+        1,
+    ),
+    "embedding's gradient, added": (
+        "ortlab::add_embedding_gradient",
+        [random(5, 4), random(2, 3, 4), numbers(1, 0, 4, 4, 4, 0).view(2, 3), number(0)],
+        1,
+    ),
+    "embedding's gradient, added, without padding": (
+        "ortlab::add_embedding_gradient",
+        [random(5, 4), random(3, 4), numbers(1, 0, 1), number(-1)],
+        1,
+    ),
+    "pooling to one entry": ("ortlab::adaptive_avg_pool2d", [IMAGES, numbers(1, 1)], 1),
+    "pooling to some": ("ortlab::adaptive_avg_pool2d", [IMAGES, numbers(3, 9)], 1),
+    "pooling to the same": ("ortlab::adaptive_avg_pool2d", [IMAGES, numbers(9, 9)], 1),
     "rows by index": ("index_select", [X, number(1), numbers(4, 0, 0)], 1),
     "pooling's gradient": (
         "max_pool2d_with_indices_backward",
@@ -306,15 +339,19 @@ LEFT = {
     "an output of more than a MiB": ("ortlab::matmul", [random(800, 2), random(2, 800)], 1),
     "a product of doubles": ("ortlab::matmul", [X.double(), random(8, 2).double()], 1),
     "a mask": ("ortlab::softmax_backward", [GRAD, PROBABILITIES, torch.zeros(3, 5, 8, dtype=torch.bool)], 1),
-    "nothing to sum over": ("ortlab::sum_over", [X, numbers(0, 1), None], 1),
     "a loss of images": (
         "ortlab::log_softmax_loss",
         [random(2, 3, 4), numbers(0, 1, 2, 0, 0, 1, 1, 2).view(2, 4), number(1), number(-100)],
         2,
     ),
-    "every second entry": (
+    "a slice backwards": (
         "ortlab::slice_backward",
-        [random(3, 3, 8), numbers(3, 5, 8), numbers(0), numbers(5), numbers(1), numbers(2)],
+        [random(3, 3, 8), numbers(3, 5, 8), numbers(4), numbers(-9), numbers(1), numbers(-2)],
+        1,
+    ),
+    "entries along another axis than the last": (
+        "ortlab::gather_elements",
+        [X, torch.zeros(3, 2, 8, dtype=torch.int64), numbers(3, 2, 8), number(1)],
         1,
     ),
     "no rows": ("ortlab::matmul", [random(0, 8), random(8, 2)], 1),
@@ -343,6 +380,12 @@ WRONG = {
     "an index that is too large": (
         "ortlab::gather_backward",
         [numbers(3, 4), numbers(3, 0), random(2, 4), number(0)],
+        1,
+        "index",
+    ),
+    "an entry that there is not": (
+        "ortlab::gather_elements",
+        [X, ENTRIES + 1, numbers(3, 5, 4), number(-1)],
         1,
         "index",
     ),
@@ -382,6 +425,7 @@ OVER = {
     "ortlab::softmax_backward_over": 0,
     "ortlab::add_output_gradient": 0,
     "ortlab::cross_entropy_backward": 1,
+    "ortlab::add_embedding_gradient": 0,
 }
 
 
