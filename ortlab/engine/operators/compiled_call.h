@@ -60,7 +60,7 @@ struct Text {
   const char* start;
 };
 
-// Same order as `_FUNCTIONS` in compiled_calls.py.
+// Same order as in compiled_calls.py.
 struct Torch {
   Error (*from_blob)(void*, std::int64_t, const std::int64_t*, const std::int64_t*, std::int64_t, std::int32_t,
                      std::int32_t, std::int32_t, Tensor*);
@@ -79,7 +79,7 @@ struct Torch {
   Error (*call)(const char*, const char*, Value*, std::uint64_t);
   Error (*new_list)(std::size_t, void**);
   Error (*push)(void*, Value);
-  Error (*new_value)(Value**);  // null before torch 2.13, where a value is made by `new`
+  Error (*new_value)(Value**);
   // torch's own C++ function, which may be missing: its C interface loses the memory of a string argument.
   Reference (*gelu_backward)(const Reference&, const Reference&, Text);
 };
@@ -91,7 +91,7 @@ Execute in_python = nullptr;
 bool enabled = true;
 std::atomic<std::uint64_t> computed{0};  // calls that needed no Python
 
-constexpr std::uint64_t BUILT_FOR = (std::uint64_t{2} << 56) | (std::uint64_t{10} << 48);  // torch 2.10
+constexpr std::uint64_t BUILT_FOR = (std::uint64_t{2} << 56) | (std::uint64_t{13} << 48);  // torch 2.13
 constexpr std::int32_t TORCH_CPU = 0, NO_INDEX = -1;
 
 // Numbers of c10::ScalarType, which torch's C interface fixes.
@@ -248,9 +248,7 @@ class Call {
   }
   Value some(Value inner) {
     Value* place = nullptr;
-    if (torch.new_value == nullptr) {
-      place = new Value(inner);
-    } else if (torch.new_value(&place) == 0) {
+    if (torch.new_value(&place) == 0) {
       *place = inner;
     } else {
       failed = true;

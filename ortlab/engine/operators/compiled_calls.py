@@ -2,10 +2,12 @@
 
 ONNX Runtime calls the library for each ``ATen`` node; the library calls :mod:`~ortlab.engine.operators.aten_executor`
 for what it does not compute itself. A small model makes dozens of such calls in a step, and each takes a few
-microseconds instead of some thirty. Both ways call the same kernels of torch, so the numbers are the same bits.
+microseconds instead of thirty or, where Python's code is not in the processor's caches, a hundred and more. Both ways
+call the same kernels of torch, so the numbers are the same bits.
 
-It needs a C++ compiler (Linux, macOS) and PyTorch 2.10, the first with the functions of `_FUNCTIONS`. Without them
-every call goes through Python, as it does where the environment variable `ORTLAB_COMPILE` is 0.
+It needs a C++ compiler (Linux, macOS) and PyTorch 2.13, the first with all of `_FUNCTIONS`: earlier ones write each
+error to the terminal. Without them every call goes through Python, as it does where the environment variable
+`ORTLAB_COMPILE` is 0.
 """
 
 from __future__ import annotations
@@ -42,18 +44,18 @@ _FUNCTIONS: Final = (
     "torch_call_dispatcher",
     "torch_new_list_reserve_size",
     "torch_list_push_back",
+    "torch_new_stable_ivalue",
 )
 """Functions of torch's C interface, in the order of ``struct Torch``."""
 
-_OPTIONAL: Final = (
-    "torch_new_stable_ivalue",  # since 2.13
-    "_ZN2at4_ops13gelu_backward4callERKNS_6TensorES4_St17basic_string_viewIcSt11char_traitsIcEE",
+_GELU_BACKWARD: Final = (
+    "_ZN2at4_ops13gelu_backward4callERKNS_6TensorES4_St17basic_string_viewIcSt11char_traitsIcEE"
 )
-"""The last functions of ``struct Torch``, which may be missing; the second is ``at::_ops::gelu_backward::call``."""
+"""``at::_ops::gelu_backward::call``, the last function of ``struct Torch``, which may be missing."""
 
 
 class _Torch(ctypes.Structure):
-    _fields_: ClassVar = [(name, ctypes.c_void_p) for name in (*_FUNCTIONS, *_OPTIONAL)]
+    _fields_: ClassVar = [(name, ctypes.c_void_p) for name in (*_FUNCTIONS, _GELU_BACKWARD)]
 
 
 class _Connected:
@@ -99,7 +101,7 @@ def _connect(in_python: int) -> str:
         return f"{COMPILE_VARIABLE} is 0"
     functions, missing = _functions()
     if missing:
-        return f"PyTorch {torch.__version__} has no {missing}; 2.10 and later have it"
+        return f"PyTorch {torch.__version__} has no {missing}; 2.13 and later have it"
     try:
         library = ctypes.CDLL(str(libraries.build(source=libraries.COMPILED_CALLS)))
     except BuildError as error:
@@ -123,7 +125,7 @@ def _functions() -> tuple[_Torch, str]:
         loaded = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
     except OSError:
         return functions, name
-    for function in (*_FUNCTIONS, *_OPTIONAL):
+    for function in (*_FUNCTIONS, _GELU_BACKWARD):
         if hasattr(loaded, function):
             setattr(functions, function, ctypes.cast(getattr(loaded, function), ctypes.c_void_p).value)
         elif function in _FUNCTIONS:
