@@ -92,6 +92,9 @@ NO_OPPORTUNITY: Final = (
 )
 
 
+_SYMBOLS_NAMED: Final = 3
+
+
 def state_notes(plan: MemoryPlan) -> tuple[Note, ...]:
     """Say what is unresolved, what the model does not have, and what ORT applies otherwise than asked."""
     return (*_unresolved_notes(plan), *_absent_notes(plan), *_applied_notes(plan))
@@ -109,12 +112,14 @@ def _unresolved_notes(plan: MemoryPlan) -> tuple[Note, ...]:
         notes.append(Note(said, Mark.QUIET))
     if open_rows:
         symbols = sorted({symbol for one in open_rows for symbol in one.unresolved})
-        how = f"lab.plan(costs=True) sees them in a step, lab.plan().at({symbols[0]}=...)"
+        more = len(symbols) - _SYMBOLS_NAMED
+        named = ", ".join(symbols[:_SYMBOLS_NAMED]) + (f" and {units.count(more)} more" if more > 0 else "")
+        how = f"lab.plan(costs=True) reads them from a step; lab.plan().at({symbols[0]}=...) takes yours."
         if any(symbol.startswith("valid_indices_count") for symbol in symbols):
-            how = "lab.plan().at(label_density=0.15)"
+            how = "lab.plan().at(label_density=0.15) works them out."
         said = (
             f"Not in the order of savings: the last {units.count(len(open_rows))}, for want of sizes that no input "
-            f"gives ({', '.join(symbols)}). {how} evaluates."
+            f"gives ({named}). {how}"
         )
         notes.append(Note(said, Mark.WARN))
     return tuple(notes)

@@ -179,7 +179,7 @@ def test_what_no_input_gives_the_size_of_is_worked_out(wrap, folded):
         assert behind(plan).saving_bytes is None
         assert plan.rows[-1].saving_bytes is None
         said = " ".join(text.render(plan).split())
-        assert "lab.plan(costs=True) sees them in a step" in said
+        assert "lab.plan(costs=True) reads them from a step" in said
         plan = lab.plan(costs=True, progress=False)
         assert behind(lab.plan()).saving_bytes == wide
     assert behind(plan).saving_bytes == wide
