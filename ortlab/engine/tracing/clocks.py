@@ -168,7 +168,8 @@ class Clocks:
         """Return the frame that calls a stand-in if it is the model's, or its call goes through these files."""
         # An autograd Function runs in each step as it is.
         frame = sys._getframe(2)
-        if any(one.f_code is _OF_FUNCTIONS for one, _ in traceback.walk_stack(frame)):
+        of_functions = _forwards_of_functions()
+        if any(one.f_code in of_functions for one, _ in traceback.walk_stack(frame)):
             return None
         while frame.f_code.co_filename in through and frame.f_code.co_name not in _TEXTS and frame.f_back:
             frame = frame.f_back
@@ -213,7 +214,18 @@ def _reads_dates(code: CodeType) -> bool:
     return bool(names & {"now", "utcnow", "today"} and names & {"datetime", "date"})
 
 
-_OF_FUNCTIONS: Final = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+def _forwards_of_functions() -> set[CodeType]:
+    """Return the code of the forward of each autograd Function; what calls it may be no code of Python."""
+    found, kinds = set(), [torch.autograd.Function]
+    while kinds:
+        kind = kinds.pop()
+        kinds += kind.__subclasses__()
+        forward = vars(kind).get("forward")
+        code = getattr(getattr(forward, "__func__", forward), "__code__", None)
+        if code is not None:
+            found.add(code)
+    return found
+
 
 _CLOCKS: Final = (
     *("time", "perf_counter", "monotonic", "process_time", "thread_time", "localtime", "gmtime"),
