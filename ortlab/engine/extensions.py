@@ -75,10 +75,11 @@ def install() -> None:
         return
     from onnxruntime.training import ortmodule
 
-    _Installed.aten = _OWN if _imports(_ATEN) else "ctypes"
-    if _Installed.aten != _OWN:
+    if _imports(_ATEN):
+        _Installed.aten = _OWN
+    else:
         _insert(_ATEN, aten_executor)
-        aten_executor.execute_aten_operator_address()
+        aten_executor.execute_aten_operator_address()  # ORTModule asks for it later; this compiles and connects
         lacking = compiled_calls.lacking()
         _Installed.aten = f"ctypes ({lacking})" if lacking else "compiled calls"
     if _imports(_FUNCTIONS):

@@ -195,21 +195,16 @@ def check_wrappable(module: object) -> None:
         raise WrapError(fault.what, why=fault.why, fix=fault.fix)
 
 
-def _called(
-    takeover: Takeover, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    return takeover(module, args, kwargs)
+_apart: Callable[..., Any] | None = None
 
 
 def _untraced() -> Callable[..., Any]:
-    """Return `_called` for a caller that torch.compile may be tracing; made once, for it takes as long as a kernel."""
+    """Return the call of a takeover for a caller that torch.compile may be tracing."""
+    # Made once, for that takes as long as a kernel, and without functools.cache, through which torch.compile looks.
     global _apart  # noqa: PLW0603 - one for the process
     if _apart is None:
-        _apart = torch.compiler.disable(_called)  # type: ignore[no-untyped-call]
+        _apart = torch.compiler.disable(Takeover.__call__)  # type: ignore[no-untyped-call]
     return _apart
-
-
-_apart: Callable[..., Any] | None = None
 
 
 def _subclass(original: type) -> type:

@@ -11,7 +11,6 @@
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
-#include <new>
 #include <vector>
 
 namespace {
@@ -153,11 +152,9 @@ class Call {
   void undo() {
     for (std::size_t i = 0; i < n_outputs_; ++i) {
       if (outputs_[i] != nullptr) {
-        auto* output = static_cast<Output*>(outputs_[i]->manager_ctx);
-        output->input = nullptr;
         Output::give_back(outputs_[i]);
+        outputs_[i] = nullptr;
       }
-      outputs_[i] = nullptr;
     }
     for (Tensor tensor : owned_) torch.drop(tensor);
     owned_.clear();
@@ -255,11 +252,10 @@ class Call {
     }
     return reinterpret_cast<Value>(place);
   }
-  template <typename T>
-  Value list(const T& values) {
+  Value list(const Ints& values) {
     void* made = nullptr;
     if (torch.new_list(values.size(), &made) != 0) failed = true;
-    for (auto value : values) {
+    for (std::int64_t value : values) {
       if (failed || torch.push(made, static_cast<Value>(value)) != 0) failed = true;
     }
     return reinterpret_cast<Value>(made);
@@ -282,11 +278,12 @@ class Call {
     const std::int64_t rows = columns == 0 ? 0 : numel(i) / columns;
     return kept(turned ? view(i, {columns, rows}, {1, columns}) : view(i, {rows, columns}, {columns, 1}));
   }
-  Tensor empty(const Ints& sizes, std::int32_t type = FLOAT32) {
+  // A dense tensor of float32, without values.
+  Tensor empty(const Ints& sizes) {
     const Ints strides = dense_strides(sizes);
     Tensor made = nullptr;
-    if (torch.empty(static_cast<std::int64_t>(sizes.size()), sizes.data(), strides.data(), type, TORCH_CPU, NO_INDEX,
-                    &made) != 0) {
+    if (torch.empty(static_cast<std::int64_t>(sizes.size()), sizes.data(), strides.data(), FLOAT32, TORCH_CPU,
+                    NO_INDEX, &made) != 0) {
       failed = true;
     }
     return made;
@@ -348,7 +345,7 @@ class Call {
     give(i, described, memory, tensor, nullptr, Ints(sizes, sizes + rank));
     return true;
   }
-  // Hand an input to ORT as an output, in some shape of as many entries.
+  // Hand an input to ORT as an output, in some shape of as many entries: the last thing that a kernel does.
   bool give_input(std::size_t i, std::size_t which, const Ints& shape) {
     DLTensor described = input(which);
     give(i, described, data<void>(which), nullptr, inputs_[which], shape);

@@ -32,29 +32,32 @@ bool mean_over(Call& call) { return reduced(call, "aten::mean", "dim"); }
 
 // ---- products of matrices -------------------------------------------------------------------------------------------
 
-bool product(Call& call, Tensor a, Tensor b, const Ints& shape, std::int64_t rows, std::int64_t columns) {
+// Give the product of two matrices, plus what broadcasts to it if there is an addend, in a shape of as many entries.
+bool product(Call& call, Tensor a, Tensor b, const Ints& shape, std::int64_t rows, std::int64_t columns,
+             Tensor addend = nullptr) {
   Tensor output = call.failed ? nullptr : call.empty(shape);
   if (output == nullptr) return false;
-  float* memory = Call::floats(output);
   const Ints matrix = {rows, columns}, strides = {columns, 1};
   Tensor seen = nullptr;
-  const bool done = torch.from_blob(memory, 2, matrix.data(), strides.data(), 0, FLOAT32, TORCH_CPU, NO_INDEX, &seen) == 0 &&
-                    torch.mm(call.kept(seen), a, b) == 0;
-  if (!done) {
+  Error error = torch.from_blob(Call::floats(output), 2, matrix.data(), strides.data(), 0, FLOAT32, TORCH_CPU, NO_INDEX,
+                                &seen);
+  call.kept(seen);
+  if (error == 0) error = addend == nullptr ? torch.mm(seen, a, b) : torch.addmm(seen, addend, a, b, 1.0, 1.0);
+  if (error != 0) {
     torch.drop(output);
     return !(call.failed = true);
   }
   return call.give(0, output);
 }
 
-bool is_small(std::int64_t rows, std::int64_t columns) { return rows * columns * 4 < SMALL; }
+bool is_small(std::int64_t floats) { return floats * 4 < SMALL; }
 
 bool multiplied(Call& call, bool turned) {
   if (!call.are_floats({0, 1}) || call.rank(0) < 1 || call.rank(1) != 2) return false;
   const std::int64_t inner = call.size(0, call.rank(0) - 1), columns = call.size(1, turned ? 0 : 1);
   if (inner == 0 || call.size(1, turned ? 1 : 0) != inner || columns == 0) return false;
   const std::int64_t rows = call.numel(0) / inner;
-  if (rows == 0 || !is_small(rows, columns)) return false;
+  if (rows == 0 || !is_small(rows * columns)) return false;
   Ints shape = call.shape(0);
   shape.back() = columns;
   return product(call, call.matrix(0, inner), call.matrix(1, call.size(1, 1), turned), shape, rows, columns);
@@ -65,7 +68,7 @@ bool matmul_transposed(Call& call) { return multiplied(call, true); }
 bool matmul_of_rows(Call& call) {
   if (!call.are_floats({0, 1}) || call.rank(0) < 1 || call.rank(1) < 1) return false;
   const std::int64_t rows = call.size(0, call.rank(0) - 1), columns = call.size(1, call.rank(1) - 1);
-  if (rows == 0 || columns == 0 || !is_small(rows, columns)) return false;
+  if (rows == 0 || columns == 0 || !is_small(rows * columns)) return false;
   if (call.numel(0) == 0 || call.numel(0) / rows != call.numel(1) / columns) return false;
   return product(call, call.matrix(0, rows, true), call.matrix(1, columns), {rows, columns}, rows, columns);
 }
@@ -78,16 +81,10 @@ bool gemm(Call& call) {
   const Ints turned = call.ints(2);
   const std::int64_t rows = call.size(0, turned[0] ? 1 : 0), columns = call.size(1, turned[1] ? 0 : 1);
   if (call.size(0, turned[0] ? 0 : 1) != call.size(1, turned[1] ? 1 : 0)) return false;
-  if (call.numel(0) == 0 || call.numel(1) == 0 || !is_small(rows, columns)) return false;
+  if (call.numel(0) == 0 || call.numel(1) == 0 || !is_small(rows * columns)) return false;
   Tensor a = call.matrix(0, call.size(0, 1), turned[0]), b = call.matrix(1, call.size(1, 1), turned[1]);
-  if (!call.given(3)) return product(call, a, b, {rows, columns}, rows, columns);
-  Tensor addend = call.kept(call.view(3, call.shape(3))), output = call.failed ? nullptr : call.empty({rows, columns});
-  if (output == nullptr) return false;
-  if (torch.addmm(output, addend, a, b, 1.0, 1.0) != 0) {
-    torch.drop(output);
-    return !(call.failed = true);
-  }
-  return call.give(0, output);
+  Tensor addend = call.given(3) ? call.kept(call.view(3, call.shape(3))) : nullptr;
+  return product(call, a, b, {rows, columns}, rows, columns, addend);
 }
 
 // ---- normalisations -------------------------------------------------------------------------------------------------
@@ -162,15 +159,21 @@ bool convolution_backward(Call& call) {
 
 // ---- entries one at a time ------------------------------------------------------------------------------------------
 
+// Give a tensor of the first input's shape whose entries are those that a function of their place returns.
+template <typename Function>
+bool entrywise(Call& call, Function entry) {
+  Tensor output = call.empty(call.shape(0));
+  if (output == nullptr) return false;
+  float* made = Call::floats(output);
+  const std::int64_t entries = call.numel(0);
+  for (std::int64_t i = 0; i < entries; ++i) made[i] = entry(i);
+  return call.give(0, output);
+}
+
 bool relu_backward(Call& call) {
   if (!call.are_floats({0, 1}) || !call.same_shape(0, 1)) return false;
-  Tensor output = call.empty(call.shape(1));
-  if (output == nullptr) return false;
   const float *grad = call.data<float>(0), *x = call.data<float>(1);
-  float* made = Call::floats(output);
-  const std::int64_t entries = call.numel(1);
-  for (std::int64_t i = 0; i < entries; ++i) made[i] = x[i] <= 0 ? 0 : grad[i];
-  return call.give(0, output);
+  return entrywise(call, [=](std::int64_t i) { return x[i] <= 0 ? 0 : grad[i]; });
 }
 
 bool gelu_backward_of(Call& call, Text approximate) {
@@ -189,25 +192,15 @@ bool gelu_tanh_backward(Call& call) { return gelu_backward_of(call, {4, "tanh"})
 
 bool leaky_relu(Call& call) {
   if (!call.are_floats({0}) || !call.is_float(1)) return false;
-  Tensor output = call.empty(call.shape(0));
-  if (output == nullptr) return false;
   const float *x = call.data<float>(0), slope = static_cast<float>(call.one_float(1));
-  float* made = Call::floats(output);
-  const std::int64_t entries = call.numel(0);
-  for (std::int64_t i = 0; i < entries; ++i) made[i] = x[i] > 0 ? x[i] : x[i] * slope;
-  return call.give(0, output);
+  return entrywise(call, [=](std::int64_t i) { return x[i] > 0 ? x[i] : x[i] * slope; });
 }
 
 bool leaky_relu_backward(Call& call) {
   if (!call.are_floats({0, 1}) || !call.same_shape(0, 1) || !call.is_float(2)) return false;
-  Tensor output = call.empty(call.shape(0));
-  if (output == nullptr) return false;
   const float *grad = call.data<float>(0), *result = call.data<float>(1);
   const float slope = static_cast<float>(call.one_float(2));
-  float* made = Call::floats(output);
-  const std::int64_t entries = call.numel(0);
-  for (std::int64_t i = 0; i < entries; ++i) made[i] = result[i] > 0 ? grad[i] : grad[i] * slope;
-  return call.give(0, output);
+  return entrywise(call, [=](std::int64_t i) { return result[i] > 0 ? grad[i] : grad[i] * slope; });
 }
 
 bool where(Call& call) {
@@ -338,7 +331,7 @@ bool gather_backward(Call& call) {
   if (axis < 0 || axis >= rank) return false;
   const std::int64_t before = count(shape.data(), axis), after = count(shape.data() + axis + 1, rank - axis - 1);
   const std::int64_t entries = before * shape[axis] * after;
-  if (!is_small(entries, 1) || call.numel(2) != before * rows * after) return false;
+  if (!is_small(entries) || call.numel(2) != before * rows * after) return false;
   Ints places(rows);
   for (std::int64_t row = 0; row < rows; ++row) {
     std::int64_t place = call.type(1) == INT64 ? call.data<std::int64_t>(1)[row] : call.data<std::int32_t>(1)[row];
@@ -431,7 +424,7 @@ bool slice_backward(Call& call) {
     every[axis] = step;
   }
   const std::int64_t entries = count(shape.data(), rank);
-  if (rank == 0 || call.numel(0) == 0 || call.shape(0) != part || !is_small(entries, 1)) return false;
+  if (rank == 0 || call.numel(0) == 0 || call.shape(0) != part || !is_small(entries)) return false;
   Tensor output = call.empty(shape);
   if (output == nullptr) return false;
   float* whole = Call::floats(output);
@@ -490,7 +483,7 @@ bool gather_elements(Call& call) {
   if (!call.are_floats({0}) || !call.is_ints(2) || !call.is_int(3)) return false;
   const Ints shape = call.ints(2);
   if (!entries.read(call, 1, shape, call.shape(0), call.one_int(3))) return false;
-  if (!is_small(count(shape.data(), static_cast<std::int64_t>(shape.size())), 1)) return false;
+  if (!is_small(count(shape.data(), static_cast<std::int64_t>(shape.size())))) return false;
   Tensor output = call.empty(shape);
   if (output == nullptr) return false;
   const float* x = call.data<float>(0);
@@ -510,7 +503,7 @@ bool gather_elements_backward(Call& call) {
   if (!call.are_floats({0}) || !call.is_ints(1) || !call.is_int(3)) return false;
   const Ints shape = call.ints(1);
   const std::int64_t numel = count(shape.data(), static_cast<std::int64_t>(shape.size()));
-  if (!entries.read(call, 2, call.shape(0), shape, call.one_int(3)) || !is_small(numel, 1)) return false;
+  if (!entries.read(call, 2, call.shape(0), shape, call.one_int(3)) || !is_small(numel)) return false;
   Tensor output = call.empty(shape);
   if (output == nullptr) return false;
   const float* grad = call.data<float>(0);

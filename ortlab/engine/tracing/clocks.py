@@ -166,15 +166,16 @@ class Clocks:
 
     def _is_called(self, *through: str) -> FrameType | None:
         """Return the frame that calls a stand-in if it is the model's, or its call goes through these files."""
-        # An autograd Function runs in each step as it is.
         frame = sys._getframe(2)
-        of_functions = _forwards_of_functions()
-        if any(one.f_code in of_functions for one, _ in traceback.walk_stack(frame)):
-            return None
         while frame.f_code.co_filename in through and frame.f_code.co_name not in _TEXTS and frame.f_back:
             frame = frame.f_back
         own = is_users(frame.f_code.co_filename) or frame.f_code.co_name in _TEXTS
-        return frame if own and threading.get_ident() == self._thread else None
+        if not own or threading.get_ident() != self._thread:
+            return None
+        # An autograd Function runs in each step as it is.
+        of_functions = _forwards_of_functions()
+        is_in_function = any(one.f_code in of_functions for one, _ in traceback.walk_stack(frame))
+        return None if is_in_function else frame
 
     def _reading(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def read(*args: Any, **kwargs: Any) -> Any:
