@@ -68,7 +68,7 @@ class _Installed:
 def install() -> None:
     """Give ORTModule its extensions; call it once ``onnxruntime.training.ortmodule`` can be imported."""
     # Extensions that were compiled into onnxruntime stay if they can be imported. Two libraries are compiled, once, in
-    # a second or two: the calls of PyTorch's operators, which ctypes makes more slowly; and, where ctypes cannot run
+    # a few seconds: the calls of PyTorch's operators, which ctypes makes more slowly; and, where ctypes cannot run
     # Functions (elsewhere than on x86-64 Linux and macOS), their runner. If that is impossible, only models with custom
     # autograd Functions fail, when they are exported.
     if _Installed.aten:

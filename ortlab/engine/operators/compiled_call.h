@@ -2,7 +2,7 @@
 //
 // torch is reached through functions of its stable C interface (torch/csrc/stable/c/shim.h and
 // torch/csrc/inductor/aoti_torch/c/shim.h), whose addresses `compiled_calls.py` gives. Nothing of torch or Python is
-// included, so the library is compiled in two seconds and serves each version that has those functions.
+// included, so the library is compiled in seconds and serves each version that has those functions.
 
 #pragma once
 
