@@ -36,7 +36,7 @@ COMPILED_CALLS: Final = Path(__file__).with_name("operators") / "compiled_calls.
 """Source of the calls of PyTorch's operators that need no Python."""
 
 # Without fused multiplication and addition, which rounds otherwise than torch's two steps.
-_FLAGS: Final = ("-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-shared")
+_FLAGS: Final = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared")
 
 
 def cache_folder() -> Path:

@@ -28,7 +28,7 @@ from ortlab.engine.inspection.places import Places
 from ortlab.errors import ExecutionError
 from ortlab.graphs.flop_formulas import Shape, flops
 from ortlab.graphs.flops import NodeFlops
-from ortlab.graphs.nodes import YIELD, executed_operator, is_copy, node_names, repeats
+from ortlab.graphs.nodes import YIELD, executed_operator, is_copy, node_names, repeats, without_stand_in
 from ortlab.memory.saved_activations import layer_of
 from ortlab.memory.trace import Trace, TracedNode
 
@@ -153,7 +153,8 @@ class Profile:
             raise _nothing_to_profile()
         last, behind, _ = rounds[-1]
         for position, (event, node) in enumerate(zip(last, _in_order(last, self._graph), strict=True)):
-            yield node, event, position >= behind, min(one[position]["dur"] for one, *_ in rounds) / 1000
+            ms = min(one[position]["dur"] for one, *_ in rounds) / 1000
+            yield without_stand_in(node), event, position >= behind, ms
 
     def trace(self, plans: Sequence[str], order: str, model: torch.nn.Module, part: str) -> Trace:
         """Return what the profiler saw as the trace of one step; raises ExecutionError as `kernels`."""

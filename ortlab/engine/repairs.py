@@ -8,6 +8,7 @@ all are idempotent. Faults of operators are repaired in `ortlab.engine.operators
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from contextvars import ContextVar
 from functools import partial
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from ortlab.engine import build_log
+from ortlab.engine.operators import compiled_calls
 from ortlab.engine.passes import label_density, shapes
 from ortlab.engine.patching import only_new_garbage, replace, set_to
 from ortlab.engine.tracing import (
@@ -262,10 +264,26 @@ def install_seed() -> None:
     # starts at the seed. That engine (minstd) treats seed 0, and every multiple of 2**31 - 1, as seed 1. And seed 8
     # would give in its first step the masks that seed 7 gave in its second: runs under consecutive seeds, which people
     # take for error bars, would share their masks. So seeds are spread first.
+    import onnxruntime
     from onnxruntime.training import ortmodule
 
     # torch.manual_seed is ``ortmodule.override_torch_manual_seed`` by now, which looks `set_seed` up there.
+    for module in (onnxruntime, ortmodule):
+        replace(module, "set_seed", _for_both)
+    compiled_calls.seed(
+        torch.initial_seed() % sys.maxsize
+    )  # as ORTModule seeds ONNX Runtime when it is imported
     replace(ortmodule, "set_seed", _avoid_seed_zero)
+
+
+def _for_both(original: Callable[[int], None]) -> Callable[[int], None]:
+    """Seed what computes dropout in the place of ONNX Runtime's kernel, too."""
+
+    def set_seed(seed: int) -> None:
+        original(seed)
+        compiled_calls.seed(seed)
+
+    return set_seed
 
 
 def _avoid_seed_zero(original: Callable[[int], None]) -> Callable[[int], None]:

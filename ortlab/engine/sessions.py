@@ -25,6 +25,8 @@ from ortlab.engine.border import border_watched, take_error
 from ortlab.engine.build_environment import building_with
 from ortlab.engine.build_log import ortmodule_logger, runtime_lines, runtime_messages, user_code
 from ortlab.engine.diagnosis import explain_execution_failure
+from ortlab.engine.operators import compiled_calls
+from ortlab.engine.operators.dropout import drawn_dropouts, with_quick_dropouts
 from ortlab.engine.operators.torch_backward import TorchBackward
 from ortlab.engine.passes.training_graph import leaving_alone
 from ortlab.engine.patching import with_attributes
@@ -133,6 +135,8 @@ class _SessionOptions:
     users_file = ""  # where `save_onnx` puts the graph that the session executes
     lines: Mapping[str, str] = MappingProxyType({})  # "file:line" by node of the export
     recomputes = False
+    asks_for_plans = False
+    drops_by_itself = True  # whether ONNX Runtime's own kernels compute its dropouts
     explains_places = False
     memory_efficient_order = False
     # Names of the nodes that `ortlab.engine.passes.recompute` has put into the graph, which act in that order only.
@@ -141,7 +145,7 @@ class _SessionOptions:
 
     def another_session(self, **settings: object) -> AbstractContextManager[None]:
         """Let a session be made with other attributes in the block; afterwards the manager has its own again."""
-        return with_attributes(self, ("_execution_agent", "recomputes"), **settings)
+        return with_attributes(self, ("_execution_agent", "recomputes", "drops_by_itself"), **settings)
 
     @contextmanager
     def graph_written(self) -> Iterator[Path]:
@@ -182,17 +186,44 @@ class _SessionOptions:
                 file = Path(folder) / "plans.json"
                 file.write_text(json.dumps(list(plans)), encoding="utf-8")
                 runtime.memory_optimizer_config_file_path = str(file)
-            with building_with(self.options), self._leaving_alone(kept):
+            with building_with(self.options), self._leaving_alone(kept), self._dropping():
                 self._create_execution_agent()  # type: ignore[attr-defined]
         if hasattr(self._execution_agent, "run_backward"):
+            self._take_seeds()
             self._execution_agent = _ExplainingAgent(
                 self._execution_agent, self.collecting, self.options, self.lines
             )
 
     @contextmanager
+    def _dropping(self) -> Iterator[None]:
+        """Let a session without plans be made of a graph whose dropouts ortlab computes, where it can."""
+        models = self._onnx_models  # type: ignore[has-type]
+        quick = None
+        on_cpu = self._device.type == "cpu"  # type: ignore[attr-defined]
+        if on_cpu and self.options.aten_backward and not (self.recomputes or self.asks_for_plans):
+            quick = with_quick_dropouts(models.optimized_model)
+        self.drops_by_itself = quick is None
+        if quick is None:
+            yield
+            return
+        self._onnx_models = copy.copy(models)
+        self._onnx_models.optimized_model = quick
+        try:
+            yield
+        finally:
+            self._onnx_models = models
+
+    def _take_seeds(self) -> None:
+        """Let dropouts that ONNX Runtime computes go on with the seeds of those that ortlab computes."""
+        if self.drops_by_itself and not compiled_calls.lacking():
+            drawn = drawn_dropouts(self._onnx_models.optimized_model)
+            if drawn:
+                self._execution_agent = _SeededAgent(self._execution_agent, drawn)
+
+    @contextmanager
     def _leaving_alone(self, kept: Kept) -> Iterator[None]:
         """Let the session be made of a graph in which these results cannot be recomputed."""
-        models = self._onnx_models  # type: ignore[has-type]
+        models = self._onnx_models
         if not kept:
             yield
             return
@@ -218,6 +249,18 @@ class _WrappedAgent:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._agent, name)
+
+
+class _SeededAgent(_WrappedAgent):
+    """ONNX Runtime's own dropouts take seeds from the count that ortlab's take theirs from."""
+
+    def __init__(self, agent: Any, drawn: int) -> None:
+        super().__init__(agent)
+        self._drawn = drawn
+
+    def run_forward(self, feeds: Any, fetches: Any, state: Any, cache: Any = None) -> None:
+        C.set_seed(compiled_calls.library().ortlab_take_seeds(self._drawn))
+        self._agent.run_forward(feeds, fetches, state, cache)
 
 
 class _ExplainingAgent(_WrappedAgent):
@@ -279,7 +322,8 @@ class _Training(_SessionOptions, TorchBackward, GuardedBackward, TrainingManager
 
     def probe_memory(self, probe: str) -> Answer:
         """Ask a session without plans, since the answer of one with plans lacks what those have removed."""
-        if self._execution_agent is not None and not self._runtime_options.memory_optimizer_is_enabled():
+        applied = self._runtime_options.memory_optimizer_is_enabled()
+        if self._execution_agent is not None and self.drops_by_itself and not applied:
             return self._asked(probe)
         with self._without_plans():
             self.create_session([])
@@ -303,7 +347,7 @@ class _Training(_SessionOptions, TorchBackward, GuardedBackward, TrainingManager
         """Let another session be made at memory level 0 in the block."""
         with (
             with_attributes(self._runtime_options, memory_optimization_level=0),
-            self.another_session(**settings),
+            self.another_session(asks_for_plans=True, **settings),
         ):
             yield
 

@@ -60,16 +60,42 @@ def node_names(graph: GraphProto) -> list[str]:
     return names
 
 
+_STAND_INS: Final = {
+    "ortlab::dropout": "Dropout",
+    "ortlab::dropout_backward": "com.microsoft.DropoutGrad",
+}
+"""Calls that compute the same bits as an operator of ONNX Runtime, in its place: they have its name in every view."""
+
+
 def operator_of(node: NodeProto) -> str:
     """Return the operator of a node, with its domain unless it is ONNX's."""
+    node = without_stand_in(node)
     return f"{node.domain}.{node.op_type}" if node.domain else str(node.op_type)
 
 
 def executed_operator(node: NodeProto) -> str:
     """Return the operator that runs for a node: of an ``ATen`` node torch's, else its own; see `operator_of`."""
-    if node.op_type == "ATen":
-        return next((one.s.decode() for one in node.attribute if one.name == "operator"), "ATen")
-    return operator_of(node)
+    node = without_stand_in(node)
+    return _called(node) or operator_of(node)
+
+
+def without_stand_in(node: NodeProto) -> NodeProto:
+    """Return the node of ONNX Runtime's operator that a call stands in for; any other node as it is."""
+    operator = _STAND_INS.get(_called(node))
+    if operator is None:
+        return node
+    from onnx import helper
+
+    domain, _, kind = operator.rpartition(".")
+    inputs = node.input[:3] if kind == "Dropout" else node.input  # without the number, which ORT's has not
+    return helper.make_node(kind, inputs, node.output, name=node.name, domain=domain)
+
+
+def _called(node: NodeProto) -> str:
+    """Return the operator that an ``ATen`` node calls, "" for other nodes."""
+    if node.op_type != "ATen":
+        return ""
+    return next((one.s.decode() for one in node.attribute if one.name == "operator"), "ATen")
 
 
 def exported_name(name: str) -> str:

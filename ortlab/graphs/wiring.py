@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from ortlab.graphs.nodes import Value, node_names
+from ortlab.graphs.nodes import Value, executed_operator, node_names, without_stand_in
 
 if TYPE_CHECKING:
     from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
@@ -50,7 +50,10 @@ class Wiring:
         self._values = {tensor.name: tensor for tensor in graph.initializer}
         self.nodes: list[WiredNode] = []  # all but the ``Constant`` ones, in the order of the file
         self.constant_nodes = 0
-        for name, node in zip(node_names(graph), graph.node, strict=True):
+        masks: set[str] = set()  # bytes in what stands in for a dropout, truth values in a Dropout
+        for name, called in zip(node_names(graph), graph.node, strict=True):
+            node = without_stand_in(called)
+            masks.update(node.output[1:] if node is not called else ())
             if node.op_type == _CONSTANT and not node.domain:
                 self.constant_nodes += 1
                 held = next(
@@ -77,6 +80,8 @@ class Wiring:
         self.inputs = {info.name: _typed(info) for info in graph.input if info.name not in stored}
         self.outputs = {info.name: _typed(info) for info in graph.output}
         self.types = {info.name: _typed(info) for info in graph.value_info} | self.inputs | self.outputs
+        for name in masks & self.types.keys():
+            self.types[name] = replace(self.types[name], dtype="bool")
 
     @cached_property
     def order(self) -> list[int]:
@@ -152,7 +157,7 @@ def _wired(number: int, name: str, node: NodeProto) -> WiredNode:
 
 def _operator(node: NodeProto) -> str:
     if node.domain == _ATEN:
-        called = next((one.s.decode() for one in node.attribute if one.name == "operator"), node.op_type)
+        called = executed_operator(node)
         return called if "::" in called else f"aten::{called}"
     return node.op_type if node.domain in {"", "ai.onnx"} else f"{node.domain}.{node.op_type}"
 

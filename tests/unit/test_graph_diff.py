@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import random
 import subprocess
 import sys
@@ -302,7 +303,11 @@ lab.graph("execution").save(sys.argv[1])
 
 def test_the_graph_that_another_process_builds_is_the_same(tmp_path):
     file = tmp_path / "other.onnx"
-    environment = {"PYTHONHASHSEED": "77", "PYTHONPATH": str(Path(ortlab.__file__).parents[1])}
+    environment = {
+        "PATH": os.environ["PATH"],
+        "PYTHONHASHSEED": "77",
+        "PYTHONPATH": str(Path(ortlab.__file__).parents[1]),
+    }
     subprocess.run(
         [sys.executable, "-W", "ignore", "-c", CHILD, str(file)],
         check=True,

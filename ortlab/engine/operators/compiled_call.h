@@ -278,11 +278,11 @@ class Call {
     const std::int64_t rows = columns == 0 ? 0 : numel(i) / columns;
     return kept(turned ? view(i, {columns, rows}, {1, columns}) : view(i, {rows, columns}, {columns, 1}));
   }
-  // A dense tensor of float32, without values.
-  Tensor empty(const Ints& sizes) {
+  // A dense tensor without values.
+  Tensor empty(const Ints& sizes, std::int32_t type = FLOAT32) {
     const Ints strides = dense_strides(sizes);
     Tensor made = nullptr;
-    if (torch.empty(static_cast<std::int64_t>(sizes.size()), sizes.data(), strides.data(), FLOAT32, TORCH_CPU,
+    if (torch.empty(static_cast<std::int64_t>(sizes.size()), sizes.data(), strides.data(), type, TORCH_CPU,
                     NO_INDEX, &made) != 0) {
       failed = true;
     }
@@ -300,10 +300,11 @@ class Call {
     return tensor;
   }
   static Value as_value(Tensor tensor) { return reinterpret_cast<Value>(tensor); }
-  static float* floats(Tensor tensor) {
+  static float* floats(Tensor tensor) { return static_cast<float*>(memory(tensor)); }
+  static void* memory(Tensor tensor) {
     void* found = nullptr;
     torch.data(tensor, &found);
-    return static_cast<float*>(found);
+    return found;
   }
 
   // ---- what kernels do -------------------------------------------------------------------------------------------

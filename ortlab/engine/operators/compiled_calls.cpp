@@ -8,6 +8,7 @@
 // out of the ordinary, and where torch raises an error, which Python then raises again with its text.
 
 #include "compiled_call.h"
+#include "dropout.h"
 
 namespace {
 
@@ -159,21 +160,24 @@ bool convolution_backward(Call& call) {
 
 // ---- entries one at a time ------------------------------------------------------------------------------------------
 
-// Give a tensor of the first input's shape whose entries are those that a function of their place returns.
+// Give a tensor of the first input's shape whose entries are made of those of two inputs of this shape.
 template <typename Function>
-bool entrywise(Call& call, Function entry) {
+bool entrywise(Call& call, std::size_t first, std::size_t second, Function entry) {
   Tensor output = call.empty(call.shape(0));
   if (output == nullptr) return false;
-  float* made = Call::floats(output);
+  const float *a = call.data<float>(first), *b = call.data<float>(second);
+  float* __restrict made = Call::floats(output);
   const std::int64_t entries = call.numel(0);
-  for (std::int64_t i = 0; i < entries; ++i) made[i] = entry(i);
+  for (std::int64_t i = 0; i < entries; ++i) {
+    const float of_a = a[i], of_b = b[i];  // read before anything is decided, so that several are computed at once
+    made[i] = entry(of_a, of_b);
+  }
   return call.give(0, output);
 }
 
 bool relu_backward(Call& call) {
   if (!call.are_floats({0, 1}) || !call.same_shape(0, 1)) return false;
-  const float *grad = call.data<float>(0), *x = call.data<float>(1);
-  return entrywise(call, [=](std::int64_t i) { return x[i] <= 0 ? 0 : grad[i]; });
+  return entrywise(call, 0, 1, [](float grad, float x) { return x <= 0 ? 0.0f : grad; });
 }
 
 bool gelu_backward_of(Call& call, Text approximate) {
@@ -190,23 +194,51 @@ bool gelu_backward_of(Call& call, Text approximate) {
 bool gelu_backward(Call& call) { return gelu_backward_of(call, {4, "none"}); }
 bool gelu_tanh_backward(Call& call) { return gelu_backward_of(call, {4, "tanh"}); }
 
+// Multiplied in any case, since a branch for each entry takes ten times as long: so the compiler must not see a 1.
+const volatile float ONE = 1;
+
 bool leaky_relu(Call& call) {
   if (!call.are_floats({0}) || !call.is_float(1)) return false;
-  const float *x = call.data<float>(0), slope = static_cast<float>(call.one_float(1));
-  return entrywise(call, [=](std::int64_t i) { return x[i] > 0 ? x[i] : x[i] * slope; });
+  const float slope = static_cast<float>(call.one_float(1)), one = ONE;
+  return entrywise(call, 0, 0, [=](float x, float) { return x * (x > 0 ? one : slope); });
 }
 
 bool leaky_relu_backward(Call& call) {
   if (!call.are_floats({0, 1}) || !call.same_shape(0, 1) || !call.is_float(2)) return false;
-  const float *grad = call.data<float>(0), *result = call.data<float>(1);
-  const float slope = static_cast<float>(call.one_float(2));
-  return entrywise(call, [=](std::int64_t i) { return result[i] > 0 ? grad[i] : grad[i] * slope; });
+  const float slope = static_cast<float>(call.one_float(2)), one = ONE;
+  return entrywise(call, 0, 1, [=](float grad, float result) { return grad * (result > 0 ? one : slope); });
 }
 
 bool where(Call& call) {
   if (!call.are_floats({1, 2}) || !call.given(0) || call.type(0) != UINT8) return false;
   Value stack[3] = {call.mask(0), call.tensor(1), call.tensor(2)};
   return call.run("aten::where", "self", stack) && call.give_result(0, stack[0]);
+}
+
+// ---- dropout --------------------------------------------------------------------------------------------------------
+
+bool dropout_of(Call& call) {
+  // x, ratio, training, number
+  if (!call.are_floats({0, 1}) || call.numel(1) != 1) return false;
+  Tensor made = call.empty(call.shape(0)), mask = call.kept(call.empty(call.shape(0), UINT8));
+  if (!call.failed) {
+    ortlab_dropout(call.data<float>(0), Call::floats(made), static_cast<std::uint8_t*>(Call::memory(mask)),
+                   call.numel(0), *call.data<float>(1));
+  }
+  return call.give(0, made) && call.give(1, call.again(mask));
+}
+
+bool dropout_backward(Call& call) {
+  // grad, mask, ratio, training
+  if (!call.are_floats({0, 2}) || !call.given(1) || call.type(1) != UINT8 || call.numel(1) != call.numel(0) ||
+      call.numel(2) != 1) {
+    return false;
+  }
+  Tensor made = call.empty(call.shape(0));
+  if (made == nullptr) return false;
+  ortlab_dropout_backward(call.data<float>(0), call.data<std::uint8_t>(1), Call::floats(made), call.numel(0),
+                          *call.data<float>(2));
+  return call.give(0, made);
 }
 
 // ---- softmax --------------------------------------------------------------------------------------------------------
@@ -580,6 +612,8 @@ const Kernel KERNELS[] = {
     {"ortlab::leaky_relu", leaky_relu, false},
     {"ortlab::leaky_relu_backward", leaky_relu_backward, false},
     {"ortlab::where", where, false},
+    {"ortlab::dropout", dropout_of, false},
+    {"ortlab::dropout_backward", dropout_backward, false},
     {"ortlab::softmax_backward", softmax_backward, false},
     {"ortlab::softmax_backward_over", softmax_backward_over, true},
     {"ortlab::cross_entropy", cross_entropy, false},

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,6 +64,7 @@ class _Connected:
 
     library: Any = None
     lacking = "nothing has been wrapped"
+    seed: int | None = None  # that ONNX Runtime was given last
 
 
 def connect(in_python: int) -> int:
@@ -80,6 +82,18 @@ def lacking() -> str:
 def computed() -> int:
     """Return how many calls the library has computed in this process."""
     return 0 if _Connected.library is None else int(_Connected.library.ortlab_computed())
+
+
+def library() -> Any:
+    """Return the library itself, whose functions are declared in ``dropout.h`` and at the end of its source."""
+    return _Connected.library
+
+
+def seed(value: int) -> None:
+    """Let the next dropouts take this seed and those after it, as ONNX Runtime's do after ``onnxruntime.set_seed``."""
+    _Connected.seed = value
+    if _Connected.library is not None:
+        _Connected.library.ortlab_seed(value)
 
 
 @contextmanager
@@ -112,6 +126,11 @@ def _connect(in_python: int) -> str:
     library.ortlab_enable.argtypes = [ctypes.c_bool]
     library.ortlab_computed.restype = ctypes.c_uint64
     library.ortlab_execute.restype = ctypes.c_size_t
+    library.ortlab_seed.argtypes = [ctypes.c_uint64]
+    library.ortlab_take_seeds.argtypes, library.ortlab_take_seeds.restype = [ctypes.c_uint64], ctypes.c_uint64
+    sizes = [ctypes.c_int64, ctypes.c_float]
+    library.ortlab_dropout.argtypes = library.ortlab_dropout_backward.argtypes = [ctypes.c_void_p] * 3 + sizes
+    library.ortlab_seed(secrets.randbits(31) if _Connected.seed is None else _Connected.seed)
     library.ortlab_connect(ctypes.byref(functions), in_python)
     _Connected.library = library
     return ""

@@ -299,6 +299,8 @@ CALLS = {
         ],
         3,
     ),
+    "dropout": ("ortlab::dropout", [X, number(0.4), flag(1), number(5)], 2),
+    "dropout's gradient": ("ortlab::dropout_backward", [GRAD, (X > 0).byte(), number(0.4), flag(1)], 1),
     "convolution of torch": (
         "convolution",
         [IMAGES, WINDOW, random(6), TWICE, PADDED, ONCE, flag(0), numbers(0, 0), number(1)],
@@ -311,8 +313,10 @@ CALLS = {
 def test_the_same_bits_as_through_python(compiled, call):
     name, inputs, n_outputs = call
     before = compiled_calls.computed()
+    compiled_calls.seed(7)
     results, written = called(compiled, name, inputs, n_outputs)
     assert compiled_calls.computed() == before + 1
+    compiled_calls.seed(7)
     expected, also_written = called(aten_executor.execute_callback, name, inputs, n_outputs)
     for result, one in zip(results + written, expected + also_written, strict=True):
         if one is None:

@@ -238,7 +238,7 @@ def test_masks_are_kept_with_eight_entries_in_a_byte(length, wrapped):
     model = MODELS["bert"](0.1)
     lab, inputs = wrapped(model), batch(3, length)
     expected = gradients(lab, model, inputs)
-    before = {row.value: row for row in lab.activations().rows if row.dtype == "bool"}
+    before = {row.value: row for row in lab.activations().rows if row.dtype == "uint8"}
     lab.set(recompute="layers")
     assert_same(gradients(lab, model, inputs), expected)
     rows = lab.activations().rows

@@ -1,0 +1,235 @@
+"""Dropout by ortlab's library: the bits of ONNX Runtime's kernels, with plans and without, from one count of seeds."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from torch import nn
+
+import ortlab
+from ortlab.engine.operators import compiled_calls, dropout
+
+pytestmark = [
+    pytest.mark.usefixtures("ortmodule"),
+    pytest.mark.filterwarnings("ignore:Setting `training` to something:DeprecationWarning"),
+]
+
+
+def session_of(node, inputs, outputs, ratio):
+    constants = [
+        numpy_helper.from_array(np.float32(ratio), "ratio"),
+        numpy_helper.from_array(np.array(True), "training"),
+    ]
+    values = [
+        [helper.make_tensor_value_info(name, kind, [None]) for name, kind in of] for of in (inputs, outputs)
+    ]
+    graph = helper.make_graph([node], "dropout", *values, constants)
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    return onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+
+
+def entries(count):
+    x = np.random.default_rng(count).standard_normal(count, dtype=np.float32)
+    x[: min(count, 4)] = [np.nan, np.inf, -0.0, 0.0][:count]
+    return x
+
+
+def same_bits(one, other):
+    return np.array_equal(one.view(np.int32), other.view(np.int32))
+
+
+@pytest.mark.parametrize("count", [1, 31, 32, 33, 1000, 2**18 + 5])
+@pytest.mark.parametrize("ratio", [0.0, 0.1, 0.5, 0.999])
+def test_it_drops_what_onnxruntime_drops(count, ratio):
+    node = helper.make_node("Dropout", ["x", "ratio", "training"], ["y", "mask"])
+    session = session_of(
+        node, [("x", TensorProto.FLOAT)], [("y", TensorProto.FLOAT), ("mask", TensorProto.BOOL)], ratio
+    )
+    x = entries(count)
+    for seed in (2, 8211, 2**31 - 1, 2**31 + 5, 2**40 + 3):
+        onnxruntime.set_seed(seed)
+        for _ in range(2):  # the second takes the next seed
+            expected, mask = session.run(None, {"x": x})
+            made, of_library = dropout.dropout(torch.from_numpy(x), ratio, True, 0)
+            assert same_bits(made.numpy(), expected)
+            assert np.array_equal(of_library.numpy(), mask)
+
+
+@pytest.mark.parametrize("count", [1, 33, 100_001])
+def test_its_gradient_is_onnxruntimes(count):
+    node = helper.make_node(
+        "DropoutGrad", ["grad", "mask", "ratio", "training"], ["made"], domain="com.microsoft"
+    )
+    inputs = [("grad", TensorProto.FLOAT), ("mask", TensorProto.BOOL)]
+    session = session_of(node, inputs, [("made", TensorProto.FLOAT)], 0.3)
+    grad, mask = entries(count), np.random.default_rng(0).random(count) < 0.7
+    (expected,) = session.run(None, {"grad": grad, "mask": mask})
+    given = torch.from_numpy(grad), torch.from_numpy(mask).view(torch.uint8)
+    assert same_bits(dropout.dropout_backward(*given, 0.3, True).numpy(), expected)
+
+
+class Dropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle, self.second = nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 4)
+
+    def forward(self, x):
+        hidden = self.middle(nn.functional.gelu(self.first(x)))
+        return self.second(nn.functional.dropout(hidden, 0.4) + nn.functional.dropout(hidden, 0.4))
+
+
+def operators(lab):
+    return {node.op_type for node in executed(lab)} | {
+        one.s.decode() for node in executed(lab) for one in node.attribute if one.name == "operator"
+    }
+
+
+def executed(lab):
+    return lab.graph("execution").model.graph.node
+
+
+def train(net, batches):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    losses = []
+    for x in batches:
+        optimizer.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return Dropping()
+
+
+BATCHES = torch.randn(6, 8, 16, generator=torch.Generator().manual_seed(0))
+
+
+def without_library(monkeypatch):
+    monkeypatch.setattr("ortlab.engine.sessions.with_quick_dropouts", lambda _: None)
+
+
+def test_training_is_the_same_as_with_onnxruntimes_kernels(net, monkeypatch):
+    twin = copy.deepcopy(net)
+    lab = ortlab.wrap(net)
+    torch.manual_seed(7)
+    losses = train(net, BATCHES)
+    assert "ortlab::dropout" in operators(lab)
+    without_library(monkeypatch)
+    of_twin = ortlab.wrap(twin)
+    torch.manual_seed(7)
+    assert train(twin, BATCHES) == losses
+    assert "Dropout" in operators(of_twin)
+    assert len(set(losses)) == len(losses)
+
+
+def test_two_dropouts_of_one_tensor_drop_differently(net):
+    ortlab.wrap(net)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        net.middle.weight.zero_()
+        net.middle.bias.fill_(0.6)
+        net.second.weight.fill_(1)
+        net.second.bias.zero_()
+    # Each entry is kept by none, one or both, and counts 0, 1 or 2: with one mask for both no sum would be odd.
+    sums = net(torch.zeros(64, 16))[:, 0].detach().round()
+    assert (sums % 2 == 1).any()
+
+
+def test_a_plan_goes_on_with_the_same_masks(net):
+    twin = copy.deepcopy(net)
+    ortlab.wrap(net)
+    torch.manual_seed(3)
+    expected = train(net, BATCHES)
+    lab = ortlab.wrap(twin)
+    torch.manual_seed(3)
+    losses = train(twin, BATCHES[:2])
+    (plan,) = {f"{row.cluster}:1:-1" for row in lab.plan().rows if row.cluster.startswith("Gelu+")}
+    lab.set(memory_plan=(plan,))
+    losses += train(twin, BATCHES[2:4])
+    assert "Dropout" in operators(lab)
+    assert "ortlab::dropout" not in operators(lab)
+    lab.set(memory_plan=())
+    losses += train(twin, BATCHES[4:])
+    assert "ortlab::dropout" in operators(lab)
+    assert losses == expected
+
+
+def test_plans_that_recompute_dropout_are_still_listed(net):
+    lab = ortlab.wrap(net)
+    train(net, BATCHES[:1])
+    assert any("Dropout" in row.cluster for row in lab.plan().rows)
+
+
+def test_its_nodes_have_onnxruntimes_names(net):
+    lab = ortlab.wrap(net)
+    lab.step(lambda: net(BATCHES[0]).square().mean().backward(), n=1)
+    found = [node.operator for node in lab.graph("execution").summary.nodes]
+    assert found.count("Dropout") == found.count("com.microsoft.DropoutGrad") == 2
+    change = lab.graph_diff({}, {"memory_plan": ("Gelu+:1:-1",)})
+    assert len(change.sentences) == 1
+    assert change.sentences[0].startswith("Added 1 recompute node: Gelu")
+    assert {node.operator for node in lab.profile(progress=False).nodes} >= {
+        "Dropout",
+        "com.microsoft.DropoutGrad",
+    }
+
+
+def made_of(*nodes, kind=TensorProto.FLOAT, ratio=0.1):
+    constants = [
+        numpy_helper.from_array(np.float32(ratio), "ratio"),
+        numpy_helper.from_array(np.array(True), "training"),
+    ]
+    x, y = (helper.make_tensor_value_info(name, kind, [4]) for name in "xy")
+    mask = helper.make_tensor_value_info("mask", TensorProto.BOOL, [4])
+    graph = helper.make_graph(nodes, "graph", [x], [y], constants, value_info=[mask])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+
+
+DROPPING = helper.make_node("Dropout", ["x", "ratio", "training"], ["y", "mask"], name="first")
+
+
+def test_the_graph_itself_stays_as_it_is():
+    model = made_of(DROPPING)
+    before = model.SerializeToString()
+    quick = dropout.with_quick_dropouts(model)
+    assert [node.name for node in quick.graph.node if node.op_type == "ATen"] == ["first"]
+    assert {value.type.tensor_type.elem_type for value in quick.graph.value_info} == {TensorProto.UINT8}
+    assert model.SerializeToString() == before
+
+
+SEEDED = helper.make_node("Dropout", ["x", "ratio", "training"], ["y", "mask"], seed=5)
+READ = helper.make_node("Cast", ["mask"], ["z"], to=TensorProto.FLOAT)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        made_of(helper.make_node("Identity", ["x"], ["y"])),
+        made_of(DROPPING, kind=TensorProto.DOUBLE),
+        made_of(helper.make_node("Dropout", ["x"], ["y", "mask"])),
+        made_of(helper.make_node("Dropout", ["x", "x", "training"], ["y", "mask"])),
+        made_of(DROPPING, ratio=1.0),
+        made_of(SEEDED),
+        made_of(DROPPING, READ),
+    ],
+    ids=["no dropout", "doubles", "no mode", "no constant ratio", "all dropped", "seeded", "mask read"],
+)
+def test_what_it_does_not_compute_stays_onnxruntimes(model):
+    assert dropout.with_quick_dropouts(model) is None
+
+
+def test_a_seed_set_in_onnxruntime_is_the_librarys_too():
+    onnxruntime.set_seed(41)
+    assert compiled_calls.library().ortlab_take_seeds(2) == 41
+    assert compiled_calls.library().ortlab_take_seeds(1) == 43
