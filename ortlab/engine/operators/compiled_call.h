@@ -40,6 +40,7 @@ struct DLManagedTensor {
 
 constexpr std::int32_t CPU = 1;  // kDLCPU
 constexpr std::int64_t SMALL = 1 << 20;  // `torch_kernels.SMALLEST_KEPT`
+constexpr std::int64_t MANY_CHANNELS = 16;  // `torch_kernels._MANY_CHANNELS`
 
 // ---- torch's C interface --------------------------------------------------------------------------------------------
 
@@ -79,6 +80,8 @@ struct Torch {
   Error (*new_list)(std::size_t, void**);
   Error (*push)(void*, Value);
   Error (*new_value)(Value**);
+  bool (*records)();      // whether autograd records what is called
+  void (*record)(bool);
   // torch's own C++ function, which may be missing: its C interface loses the memory of a string argument.
   Reference (*gelu_backward)(const Reference&, const Reference&, Text);
 };
@@ -92,6 +95,7 @@ std::atomic<std::uint64_t> computed{0};  // calls that needed no Python
 
 constexpr std::uint64_t BUILT_FOR = (std::uint64_t{2} << 56) | (std::uint64_t{13} << 48);  // torch 2.13
 constexpr std::int32_t TORCH_CPU = 0, NO_INDEX = -1;
+constexpr Value CONTIGUOUS = 0, CHANNELS_LAST = 2;  // c10::MemoryFormat
 
 // Numbers of c10::ScalarType, which torch's C interface fixes.
 enum Type : std::int32_t { UINT8 = 0, INT32 = 3, INT64 = 4, FLOAT16 = 5, FLOAT32 = 6, FLOAT64 = 7, BOOL = 11, BFLOAT16 = 15 };
@@ -326,7 +330,7 @@ class Call {
     }
     torch.is_contiguous(tensor, &dense);
     if (!dense) {
-      Value stack[2] = {as_value(tensor), some(0)};  // MemoryFormat::Contiguous
+      Value stack[2] = {as_value(tensor), some(CONTIGUOUS)};
       if (!run("aten::clone", "", stack)) return false;
       tensor = reinterpret_cast<Tensor>(stack[0]);
     }

@@ -158,6 +158,76 @@ bool convolution_backward(Call& call) {
   return given;
 }
 
+// ---- pooling --------------------------------------------------------------------------------------------------------
+
+bool max_pool2d(Call& call) {
+  // x, window, stride, padding, dilation, ceil_mode
+  if (!call.are_floats({0}) || call.rank(0) != 4 || !call.is_int(5)) return false;
+  for (std::size_t i = 1; i < 5; ++i) {
+    if (!call.is_ints(i)) return false;
+  }
+  Value x = call.tensor(0);
+  if (call.size(0, 1) >= MANY_CHANNELS) {
+    Value stack[2] = {x, call.some(CHANNELS_LAST)};
+    if (!call.run("aten::clone", "", stack)) return false;
+    x = stack[0];
+  }
+  Value stack[6] = {x, call.list(call.ints(1)), call.list(call.ints(2)), call.list(call.ints(3)),
+                    call.list(call.ints(4)), call.one_int(5) != 0};
+  return call.run("aten::max_pool2d_with_indices", "", stack) && call.give_result(0, stack[0]) &&
+         call.give_result(1, stack[1]);
+}
+
+// ---- recurrent layers -----------------------------------------------------------------------------------------------
+
+constexpr Value LSTM = 2;  // oneDNN's number of the kind of layer
+
+bool lstm_layer(Call& call) {
+  // x, w_ih, w_hh, b_ih, b_hh, h, c, reverse
+  if (!call.are_floats({0, 1, 2, 3, 4, 5, 6}) || call.rank(2) != 2 || !call.is_int(7)) return false;
+  Value stack[16] = {call.tensor(0), call.tensor(1), call.tensor(2), call.tensor(3), call.tensor(4), call.tensor(5),
+                     call.tensor(6), call.one_int(7) != 0, call.list(Ints()), LSTM,
+                     static_cast<Value>(call.size(2, 1)), 1, true, false, false, true};
+  const bool before = torch.records();
+  torch.record(true);  // without it there is no workspace, whatever is said about training
+  const bool ran = call.run("aten::mkldnn_rnn_layer", "", stack);
+  torch.record(before);
+  if (!ran) return false;
+  bool given = true;
+  for (std::size_t i = 0; i < 4; ++i) given = call.give_result(i, stack[i]) && given;
+  return given;
+}
+
+bool lstm_layer_backward(Call& call) {
+  // grad_y, grad_h, grad_c, x, w_ih, w_hh, b_ih, b_hh, h, c, reverse, y, last_h, last_c, workspace
+  if (!call.are_floats({3, 4, 5, 6, 7, 8, 9, 11, 12, 13}) || call.rank(5) != 2 || !call.is_int(10) || !call.given(14)) {
+    return false;
+  }
+  Value grads[3];
+  for (std::size_t i = 0; i < 3; ++i) {
+    if (call.given(i) && call.type(i) != FLOAT32) return false;
+  }
+  for (std::size_t i = 0; i < 3; ++i) {
+    const std::size_t of = 11 + i;
+    if (call.given(i)) {
+      grads[i] = call.some(call.tensor(i));
+      continue;
+    }
+    Tensor zeros = call.empty(call.shape(of));
+    if (zeros == nullptr) return false;
+    std::memset(Call::floats(zeros), 0, static_cast<std::size_t>(call.numel(of)) * sizeof(float));
+    grads[i] = call.some(Call::as_value(zeros));
+  }
+  Value stack[23] = {call.tensor(3), call.tensor(4), call.tensor(5), call.tensor(6), call.tensor(7), call.tensor(8),
+                     call.tensor(9), call.tensor(11), call.tensor(12), call.tensor(13), grads[0], grads[1], grads[2],
+                     call.one_int(10) != 0, LSTM, static_cast<Value>(call.size(5, 1)), 1, true, true, false,
+                     call.list(Ints()), false, call.tensor(14)};
+  if (!call.run("aten::mkldnn_rnn_layer_backward", "", stack)) return false;
+  bool given = true;
+  for (std::size_t i = 0; i < 7; ++i) given = call.give_result(i, stack[i]) && given;
+  return given;
+}
+
 // ---- entries one at a time ------------------------------------------------------------------------------------------
 
 // Give a tensor of the first input's shape whose entries are made of those of two inputs of this shape.
@@ -606,6 +676,9 @@ const Kernel KERNELS[] = {
     {"ortlab::rms_norm_backward", rms_norm_backward, false},
     {"ortlab::convolution", convolution, true},
     {"ortlab::convolution_backward", convolution_backward, true},
+    {"ortlab::max_pool2d", max_pool2d, true},
+    {"ortlab::lstm_layer", lstm_layer, true},
+    {"ortlab::lstm_layer_backward", lstm_layer_backward, true},
     {"ortlab::relu_backward", relu_backward, false},
     {"ortlab::gelu_backward", gelu_backward, false},
     {"ortlab::gelu_tanh_backward", gelu_tanh_backward, false},

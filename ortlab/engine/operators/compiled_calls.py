@@ -46,6 +46,8 @@ _FUNCTIONS: Final = (
     "torch_new_list_reserve_size",
     "torch_list_push_back",
     "torch_new_stable_ivalue",
+    "aoti_torch_grad_mode_is_enabled",
+    "aoti_torch_grad_mode_set_enabled",
 )
 """Functions of torch's C interface, in the order of ``struct Torch``."""
 
@@ -128,8 +130,8 @@ def _connect(in_python: int) -> str:
     library.ortlab_execute.restype = ctypes.c_size_t
     library.ortlab_seed.argtypes = [ctypes.c_uint64]
     library.ortlab_take_seeds.argtypes, library.ortlab_take_seeds.restype = [ctypes.c_uint64], ctypes.c_uint64
-    sizes = [ctypes.c_int64, ctypes.c_float]
-    library.ortlab_dropout.argtypes = library.ortlab_dropout_backward.argtypes = [ctypes.c_void_p] * 3 + sizes
+    for function in (library.ortlab_dropout, library.ortlab_dropout_backward):
+        function.argtypes = [*[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_float]
     library.ortlab_seed(secrets.randbits(31) if _Connected.seed is None else _Connected.seed)
     library.ortlab_connect(ctypes.byref(functions), in_python)
     _Connected.library = library

@@ -1,4 +1,4 @@
-// ONNX Runtime's dropout, with the same bits in a tenth of its time.
+// ONNX Runtime's dropout, with the same bits in a fifth of its time.
 //
 // ORT 1.19.2 draws a mask with `std::default_random_engine`, one entry after the other (dropout_op.h). That engine
 // multiplies its state by 16807, modulo 2^31 - 1, so entry i + 32 follows from entry i by one multiplication, and 32

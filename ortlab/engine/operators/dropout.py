@@ -1,4 +1,4 @@
-"""Dropout with ONNX Runtime's masks, bit for bit, in a tenth of its time: `dropout.h`, in the place of its kernels.
+"""Dropout with ONNX Runtime's masks, bit for bit, in a fifth of its time: `dropout.h`, in the place of its kernels.
 
 ONNX Runtime 1.19.2 draws a mask one entry after the other, on one thread (``dropout_op.h``): a fifth of a BERT's step.
 Only a session is given these nodes, and only one without memory plans: ORT's memory optimizer knows its own operator.
