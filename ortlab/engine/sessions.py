@@ -135,7 +135,7 @@ class _SessionOptions:
     users_file = ""  # where `save_onnx` puts the graph that the session executes
     lines: Mapping[str, str] = MappingProxyType({})  # "file:line" by node of the export
     recomputes = False
-    asks_for_plans = False
+    asks_for_plans = False  # whether it is made only to ask ONNX Runtime for its plans
     drops_by_itself = True  # whether ONNX Runtime's own kernels compute its dropouts
     explains_places = False
     memory_efficient_order = False
@@ -186,7 +186,7 @@ class _SessionOptions:
                 file = Path(folder) / "plans.json"
                 file.write_text(json.dumps(list(plans)), encoding="utf-8")
                 runtime.memory_optimizer_config_file_path = str(file)
-            with building_with(self.options), self._leaving_alone(kept), self._dropping():
+            with building_with(self.options), self._leaving_alone(kept), self._dropping(plans):
                 self._create_execution_agent()  # type: ignore[attr-defined]
         if hasattr(self._execution_agent, "run_backward"):
             self._take_seeds()
@@ -195,19 +195,18 @@ class _SessionOptions:
             )
 
     @contextmanager
-    def _dropping(self) -> Iterator[None]:
-        """Let a session without plans be made of a graph whose dropouts ortlab computes, where it can."""
+    def _dropping(self, plans: Sequence[str]) -> Iterator[None]:
+        """Let the session be made of a graph whose dropouts ortlab computes, unless a plan recomputes one."""
         models = self._onnx_models  # type: ignore[has-type]
-        quick = None
         on_cpu = self._device.type == "cpu"  # type: ignore[attr-defined]
-        if on_cpu and self.options.aten_backward and not (self.recomputes or self.asks_for_plans):
+        left_to_ort = self.asks_for_plans or any("Dropout" in plan for plan in plans)
+        quick = None
+        if on_cpu and self.options.aten_backward and not left_to_ort:
             quick = with_quick_dropouts(models.optimized_model)
         self.drops_by_itself = quick is None
-        if quick is None:
-            yield
-            return
-        self._onnx_models = copy.copy(models)
-        self._onnx_models.optimized_model = quick
+        if quick is not None:
+            self._onnx_models = copy.copy(models)
+            self._onnx_models.optimized_model = quick
         try:
             yield
         finally:

@@ -1,9 +1,10 @@
 """Dropout with ONNX Runtime's masks, bit for bit, in a fifth of its time: `dropout.h`, in the place of its kernels.
 
 ONNX Runtime 1.19.2 draws a mask one entry after the other, on one thread (``dropout_op.h``): a fifth of a BERT's step.
-Only a session is given these nodes, and only one without memory plans: ORT's memory optimizer knows its own operator.
-As both draw the same, plans leave the numbers of a step as they are. So both have to take their seeds from one count,
-which is the library's: it is set wherever ORT's seed is, and a session that keeps ORT's kernels takes its seeds there.
+Only a session is given these nodes, and none with a plan that recomputes a Dropout: ORT's memory optimizer knows its
+own operator. As both draw the same, only such plans change the numbers. So both have to take their seeds
+from one count, which is the library's: it is set wherever ORT's seed is, and a session that keeps ORT's kernels takes
+its seeds there.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def with_quick_dropouts(model: onnx.ModelProto) -> onnx.ModelProto | None:
     """Return a training graph whose dropouts are computed by the library; None if it has none, or one that is not."""
     # All or none: a session takes seeds in one way. The number tells nodes of the same input apart, which ORT would
     # merge.
-    dropouts, facts = nodes_of(model, "Dropout"), GraphFacts(model)
+    dropouts = nodes_of(model, "Dropout")
     mask_of = {node.output[0]: "".join(node.output[1:]) or f"{node.output[0]}_mask" for node in dropouts}
     masks = set(mask_of.values())
     if sys.platform != "linux" or compiled_calls.lacking():  # macOS has another `std::default_random_engine`
@@ -66,6 +67,7 @@ def with_quick_dropouts(model: onnx.ModelProto) -> onnx.ModelProto | None:
     returned = masks.intersection(value.name for value in model.graph.output)
     if not dropouts or returned or has_inner_graphs(model.graph):
         return None
+    facts = GraphFacts(model)
     if not all(_is_plain(node, facts) for node in dropouts):
         return None
     made = onnx.ModelProto()
@@ -95,8 +97,9 @@ def with_quick_dropouts(model: onnx.ModelProto) -> onnx.ModelProto | None:
 
 def drawn_dropouts(model: onnx.ModelProto) -> int:
     """Count the dropouts of a graph for which ONNX Runtime takes a seed."""
-    facts = GraphFacts(model)
-    return sum(not node.input[1:] or facts.scalar(node.input[1]) != 0 for node in nodes_of(model, "Dropout"))
+    ratios = [node.input[1] if node.input[1:] else "" for node in nodes_of(model, "Dropout")]
+    facts = GraphFacts(model) if ratios else None
+    return sum(facts is not None and facts.scalar(ratio) != 0 for ratio in ratios)
 
 
 def _is_plain(node: onnx.NodeProto, facts: GraphFacts) -> bool:

@@ -146,7 +146,9 @@ def test_two_dropouts_of_one_tensor_drop_differently(net):
     assert (sums % 2 == 1).any()
 
 
-def test_a_plan_goes_on_with_the_same_masks(net):
+@pytest.mark.parametrize("in_library", [True, False])
+def test_a_plan_goes_on_with_the_same_masks(net, in_library, monkeypatch):
+    """Also where ONNX Runtime computes its dropouts meanwhile, and another session before and after."""
     twin = copy.deepcopy(net)
     ortlab.wrap(net)
     torch.manual_seed(3)
@@ -155,14 +157,27 @@ def test_a_plan_goes_on_with_the_same_masks(net):
     torch.manual_seed(3)
     losses = train(twin, BATCHES[:2])
     (plan,) = {f"{row.cluster}:1:-1" for row in lab.plan().rows if row.cluster.startswith("Gelu+")}
-    lab.set(memory_plan=(plan,))
-    losses += train(twin, BATCHES[2:4])
-    assert "Dropout" in operators(lab)
-    assert "ortlab::dropout" not in operators(lab)
+    with monkeypatch.context() as patched:
+        if not in_library:
+            without_library(patched)
+        lab.set(memory_plan=(plan,))
+        losses += train(twin, BATCHES[2:4])
+        assert ("ortlab::dropout" in operators(lab)) == in_library
+        assert any(node.name.endswith("_recompute") for node in executed(lab))
     lab.set(memory_plan=())
     losses += train(twin, BATCHES[4:])
     assert "ortlab::dropout" in operators(lab)
     assert losses == expected
+
+
+def test_a_plan_that_recomputes_dropout_has_onnxruntimes(net):
+    lab = ortlab.wrap(net)
+    train(net, BATCHES[:1])
+    (plan,) = {f"{row.cluster}:1:-1" for row in lab.plan().rows if "Dropout" in row.cluster}
+    lab.set(memory_plan=(plan,))
+    train(net, BATCHES[1:2])
+    assert "Dropout" in operators(lab)
+    assert "ortlab::dropout" not in operators(lab)
 
 
 def test_plans_that_recompute_dropout_are_still_listed(net):
