@@ -270,9 +270,8 @@ def install_seed() -> None:
     # torch.manual_seed is ``ortmodule.override_torch_manual_seed`` by now, which looks `set_seed` up there.
     for module in (onnxruntime, ortmodule):
         replace(module, "set_seed", _for_both)
-    compiled_calls.seed(
-        torch.initial_seed() % sys.maxsize
-    )  # as ORTModule seeds ONNX Runtime when it is imported
+    # As ORTModule has seeded ONNX Runtime when it was imported.
+    compiled_calls.seed(torch.initial_seed() % sys.maxsize)
     replace(ortmodule, "set_seed", _avoid_seed_zero)
 
 

@@ -23,7 +23,7 @@ from ortlab.engine.passes.graph_edits import aten_operator
 from ortlab.engine.passes.training_graph import HIDING
 from ortlab.engine.value_shapes import Inferred, ValueShapes
 from ortlab.errors import BuildError
-from ortlab.graphs.nodes import YIELD, is_copy, is_holder
+from ortlab.graphs.nodes import YIELD, is_copy, is_holder, without_stand_in
 from ortlab.memory.saved_activations import (
     KeptInput,
     PlanEffect,
@@ -218,6 +218,7 @@ def _dtype(element_type: int) -> tuple[str, int]:
 
 
 def _operator(node: onnx.NodeProto) -> str:
+    node = without_stand_in(node)
     called = aten_operator(node)
     if called:
         return called if "::" in called else f"aten::{called}"
