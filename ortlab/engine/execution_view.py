@@ -87,9 +87,11 @@ class ExecutionView:
     @property
     def recomputes_dropout(self) -> bool:
         """Whether recompute plans are applied to a graph whose dropouts are ONNX Runtime's."""
-        nodes = self._manager._onnx_models.optimized_model.graph.node
-        by_itself = bool(self._manager.drops_by_itself and self.plans)
-        return by_itself and any("Dropout" in node.op_type for node in nodes)
+        if not (self._manager.drops_by_itself and self.plans):
+            return False
+        return any(
+            "Dropout" in node.op_type for node in self._manager._onnx_models.optimized_model.graph.node
+        )
 
     def initialization_since(self, stage: str, total_ms: float, reason: str = "") -> Initialization:
         """Read ORT's own tracker for the stages that were run: `stage` and those after it."""

@@ -49,6 +49,8 @@ from onnxruntime.training.ortmodule._training_manager import TrainingManager
 from onnxruntime.training.ortmodule._utils import get_rank
 
 if TYPE_CHECKING:
+    import onnx
+
     from ortlab.engine.profiling import Profile
     from ortlab.engine.runtime_log import Line
     from ortlab.options.options import Options
@@ -197,47 +199,43 @@ class _SessionOptions:
     @contextmanager
     def _dropping(self, plans: Sequence[str]) -> Iterator[None]:
         """Let the session be made of a graph whose dropouts ortlab computes, unless a plan recomputes one."""
-        models = self._onnx_models  # type: ignore[has-type]
         on_cpu = self._device.type == "cpu"  # type: ignore[attr-defined]
         left_to_ort = self.asks_for_plans or any("Dropout" in plan for plan in plans)
         quick = None
         if on_cpu and self.options.aten_backward and not left_to_ort:
-            quick = with_quick_dropouts(models.optimized_model)
+            quick = with_quick_dropouts(self._onnx_models.optimized_model)  # type: ignore[attr-defined]
         self.drops_by_itself = quick is None
-        if quick is not None:
-            self._onnx_models = copy.copy(models)
-            self._onnx_models.optimized_model = quick
-        try:
+        with nullcontext() if quick is None else self._made_of(quick):
             yield
-        finally:
-            self._onnx_models = models
 
     def _take_seeds(self) -> None:
         """Let dropouts that ONNX Runtime computes go on with the seeds of those that ortlab computes."""
         if self.drops_by_itself and not compiled_calls.lacking():
-            drawn = drawn_dropouts(self._onnx_models.optimized_model)
+            drawn = drawn_dropouts(self._onnx_models.optimized_model)  # type: ignore[attr-defined]
             if drawn:
                 self._execution_agent = _SeededAgent(self._execution_agent, drawn)
 
     @contextmanager
     def _leaving_alone(self, kept: Kept) -> Iterator[None]:
         """Let the session be made of a graph in which these results cannot be recomputed."""
-        models = self._onnx_models
         if not kept:
             yield
             return
-        self._onnx_models = copy.copy(models)
-        self._onnx_models.optimized_model, missing = leaving_alone(models.optimized_model, kept)
-        try:
-            if missing:
-                raise BuildError(
-                    "The plans cannot be applied in some of their places only.",
-                    why=f"ONNX Runtime makes {missing[0]} in no node of the gradient graph.",
-                    fix="Ask for all places, as in Gelu+:1:-1, or choose other plans.",
-                )
+        graph, missing = leaving_alone(self._onnx_models.optimized_model, kept)  # type: ignore[attr-defined]
+        if missing:
+            raise BuildError(
+                "The plans cannot be applied in some of their places only.",
+                why=f"ONNX Runtime makes {missing[0]} in no node of the gradient graph.",
+                fix="Ask for all places, as in Gelu+:1:-1, or choose other plans.",
+            )
+        with self._made_of(graph):
             yield
-        finally:
-            self._onnx_models = models
+
+    def _made_of(self, graph: onnx.ModelProto) -> AbstractContextManager[None]:
+        """Let sessions that are created in the block be made of another graph."""
+        models = copy.copy(self._onnx_models)  # type: ignore[attr-defined]
+        models.optimized_model = graph
+        return with_attributes(self, _onnx_models=models)
 
 
 class _WrappedAgent:

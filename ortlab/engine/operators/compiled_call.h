@@ -358,6 +358,12 @@ class Call {
     return true;
   }
   bool give_result(std::size_t i, Value value) { return give(i, reinterpret_cast<Tensor>(value)); }
+  // Hand all results of torch's operator to ORT, in their order.
+  bool give_results(std::size_t count, const Value* stack) {
+    bool given = true;
+    for (std::size_t i = 0; i < count; ++i) given = give_result(i, stack[i]) && given;
+    return given;
+  }
   static void drop_result(Value value) {
     if (value != 0) torch.drop(reinterpret_cast<Tensor>(value));
   }

@@ -193,9 +193,7 @@ bool lstm_layer(Call& call) {
   const bool ran = call.run("aten::mkldnn_rnn_layer", "", stack);
   torch.record(before);
   if (!ran) return false;
-  bool given = true;
-  for (std::size_t i = 0; i < 4; ++i) given = call.give_result(i, stack[i]) && given;
-  return given;
+  return call.give_results(4, stack);
 }
 
 bool lstm_layer_backward(Call& call) {
@@ -223,9 +221,7 @@ bool lstm_layer_backward(Call& call) {
                      call.one_int(10) != 0, LSTM, static_cast<Value>(call.size(5, 1)), 1, true, true, false,
                      call.list(Ints()), false, call.tensor(14)};
   if (!call.run("aten::mkldnn_rnn_layer_backward", "", stack)) return false;
-  bool given = true;
-  for (std::size_t i = 0; i < 7; ++i) given = call.give_result(i, stack[i]) && given;
-  return given;
+  return call.give_results(7, stack);
 }
 
 // ---- entries one at a time ------------------------------------------------------------------------------------------
@@ -758,10 +754,7 @@ bool compute(Call& call, const Operator& one) {
       default: stack[i] = static_cast<Value>(call.one_int(i)); break;
     }
   }
-  if (!call.run(one.operator_name, one.overload, stack)) return false;
-  bool are_given = true;
-  for (std::size_t i = 0; i < one.results; ++i) are_given = call.give_result(i, stack[i]) && are_given;
-  return are_given;
+  return call.run(one.operator_name, one.overload, stack) && call.give_results(one.results, stack);
 }
 
 bool compute(Call& call, const char* name) {

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,7 +65,7 @@ class _Connected:
 
     library: Any = None
     lacking = "nothing has been wrapped"
-    seed: int | None = None  # that ONNX Runtime was given last
+    seed = 1  # that ONNX Runtime was given last
 
 
 def connect(in_python: int) -> int:
@@ -132,7 +131,7 @@ def _connect(in_python: int) -> str:
     library.ortlab_take_seeds.argtypes, library.ortlab_take_seeds.restype = [ctypes.c_uint64], ctypes.c_uint64
     for function in (library.ortlab_dropout, library.ortlab_dropout_backward):
         function.argtypes = [*[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_float]
-    library.ortlab_seed(secrets.randbits(31) if _Connected.seed is None else _Connected.seed)
+    library.ortlab_seed(_Connected.seed)
     library.ortlab_connect(ctypes.byref(functions), in_python)
     _Connected.library = library
     return ""

@@ -1,6 +1,6 @@
 """Dropout with ONNX Runtime's masks, bit for bit, in a fifth of its time: `dropout.h`, in the place of its kernels.
 
-ONNX Runtime 1.19.2 draws a mask one entry after the other, on one thread (``dropout_op.h``): a fifth of a BERT's step.
+ONNX Runtime 1.19.2 draws a mask one entry after the other, on one thread (``dropout_op.h``): a sixth of a BERT's step.
 Only a session is given these nodes, and none with a plan that recomputes a Dropout: ORT's memory optimizer knows its
 own operator. As both draw the same, only such plans change the numbers. So both have to take their seeds
 from one count, which is the library's: it is set wherever ORT's seed is, and a session that keeps ORT's kernels takes

@@ -16,8 +16,12 @@ from torch import nn
 import ortlab
 from ortlab.engine import libraries
 from ortlab.engine.border import give_pointer, take_error, take_pointer, unreadable_pointer
-from ortlab.engine.operators import aten_executor, compiled_calls, recurrent
-from ortlab.engine.operators.dropout import dropout
+from ortlab.engine.operators import (
+    aten_executor,
+    compiled_calls,
+    dropout,  # noqa: F401 - it declares kernels
+    recurrent,
+)
 from ortlab.errors import ExecutionError
 from ortlab.runs import process_memory
 
@@ -326,7 +330,7 @@ CALLS = {
         [random(5, 2, 4), None, None, *LSTM, number(1), *OF_LSTM],
         7,
     ),
-    "dropout": (f"ortlab::{dropout.__name__}", [X, number(0.4), flag(1), number(5)], 2),
+    "dropout": ("ortlab::dropout", [X, number(0.4), flag(1), number(5)], 2),
     "dropout's gradient": ("ortlab::dropout_backward", [GRAD, (X > 0).byte(), number(0.4), flag(1)], 1),
     "convolution of torch": (
         "convolution",
