@@ -22,7 +22,7 @@ import onnx
 from ortlab.engine.inspection.places import Places
 from ortlab.engine.saved_activations import kept_bytes, name_of
 from ortlab.errors import BuildError
-from ortlab.graphs.nodes import YIELD
+from ortlab.graphs.nodes import YIELD, without_stand_in
 from ortlab.memory import insight
 from ortlab.memory.dialects import operators
 from ortlab.memory.plan_reading import read_plan
@@ -385,7 +385,7 @@ def recomputed_in(serialized: bytes, others: Collection[str] = ()) -> Recomputed
     nodes = [node for node in graph.node if node.name.endswith(COPY) and node.name not in others]
     return Recomputed(
         frozenset(node.name.removesuffix(COPY) for node in nodes),
-        frozenset(node.op_type for node in nodes),
+        frozenset(without_stand_in(node).op_type for node in nodes),
     )
 
 

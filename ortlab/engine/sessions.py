@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -17,6 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+import onnx
 import torch
 
 from ortlab.engine import build_environment, load
@@ -45,12 +47,11 @@ from onnxruntime.training.ortmodule._custom_gradient_registry import CustomGradi
 from onnxruntime.training.ortmodule._custom_op_symbolic_registry import CustomOpSymbolicRegistry
 from onnxruntime.training.ortmodule._fallback import _FallbackManager, _FallbackPolicy
 from onnxruntime.training.ortmodule._inference_manager import InferenceManager
+from onnxruntime.training.ortmodule._logger import ORTModuleInitPhase
 from onnxruntime.training.ortmodule._training_manager import TrainingManager
 from onnxruntime.training.ortmodule._utils import get_rank
 
 if TYPE_CHECKING:
-    import onnx
-
     from ortlab.engine.profiling import Profile
     from ortlab.engine.runtime_log import Line
     from ortlab.options.options import Options
@@ -129,8 +130,10 @@ class _SessionOptions:
         if self.profile is not None:
             session_options.enable_profiling = True
             session_options.profile_file_prefix = str(self.profile.prefix)
-        if self.memory_efficient_order or self.copies:
+        if self.memory_efficient_order or self.copies or self.optimized_before:
             session_options.execution_order = onnxruntime.ExecutionOrder.MEMORY_EFFICIENT
+        if self.optimized_before:
+            session_options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         return session_options, providers, provider_options
 
     execution_graph_file = ""
@@ -139,6 +142,7 @@ class _SessionOptions:
     recomputes = False
     asks_for_plans = False  # whether it is made only to ask ONNX Runtime for its plans
     drops_by_itself = True  # whether ONNX Runtime's own kernels compute its dropouts
+    optimized_before = False  # whether another session has optimized the graph that it is made of
     explains_places = False
     memory_efficient_order = False
     # Names of the nodes that `ortlab.engine.passes.recompute` has put into the graph, which act in that order only.
@@ -177,6 +181,7 @@ class _SessionOptions:
 
     def create_session(self, plans: Sequence[str], kept: Kept = ()) -> None:
         """Create the session that the manager runs; each plan acts in all its places, but for results in `kept`."""
+        began = time.time()
         deterministic = torch.are_deterministic_algorithms_enabled()
         _use_deterministic_algorithms(deterministic)
         runtime = self._runtime_options  # type: ignore[attr-defined]
@@ -190,6 +195,8 @@ class _SessionOptions:
                 runtime.memory_optimizer_config_file_path = str(file)
             with building_with(self.options), self._leaving_alone(kept), self._dropping(plans):
                 self._create_execution_agent()  # type: ignore[attr-defined]
+        # What a session took to be created of which this one is made counts, too.
+        self.time_tracker.starts_[ORTModuleInitPhase.CREATE_SESSION] = began  # type: ignore[attr-defined]
         if hasattr(self._execution_agent, "run_backward"):
             self._take_seeds()
             self._execution_agent = _ExplainingAgent(
@@ -198,14 +205,40 @@ class _SessionOptions:
 
     @contextmanager
     def _dropping(self, plans: Sequence[str]) -> Iterator[None]:
-        """Let the session be made of a graph whose dropouts ortlab computes, unless a plan recomputes one."""
-        on_cpu = self._device.type == "cpu"  # type: ignore[attr-defined]
-        left_to_ort = self.asks_for_plans or any("Dropout" in plan for plan in plans)
-        quick = None
-        if on_cpu and self.options.aten_backward and not left_to_ort:
-            quick = with_quick_dropouts(self._onnx_models.optimized_model)  # type: ignore[attr-defined]
+        """Let the session be made of a graph whose dropouts ortlab computes, where it can."""
+        graph = self._onnx_models.optimized_model  # type: ignore[attr-defined]
+        quick = self._quick(graph)
+        # ONNX Runtime recomputes its own dropouts only: a plan that does has to act before ortlab's take their place.
+        acted = quick is not None and any("Dropout" in plan for plan in plans)
+        if acted:
+            quick = self._quick(self._planned_graph())
+            if quick is not None:
+                _put_in_order_of(graph, quick)
         self.drops_by_itself = quick is None
-        with nullcontext() if quick is None else self._made_of(quick):
+        if quick is None:
+            yield
+            return
+        with self._made_of(quick), self._plans_done() if acted else nullcontext():
+            yield
+
+    def _quick(self, graph: onnx.ModelProto) -> onnx.ModelProto | None:
+        on_cpu = self._device.type == "cpu"  # type: ignore[attr-defined]
+        if not on_cpu or not self.options.aten_backward or self.asks_for_plans:
+            return None
+        return with_quick_dropouts(graph)
+
+    def _planned_graph(self) -> onnx.ModelProto:
+        """Create a session only to have it apply the plans."""
+        with with_attributes(self, profile=None), self.another_session(), self.graph_written() as file:
+            self._create_execution_agent()  # type: ignore[attr-defined]
+            return onnx.load(file)
+
+    @contextmanager
+    def _plans_done(self) -> Iterator[None]:
+        """Let the session be made of a graph to which the plans, and all of ONNX Runtime's optimizers, were applied."""
+        runtime = self._runtime_options  # type: ignore[attr-defined]
+        without = with_attributes(runtime, memory_optimizer_config_file_path="", memory_optimization_level=0)
+        with without, with_attributes(self, optimized_before=True):
             yield
 
     def _take_seeds(self) -> None:
@@ -236,6 +269,16 @@ class _SessionOptions:
         models = copy.copy(self._onnx_models)  # type: ignore[attr-defined]
         models.optimized_model = graph
         return with_attributes(self, _onnx_models=models)
+
+
+def _put_in_order_of(first: onnx.ModelProto, second: onnx.ModelProto) -> None:
+    """Put the nodes of a graph that a session has made of another in the order that they had for that session."""
+    # Of two nodes that could both run next, ORT runs the one that comes first in the graph. What its optimizers add
+    # comes last. So the order is not a topological one, which ORT does not ask for.
+    place = {node.name: number for number, node in enumerate(first.graph.node)}
+    nodes = sorted(second.graph.node, key=lambda node: place.get(node.name, len(place)))
+    del second.graph.node[:]
+    second.graph.node.extend(nodes)
 
 
 class _WrappedAgent:

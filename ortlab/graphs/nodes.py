@@ -62,6 +62,8 @@ def node_names(graph: GraphProto) -> list[str]:
 
 _STAND_INS: Final = {
     "ortlab::dropout": "Dropout",
+    "ortlab::dropout_to_repeat": "Dropout",
+    "ortlab::dropout_repeated": "Dropout",
     "ortlab::dropout_backward": "com.microsoft.DropoutGrad",
 }
 """Calls that compute the same bits as an operator of ONNX Runtime, in its place: they have its name in every view."""
@@ -87,8 +89,9 @@ def without_stand_in(node: NodeProto) -> NodeProto:
     from onnx import helper
 
     domain, _, kind = operator.rpartition(".")
-    inputs = node.input[:3] if kind == "Dropout" else node.input  # without the number, which ORT's has not
-    return helper.make_node(kind, inputs, node.output, name=node.name, domain=domain)
+    # Without what ORT's has not: a number, and a seed that is handed on.
+    inputs, outputs = (node.input[:3], node.output[:2]) if kind == "Dropout" else (node.input, node.output)
+    return helper.make_node(kind, inputs, outputs, name=node.name, domain=domain)
 
 
 def _called(node: NodeProto) -> str:

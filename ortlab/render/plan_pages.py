@@ -48,7 +48,6 @@ def plan_page(plan: MemoryPlan) -> Page:
         Note(f"Predicted by ORT for {sizes_text(plan)}, not measured. {_OVERLAP}", Mark.QUIET),
         *state_notes(plan),
         *_order_notes(plan),
-        *_dropout_note(plan),
         Note(level if plan.memory_level else how),
     )
     table = Table("", tuple(column for column, _ in columns), rows, rest)
@@ -93,10 +92,6 @@ NO_OPPORTUNITY: Final = (
 )
 
 
-_DROPOUT_COST: Final = (
-    "A plan that recomputes a Dropout may cost more: with it ONNX Runtime's own kernel draws all masks, which ortlab "
-    "draws in less time where it can."
-)
 _SYMBOLS_NAMED: Final = 3
 
 
@@ -164,12 +159,6 @@ def _applied_notes(plan: MemoryPlan) -> tuple[Note, ...]:
             )
         )
     return tuple(notes)
-
-
-def _dropout_note(plan: MemoryPlan) -> tuple[Note, ...]:
-    """Say which costs a profile of a step without plans cannot tell."""
-    priced = any(one.cost_ms is not None and "Dropout" in one.cluster for one in plan.rows)
-    return (Note(_DROPOUT_COST, Mark.QUIET),) if priced else ()
 
 
 def _order_notes(plan: MemoryPlan) -> tuple[Note, ...]:

@@ -283,15 +283,30 @@ bool where(Call& call) {
 
 // ---- dropout --------------------------------------------------------------------------------------------------------
 
-bool dropout_of(Call& call) {
-  // x, ratio, training, number
-  if (!call.are_floats({0, 1}) || call.numel(1) != 1) return false;
+bool dropped(Call& call, std::uint64_t seed) {
   Tensor made = call.empty(call.shape(0)), mask = call.kept(call.empty(call.shape(0), UINT8));
   if (!call.failed) {
     ortlab_dropout(call.data<float>(0), Call::floats(made), static_cast<std::uint8_t*>(Call::memory(mask)),
-                   call.numel(0), *call.data<float>(1));
+                   call.numel(0), *call.data<float>(1), seed);
   }
   return call.give(0, made) && call.give(1, call.again(mask));
+}
+
+// x, ratio and what else a dropout is given.
+bool is_dropout(Call& call) { return call.are_floats({0, 1}) && call.numel(1) == 1; }
+
+bool dropout_of(Call& call) { return is_dropout(call) && dropped(call, ortlab_take_seeds(*call.data<float>(1) != 0)); }
+
+bool dropout_to_repeat(Call& call) {
+  Tensor kept = is_dropout(call) ? call.kept(call.empty({}, INT64)) : nullptr;
+  if (kept == nullptr) return false;
+  const std::uint64_t seed = ortlab_take_seeds(*call.data<float>(1) != 0);
+  *static_cast<std::int64_t*>(Call::memory(kept)) = static_cast<std::int64_t>(seed);
+  return dropped(call, seed) && call.give(2, call.again(kept));
+}
+
+bool dropout_repeated(Call& call) {
+  return is_dropout(call) && call.is_int(3) && dropped(call, static_cast<std::uint64_t>(call.one_int(3)));
 }
 
 bool dropout_backward(Call& call) {
@@ -682,6 +697,8 @@ const Kernel KERNELS[] = {
     {"ortlab::leaky_relu_backward", leaky_relu_backward, false},
     {"ortlab::where", where, false},
     {"ortlab::dropout", dropout_of, false},
+    {"ortlab::dropout_to_repeat", dropout_to_repeat, false},
+    {"ortlab::dropout_repeated", dropout_repeated, false},
     {"ortlab::dropout_backward", dropout_backward, false},
     {"ortlab::softmax_backward", softmax_backward, false},
     {"ortlab::softmax_backward_over", softmax_backward_over, true},

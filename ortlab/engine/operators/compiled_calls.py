@@ -129,8 +129,13 @@ def _connect(in_python: int) -> str:
     library.ortlab_execute.restype = ctypes.c_size_t
     library.ortlab_seed.argtypes = [ctypes.c_uint64]
     library.ortlab_take_seeds.argtypes, library.ortlab_take_seeds.restype = [ctypes.c_uint64], ctypes.c_uint64
-    for function in (library.ortlab_dropout, library.ortlab_dropout_backward):
-        function.argtypes = [*[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_float]
+    library.ortlab_dropout.argtypes = [
+        *[ctypes.c_void_p] * 3,
+        ctypes.c_int64,
+        ctypes.c_float,
+        ctypes.c_uint64,
+    ]
+    library.ortlab_dropout_backward.argtypes = [*[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_float]
     library.ortlab_seed(_Connected.seed)
     library.ortlab_connect(ctypes.byref(functions), in_python)
     _Connected.library = library

@@ -68,18 +68,18 @@ void multiply(const float* __restrict grad, const std::uint8_t* __restrict mask,
 
 extern "C" {
 
-// The seeds of the next dropouts, as many as asked for, are used by somebody else.
+// Return the first of as many seeds, which no other dropout gets.
 std::uint64_t ortlab_take_seeds(std::uint64_t count) { return dropout::next_seed.fetch_add(count); }
 
 void ortlab_seed(std::uint64_t seed) { dropout::next_seed = seed; }
 
-void ortlab_dropout(const float* x, float* y, std::uint8_t* mask, std::int64_t entries, float ratio) {
+void ortlab_dropout(const float* x, float* y, std::uint8_t* mask, std::int64_t entries, float ratio, std::uint64_t seed) {
   if (ratio == 0) {
     for (std::int64_t i = 0; i < entries; ++i) y[i] = x[i], mask[i] = 1;
     return;
   }
-  const std::uint32_t seed = static_cast<std::uint32_t>(ortlab_take_seeds(1) % dropout::MODULUS);
-  dropout::drop(x, y, mask, entries, ratio, dropout::product(seed == 0 ? 1 : seed, dropout::FACTOR));
+  const std::uint32_t state = static_cast<std::uint32_t>(seed % dropout::MODULUS);
+  dropout::drop(x, y, mask, entries, ratio, dropout::product(state == 0 ? 1 : state, dropout::FACTOR));
 }
 
 void ortlab_dropout_backward(const float* grad, const std::uint8_t* mask, float* made, std::int64_t entries, float ratio) {

@@ -331,6 +331,8 @@ CALLS = {
         7,
     ),
     "dropout": ("ortlab::dropout", [X, number(0.4), flag(1), number(5)], 2),
+    "dropout, repeated later": ("ortlab::dropout_to_repeat", [X, number(0.4), flag(1), number(5)], 3),
+    "dropout, repeated": ("ortlab::dropout_repeated", [X, number(0.4), flag(1), number(77)], 2),
     "dropout's gradient": ("ortlab::dropout_backward", [GRAD, (X > 0).byte(), number(0.4), flag(1)], 1),
     "convolution of torch": (
         "convolution",

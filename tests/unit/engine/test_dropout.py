@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
@@ -170,22 +171,100 @@ def test_a_plan_goes_on_with_the_same_masks(net, in_library, monkeypatch):
     assert losses == expected
 
 
-def test_a_plan_that_recomputes_dropout_has_onnxruntimes(net):
-    lab = ortlab.wrap(net)
-    train(net, BATCHES[:1])
-    (plan,) = {f"{row.cluster}:1:-1" for row in lab.plan().rows if "Dropout" in row.cluster}
-    lab.set(memory_plan=(plan,))
-    train(net, BATCHES[1:2])
+class Stacked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle, self.second = nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 4)
+
+    def forward(self, x):
+        hidden = nn.functional.dropout(nn.functional.gelu(self.first(x)), 0.4)
+        return self.second(nn.functional.dropout(nn.functional.gelu(self.middle(hidden)), 0.4))
+
+
+@pytest.fixture
+def stacked():
+    torch.manual_seed(0)
+    return Stacked()
+
+
+def repeats(lab):
+    return [
+        node.name for node in executed(lab) if node.name.endswith("_recompute") and "Dropout" in node.name
+    ]
+
+
+def plan_of(lab, places=-1):
+    (cluster,) = {row.cluster for row in lab.plan().rows if "Dropout" in row.cluster}
+    return f"{cluster}:1:{places}"
+
+
+@pytest.mark.parametrize("places", [2, 1, -1])
+def test_a_plan_that_recomputes_dropout_drops_what_no_plan_drops(stacked, places):
+    twin = copy.deepcopy(stacked)
+    ortlab.wrap(stacked)
+    torch.manual_seed(3)
+    expected = train(stacked, BATCHES)
+    lab = ortlab.wrap(twin)
+    torch.manual_seed(3)
+    losses = train(twin, BATCHES[:2])
+    lab.set(memory_plan=(plan_of(lab, places),))
+    losses += train(twin, BATCHES[2:4])
+    assert len(repeats(lab)) == (2 if places < 0 else places)
+    assert "ortlab::dropout_repeated" in operators(lab)
+    assert "Dropout" not in operators(lab)
+    lab.set(memory_plan=())
+    assert losses + train(twin, BATCHES[4:]) == expected
+
+
+def test_each_backward_repeats_the_dropouts_of_its_own_forward(stacked):
+    twin = copy.deepcopy(stacked)
+    ortlab.wrap(stacked)
+    lab = ortlab.wrap(twin)
+    twin(BATCHES[0])
+    lab.set(memory_plan=(plan_of(lab),))
+    gradients = []
+    for net in (stacked, twin):
+        net(BATCHES[0])
+        torch.manual_seed(5)
+        first, second = net(BATCHES[0]), net(BATCHES[1])
+        first.square().mean().backward()
+        second.square().mean().backward()
+        gradients.append([parameter.grad for parameter in net.parameters()])
+    assert repeats(lab)
+    assert all(map(torch.equal, *gradients))
+
+
+def test_a_plan_keeps_onnxruntimes_dropouts_where_they_have_no_stand_in(stacked, monkeypatch):
+    def unless_repeated(model):
+        repeated = any(node.name.endswith("_recompute") for node in model.graph.node)
+        return None if repeated else dropout.with_quick_dropouts(model)
+
+    monkeypatch.setattr("ortlab.engine.sessions.with_quick_dropouts", unless_repeated)
+    lab = ortlab.wrap(stacked)
+    train(stacked, BATCHES[:1])
+    lab.set(memory_plan=(plan_of(lab),))
+    train(stacked, BATCHES[1:2])
+    assert repeats(lab)
     assert "Dropout" in operators(lab)
     assert "ortlab::dropout" not in operators(lab)
 
 
-def test_plans_that_recompute_dropout_are_still_listed_and_their_costs_are_qualified(net):
-    lab = ortlab.wrap(net)
-    lab.step(lambda: net(BATCHES[0]).square().mean().backward(), n=1)
-    assert any("Dropout" in row.cluster for row in lab.plan().rows)
-    assert "recomputes a Dropout may cost more" not in str(lab.plan())
-    assert "recomputes a Dropout may cost more" in str(lab.plan(costs=True)).replace("\n", " ")
+def test_repeated_dropouts_have_onnxruntimes_names_and_run_in_its_order(stacked, monkeypatch, tmp_path):
+    ran = []
+    for net in (stacked, copy.deepcopy(stacked)):
+        lab = ortlab.wrap(net, save_onnx=True, save_onnx_path=str(tmp_path), save_onnx_prefix="net")
+        lab.step(lambda net=net: net(BATCHES[0]).square().mean().backward(), n=1)
+        lab.set(memory_plan=(plan_of(lab),))
+        lab.rerun()
+        (plan,) = [row for row in lab.plan().rows if "Dropout" in row.cluster]
+        assert plan.applied == 2
+        profile = lab.profile(progress=False)
+        ran.append([(node.name, node.operator, node.recomputes) for node in profile.nodes])
+        (file,) = tmp_path.glob("*execution*training*.onnx")
+        assert any(node.name.endswith("Dropout_recompute") for node in onnx.load(file).graph.node)
+        without_library(monkeypatch)  # for the second
+    assert ran[0] == ran[1]
+    assert [operator for _, operator, _ in ran[0]].count("Dropout") == 4
 
 
 def test_its_nodes_have_onnxruntimes_names(net):

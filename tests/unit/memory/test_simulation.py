@@ -43,7 +43,7 @@ def profiled(request):
 
 
 def _edges(trace: Trace, plans: tuple[str, ...]) -> list[tuple[str, tuple[str, ...], bool]]:
-    # Where ORT computes the dropouts, it reads the same shape of another layer.
+    # With its own dropouts in the graph, which it repeats, ORT reads the same shape of another layer.
     named = _shape_of_any_layer if any("Dropout" in plan for plan in plans) else str
     return sorted((node.name, tuple(map(named, node.inputs)), node.backward) for node in trace.nodes)
 
