@@ -133,7 +133,7 @@ def compared(  # noqa: C901 - one step after the other
         "first step": worst.first_step,
         "loss": worst.loss,
         "moved": moved.difference,
-        "by torch": [one.text for one in lab.messages if "PyTorch's kernels run" in one.text][-1:],
+        "by torch": [one.text for one in lab.messages if "PyTorch computes inside" in one.text][-1:],
     }
     lab.unwrap(forget=True)
     if exact is not None and sides[-1] is exact:

@@ -70,6 +70,21 @@ KNOWN: Final[tuple[Known, ...]] = (
         r"Constant folding - .*Constant folding not applied\.",
         "torch leaves the operator in the graph, and ONNX Runtime computes it or folds it itself.",
     ),
+    Known(
+        EXPORTER,
+        r"PyTorch computes inside the graph: ",
+        "ONNX Runtime calls PyTorch for these operators and their gradients: the step stays one graph.",
+    ),
+    Known(
+        EXPORTER,
+        r"ONNX Preprocess - Removing mutation from node aten::add_ on block input: '[^']*num_batches_tracked'",
+        "ortlab counts the batches of a normalisation itself, as PyTorch does.",
+    ),
+    Known(
+        RUNTIME,
+        r"Error merging shape info for output\..* Falling back to lenient merge\.$",
+        "ONNX Runtime had worked out another shape; a step has the shapes that its results really have.",
+    ),
 )
 """Every warning that is known to be harmless."""
 

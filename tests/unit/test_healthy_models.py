@@ -56,6 +56,26 @@ def test_a_healthy_model_has_no_warning(wrapped, make):
     close_tree(shown)
 
 
+class Counting(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU())
+
+    def forward(self, x):
+        return self.layers(x).cumsum(-1).square().mean()
+
+
+def test_counted_batches_and_what_pytorch_computes_are_no_warning(wrapped):
+    model = Counting()
+    lab = wrapped(model)
+    lab.step(lambda: model(torch.rand(2, 1, 8, 8)).backward(), n=3)
+    assert not lab.messages.of(level="WARNING")
+    (said,) = lab.messages.of(text="PyTorch computes inside the graph")
+    assert "aten::cumsum" in said.text
+    assert lab.messages.of(text="num_batches_tracked")
+    assert model.layers[1].num_batches_tracked == 3  # so the exporter's warning says nothing that holds here
+
+
 def test_a_cache_that_costs_memory_is_a_warning(wrapped):
     model = gpt2(**SIZES)
     model.config.use_cache = True

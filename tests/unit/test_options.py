@@ -217,7 +217,7 @@ def test_the_default_environment_gives_ort_its_own_defaults_but_for_fallback(ort
 @pytest.mark.filterwarnings("ignore:DeepSpeed import error:UserWarning")  # it is optional, and not installed
 @pytest.mark.parametrize("opset", [12, 20])
 # Gelu is an operator of ONNX from 20 on, which ORT cannot train.
-@pytest.mark.filterwarnings("ignore:PyTorch's kernels run")
+@pytest.mark.filterwarnings("ignore:PyTorch computes inside the graph")
 def test_ort_trains_at_both_ends_of_the_opsets(ortmodule, monkeypatch, opset):
     import torch
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 from ortlab.errors import BuildError, ExecutionError, FallbackWarning
 from ortlab.ortmodule import DebugOptions, LogLevel, ORTModule
 
-pytestmark = pytest.mark.filterwarnings("ignore:PyTorch's kernels run:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:PyTorch computes inside the graph:UserWarning")
 
 
 @pytest.fixture(autouse=True)

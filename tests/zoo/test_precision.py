@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:ONNX Preprocess - Removing mutation from node aten..add_:UserWarning"),
     pytest.mark.filterwarnings("ignore:Exporting a model to ONNX with a batch_size other than 1:UserWarning"),
     # PyTorch's kernels stand in for most of the graph here, and ortlab says which.
-    pytest.mark.filterwarnings("ignore:PyTorch's kernels run what ONNX Runtime cannot:UserWarning"),
+    pytest.mark.filterwarnings("ignore:PyTorch computes inside the graph:UserWarning"),
 ]
 
 SHORT = (torch.bfloat16, torch.float16)

@@ -149,9 +149,7 @@ def _translating() -> Iterator[None]:
         _export.reset(token)
     if export.left:
         counts = (f"{name} ({count})" if count > 1 else name for name, count in sorted(export.left.items()))
-        warnings.warn(
-            f"PyTorch's kernels run what ONNX Runtime cannot: {', '.join(counts)}.", UserWarning, stacklevel=2
-        )
+        warnings.warn(f"PyTorch computes inside the graph: {', '.join(counts)}.", UserWarning, stacklevel=2)
 
 
 def _translate(original: Callable[..., Any]) -> Callable[..., Any]:

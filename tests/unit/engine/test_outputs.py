@@ -18,7 +18,7 @@ from ortlab.errors import BuildError
 pytestmark = [
     pytest.mark.usefixtures("no_fallback"),
     pytest.mark.filterwarnings("ignore:The forward returns:UserWarning"),
-    pytest.mark.filterwarnings("ignore:PyTorch's kernels run:UserWarning"),
+    pytest.mark.filterwarnings("ignore:PyTorch computes inside the graph:UserWarning"),
 ]
 
 

@@ -157,7 +157,7 @@ def test_a_batch_is_cut_into_parts(forward):
     trains_as_pytorch(Forwards(forward), [(torch.randn(size, 4),) for size in (3, 4, 5, 2, 7)])
 
 
-@pytest.mark.filterwarnings("ignore:PyTorch's kernels run:UserWarning")
+@pytest.mark.filterwarnings("ignore:PyTorch computes inside the graph:UserWarning")
 @pytest.mark.parametrize(
     "forward",
     [part_written(torch.float64), part_written(torch.float16), copied],
@@ -168,7 +168,7 @@ def test_what_is_copied_takes_the_dtype_of_its_place(forward):
     trains_as_pytorch(Forwards(forward), [(torch.randn(size, 4),) for size in (3, 2)])
 
 
-@pytest.mark.filterwarnings("ignore:PyTorch's kernels run:UserWarning")
+@pytest.mark.filterwarnings("ignore:PyTorch computes inside the graph:UserWarning")
 def test_the_gradient_of_a_power_is_summed_over_the_dimensions_of_its_exponent():
     """As released it is not, and is wrong without a word where another gradient is added to it (ETSformer)."""
 
@@ -180,7 +180,7 @@ def test_the_gradient_of_a_power_is_summed_over_the_dimensions_of_its_exponent()
     trains_as_pytorch(Forwards(smoothed), [(torch.randn(size, 4),) for size in (3, 2)])
 
 
-@pytest.mark.filterwarnings("ignore:PyTorch's kernels run:UserWarning")
+@pytest.mark.filterwarnings("ignore:PyTorch computes inside the graph:UserWarning")
 def test_sizes_of_complex_numbers():
     def strongest(h, _):
         frequencies = torch.fft.rfft(h, dim=-1)
@@ -204,7 +204,7 @@ class Bag(nn.Module):
         return self.layer(self.bag(indices, offsets))
 
 
-@pytest.mark.filterwarnings("ignore:PyTorch's kernels run:UserWarning")
+@pytest.mark.filterwarnings("ignore:PyTorch computes inside the graph:UserWarning")
 @pytest.mark.parametrize(("sparse", "trained"), [(True, True), (False, False)], ids=["sparse", "not trained"])
 def test_embedding_bags(sparse, trained):
     torch.manual_seed(0)
@@ -237,7 +237,7 @@ class Series(nn.Module):
         return torch.cat(results, dim=1)
 
 
-@pytest.mark.filterwarnings("ignore:PyTorch's kernels run:UserWarning")
+@pytest.mark.filterwarnings("ignore:PyTorch computes inside the graph:UserWarning")
 def test_a_cell_in_a_loop_over_float64():
     torch.manual_seed(0)
     trains_as_pytorch(Series(), [(torch.randn(size, 4).double(),) for size in (3, 2)])
@@ -297,7 +297,7 @@ def apart_by_a_slice(h, _):
     return whole
 
 
-@pytest.mark.filterwarnings("ignore:PyTorch's kernels run:UserWarning")
+@pytest.mark.filterwarnings("ignore:PyTorch computes inside the graph:UserWarning")
 @pytest.mark.parametrize(
     "forward", [rows_and_columns, after_a_slice, apart_by_a_slice], ids=lambda one: one.__name__
 )
@@ -306,7 +306,7 @@ def test_an_assignment_to_places_in_several_dimensions(forward):
     trains_as_pytorch(Forwards(forward), [(torch.randn(size, 4),) for size in (3, 2)])
 
 
-@pytest.mark.filterwarnings("ignore:PyTorch's kernels run:UserWarning")
+@pytest.mark.filterwarnings("ignore:PyTorch computes inside the graph:UserWarning")
 def test_complex_numbers_written_one_frequency_after_the_other():
     """As FEDformer fills a spectrum."""
 

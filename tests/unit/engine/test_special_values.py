@@ -16,7 +16,7 @@ import ortlab
 
 pytestmark = [
     pytest.mark.usefixtures("no_fallback"),
-    pytest.mark.filterwarnings("ignore:PyTorch's kernels run:UserWarning"),
+    pytest.mark.filterwarnings("ignore:PyTorch computes inside the graph:UserWarning"),
     pytest.mark.filterwarnings("ignore:Exporting aten..index operator of advanced indexing:UserWarning"),
 ]
 

@@ -113,7 +113,7 @@ class BothDirections(nn.Module):
         return self.layer(x)[0]
 
 
-@pytest.mark.filterwarnings("ignore:PyTorch's kernels run:UserWarning")
+@pytest.mark.filterwarnings("ignore:PyTorch computes inside the graph:UserWarning")
 @pytest.mark.filterwarnings("ignore:Exporting a model to ONNX with a batch_size other than 1:UserWarning")
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_recurrent_layers_of_both_directions_agree_with_pytorch(kind):
@@ -293,7 +293,7 @@ class Masked(nn.Module):
         return self.layer(x) * self.mask(x, x > 0)
 
 
-@pytest.mark.filterwarnings("ignore:PyTorch's kernels run:UserWarning")
+@pytest.mark.filterwarnings("ignore:PyTorch computes inside the graph:UserWarning")
 @pytest.mark.parametrize("name", MASKS)
 def test_a_flag_and_a_mask_are_taken_where_pytorch_takes_them(name, wrap):
     """As HY-V4 chooses experts: these ended in an INTERNAL ASSERT of torch, or for want of a kernel for bool."""
