@@ -19,6 +19,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ortlab.engine import load, recompute_plans
 from ortlab.engine.build_environment import build_environment, building_with
@@ -36,6 +37,7 @@ from ortlab.engine.passes.shapes import with_sizes
 from ortlab.engine.patching import set_to
 from ortlab.engine.recompute_words import recomputed_graph
 from ortlab.engine.sessions import make_manager, register_operators, released_agent
+from ortlab.engine.threads import threads_for
 from ortlab.engine.tracing.autograd import TensorHooks, check_hooks, masks_indexed_plainly
 from ortlab.engine.tracing.graph_inputs import FIXED_ONES
 from ortlab.engine.tracing.guards import Reads, reads_noted
@@ -84,6 +86,7 @@ class Execution(ExecutionView):
         self._export: Export
         self._graph: BuiltGraph
         self._state: tuple[object, ...] = ()
+        self._most_entries = 0  # of the tensors of a call that its session is known to have the threads for
         self._profile: Profile | None = None
         with self._environment(), log.during("export"):
             self._manager = make_manager(module, options, log, training=training, part=part)
@@ -217,9 +220,11 @@ class Execution(ExecutionView):
         self._graph = graph
         self.log.repeat(graph.messages)
 
-    def create_session(self) -> None:
-        """Create the ONNX Runtime session that executes the graph, with the memory plans applied."""
+    def create_session(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Create the ONNX Runtime session that executes the graph for such a call, with the memory plans applied."""
         manager = self._manager
+        manager.threads = self._threads_for(args, kwargs)
+        self._most_entries = _entries(args, kwargs)
         choice = self.recompute_choice()
         with device_made_current(self._export.device), runtime_messages(self.log, "session"):
             self.recomputed = recompute_plans.create_session(manager, choice)
@@ -231,6 +236,21 @@ class Execution(ExecutionView):
         capture = CAPTURE.get()
         if capture is not None and self.training:
             capture.attach(self, self._part)
+
+    def outgrown(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Say whether its session has one thread, for small batches, and a call gives it work for all."""
+        if self._manager.threads != 1 or torch.get_num_threads() == 1:
+            return False
+        entries = _entries(args, kwargs)
+        if entries <= self._most_entries:
+            return False
+        self._most_entries = entries
+        return self._threads_for(args, kwargs) > 1
+
+    def _threads_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+        if self._export.device.type != "cpu":
+            return 0
+        return threads_for(self._info._post_export_processed_model, self._sizes_of(args, kwargs))
 
     # ---- running ----------------------------------------------------------------------------------------------
 
@@ -427,3 +447,12 @@ def _without_hooks(module: torch.nn.Module) -> Iterator[None]:
             setattr(module, name, before)
         for part, call in compiled:
             part._compiled_call_impl = call
+
+
+def _entries(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Return how many entries the tensors of a call have."""
+    total = 0
+    for one in (*args, *kwargs.values()):
+        leaves = (one,) if isinstance(one, torch.Tensor) else tree_leaves(one)
+        total += sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return total

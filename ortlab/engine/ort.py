@@ -327,6 +327,7 @@ class OrtEngine:
             and built.deterministic == torch.are_deterministic_algorithms_enabled()
             and self._is_up_to_date(built)
             and built.kept.export.sizes.hold(args, kwargs)
+            and not built.execution.outgrown(args, kwargs)
         )
 
     def _is_up_to_date(self, built: Built) -> bool:
@@ -359,7 +360,7 @@ class OrtEngine:
                 kept.export.keep(graph)
             execution.take_graph(graph)
             self._progress("Creating the ONNX Runtime session", 0.75)
-            execution.create_session()
+            execution.create_session(args, kwargs)
             self._progress("", 1.0)
         except BaseException:
             execution.release_session()
@@ -434,6 +435,8 @@ class OrtEngine:
             return f"options changed: {names}"
         if self._starts_over:
             return "recomputed dropout draws from the start again"
+        if current.deterministic == torch.are_deterministic_algorithms_enabled():
+            return "the batch has grown, and a session with more threads runs it"
         return "deterministic algorithms were switched"
 
     def _schema(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Schema:

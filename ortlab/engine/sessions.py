@@ -111,8 +111,8 @@ class _SessionOptions:
             _VERBOSE if self.explains_places else log_level(self.options.log_level).backend_severity
         )
         session_options.enable_cpu_mem_arena = self.options.cpu_memory_arena
-        # As many as PyTorch has: left to itself ORT takes all cores, and a comparison of the two says little.
-        session_options.intra_op_num_threads = torch.get_num_threads()
+        # At most as many as PyTorch has: left to itself ORT takes all cores, and a comparison of the two says little.
+        session_options.intra_op_num_threads = self.threads or torch.get_num_threads()
         if not self.options.intra_op_spinning:
             session_options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         left_out = [] if "ROCMExecutionProvider" in providers else [_ROCM_ONLY]
@@ -140,6 +140,7 @@ class _SessionOptions:
     users_file = ""  # where `save_onnx` puts the graph that the session executes
     lines: Mapping[str, str] = MappingProxyType({})  # "file:line" by node of the export
     recomputes = False
+    threads = 0  # that its kernels get; 0 for as many as PyTorch has (`ortlab.engine.threads`)
     asks_for_plans = False  # whether it is made only to ask ONNX Runtime for its plans
     drops_by_itself = True  # whether ONNX Runtime's own kernels compute its dropouts
     optimized_before = False  # whether another session has optimized the graph that it is made of

@@ -266,21 +266,6 @@ def test_twenty_toggles_leave_one_session(scaled, wrap):
     assert counted == [[1, 1, 1], [1, 1, 1]]
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_session_has_as_many_threads_as_pytorch(scaled, threads):
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        lab = ortlab.wrap(scaled)
-        scaled(torch.randn(3, 4)).sum().backward()
-    finally:
-        torch.set_num_threads(before)
-    gc.collect()
-    sessions_alive = [thing for thing in gc.get_objects() if type(thing).__name__ == "InferenceSession"]
-    assert {one.get_session_options().intra_op_num_threads for one in sessions_alive} == {threads}
-    lab.unwrap()
-
-
 def test_a_backward_that_comes_too_late_says_so(scaled, wrap):
     lab = wrap(scaled)
     x = torch.randn(3, 4)
