@@ -90,13 +90,14 @@ def _places(*tensors: Tensor) -> list[ctypes.c_void_p]:
 def with_quick_dropouts(model: onnx.ModelProto) -> onnx.ModelProto | None:
     """Return a training graph whose dropouts are computed by the library; None if it has none, or one that is not."""
     # All or none: a session takes seeds in one way.
-    if sys.platform != "linux" or compiled_calls.lacking():  # macOS has another `std::default_random_engine`
-        return None
-    facts = GraphFacts(model)
     dropouts = {node.output[0]: node for node in nodes_of(model, "Dropout")}
-    masks = _masks(model.graph, dropouts)
-    returned = masks.intersection(value.name for value in model.graph.output)
-    if not dropouts or returned or has_inner_graphs(model.graph) or not _are_plain(dropouts, facts):
+    elsewhere = (
+        sys.platform != "linux" or compiled_calls.lacking()
+    )  # macOS has another `std::default_random_engine`
+    if not dropouts or elsewhere or has_inner_graphs(model.graph):
+        return None
+    facts, masks = GraphFacts(model), _masks(model.graph, dropouts)
+    if not _are_plain(dropouts, facts) or not masks.isdisjoint(value.name for value in model.graph.output):
         return None
     made = onnx.ModelProto()
     made.CopyFrom(model)
