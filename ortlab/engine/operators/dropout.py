@@ -89,11 +89,10 @@ def _places(*tensors: Tensor) -> list[ctypes.c_void_p]:
 
 def with_quick_dropouts(model: onnx.ModelProto) -> onnx.ModelProto | None:
     """Return a training graph whose dropouts are computed by the library; None if it has none, or one that is not."""
-    # All or none: a session takes seeds in one way.
+    # All or none, since a session takes seeds in one way.
     dropouts = {node.output[0]: node for node in nodes_of(model, "Dropout")}
-    elsewhere = (
-        sys.platform != "linux" or compiled_calls.lacking()
-    )  # macOS has another `std::default_random_engine`
+    # macOS has another `std::default_random_engine`.
+    elsewhere = sys.platform != "linux" or compiled_calls.lacking()
     if not dropouts or elsewhere or has_inner_graphs(model.graph):
         return None
     facts, masks = GraphFacts(model), _masks(model.graph, dropouts)
@@ -140,6 +139,7 @@ def _quick(node: onnx.NodeProto, dropouts: Collection[str], graph: onnx.GraphPro
 
 
 def _masks(graph: onnx.GraphProto, dropouts: Mapping[str, onnx.NodeProto]) -> set[str]:
+    """Return the names of the masks, also behind a node that hands them on."""
     masks = set(map(_mask, dropouts.values()))
     for node in graph.node:
         if node.op_type == HIDING:

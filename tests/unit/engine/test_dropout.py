@@ -10,6 +10,7 @@ import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from small_transformers import batch_of, bert
 from torch import nn
 
 import ortlab
@@ -329,3 +330,30 @@ def test_a_seed_set_in_onnxruntime_is_the_librarys_too():
     onnxruntime.set_seed(41)
     assert compiled_calls.library().ortlab_take_seeds(2) == 41
     assert compiled_calls.library().ortlab_take_seeds(1) == 43
+
+
+@pytest.mark.parametrize("change", [{"memory_level": 1}, {"memory_level": 1, "recompute": "layers:1/2"}])
+def test_a_level_has_the_gradients_of_no_level(change):
+    torch.manual_seed(0)
+    model = bert(words=60, drop=0.2)
+    batch, twin = batch_of(words=60, first=1, mask=True), copy.deepcopy(model)
+    gradients = []
+    for one, options in ((model, {}), (twin, change)):
+        lab = ortlab.wrap(one, **options)
+        torch.manual_seed(4)
+        one(**batch).loss.backward()
+        gradients.append([parameter.grad for parameter in one.parameters()])
+        found = operators(lab)
+        lab.unwrap(forget=True)
+    assert "ortlab::dropout_repeated" in found
+    assert all(map(torch.equal, *gradients))
+
+
+def test_the_tracker_of_ort_counts_a_phase_from_where_it_is_told():
+    from onnxruntime.training.ortmodule._logger import ORTModuleInitPhase, TimeTracker
+
+    tracker, phase = TimeTracker(), ORTModuleInitPhase.CREATE_SESSION
+    tracker.start(phase)
+    tracker.starts_[phase] -= 1000  # as `ortlab.engine.sessions` does, so that both sessions count
+    tracker.end(phase)
+    assert 1000 <= tracker._get_duration(phase) < 1100
