@@ -1,7 +1,7 @@
 """How many threads ONNX Runtime's kernels get: as many as PyTorch has, but one where a step has little to compute.
 
-ORT 1.19.2 gives a product to all threads from 65,536 multiplications on (``mlasi.h``), which one computes in
-microseconds. To wake another takes longer, and PyTorch's own threads, which wait for work behind each of its kernels,
+ORT 1.19.2 gives a product another thread for each 65,536 multiplications (``mlasi.h``), which one computes in
+microseconds. To wake it takes longer, and PyTorch's own threads, which wait for work behind each of its kernels,
 have the cores. The numbers are those of all threads but for the last digit.
 """
 

@@ -7,7 +7,6 @@ import torch
 from small_transformers import batch_of, bert, gpt2, llama, step_of
 from torch.utils.checkpoint import checkpoint
 
-import ortlab
 from ortlab.errors import FallbackWarning
 from ortlab.notebook.widgets.controls import Looks, close_tree
 from ortlab.notebook.widgets.message_list import MessageList
@@ -22,24 +21,11 @@ def stepping(model):
     return step_of(model, batch_of(2, 16, 300, first=3, mask=True))
 
 
-@pytest.fixture
-def wrapped():
-    labs = []
-
-    def wrap(model, **options):
-        labs.append(ortlab.wrap(model, **options))
-        return labs[-1]
-
-    yield wrap
-    for lab in labs:
-        lab.unwrap(forget=True)
-
-
 @pytest.mark.parametrize("make", [bert, gpt2, llama])
-def test_a_healthy_model_has_no_warning(wrapped, make):
+def test_a_healthy_model_has_no_warning(wrap, make):
     torch.manual_seed(0)
     model = make(**SIZES)
-    lab = wrapped(model)
+    lab = wrap(model)
     lab.step(stepping(model), n=2)
     lab.set(memory_level=1).rerun()
     assert len(lab.messages.of(level="WARNING")) == 0
@@ -65,9 +51,9 @@ class Counting(torch.nn.Module):
         return self.layers(x).cumsum(-1).square().mean()
 
 
-def test_counted_batches_and_what_pytorch_computes_are_no_warning(wrapped):
+def test_counted_batches_and_what_pytorch_computes_are_no_warning(wrap):
     model = Counting()
-    lab = wrapped(model)
+    lab = wrap(model)
     lab.step(lambda: model(torch.rand(2, 1, 8, 8)).backward(), n=3)
     assert not lab.messages.of(level="WARNING")
     (said,) = lab.messages.of(text="PyTorch computes inside the graph")
@@ -76,22 +62,22 @@ def test_counted_batches_and_what_pytorch_computes_are_no_warning(wrapped):
     assert model.layers[1].num_batches_tracked == 3  # so the exporter's warning says nothing that holds here
 
 
-def test_a_cache_that_costs_memory_is_a_warning(wrapped):
+def test_a_cache_that_costs_memory_is_a_warning(wrap):
     model = gpt2(**SIZES)
     model.config.use_cache = True
-    lab = wrapped(model)
+    lab = wrap(model)
     lab.step(stepping(model))
     (one,) = lab.messages.of(level="WARNING")
     assert "model.config.use_cache = False" in one.text
 
 
-def test_a_fallback_is_a_warning(wrapped):
+def test_a_fallback_is_a_warning(wrap):
     class Unsupported(torch.nn.Linear):
         def forward(self, x):
             return checkpoint(torch.tanh, super().forward(x), use_reentrant=True)
 
     model = Unsupported(4, 4)
-    lab = wrapped(model, fallback=True)
+    lab = wrap(model, fallback=True)
     with pytest.warns(FallbackWarning):
         run = lab.step(lambda: model(torch.randn(4, 4)).sum().backward())
     assert run.fell_back

@@ -148,9 +148,8 @@ def test_two_dropouts_of_one_tensor_drop_differently(net):
     assert (sums % 2 == 1).any()
 
 
-@pytest.mark.parametrize("in_library", [True, False])
-def test_a_plan_goes_on_with_the_same_masks(net, in_library, monkeypatch):
-    """Also where ONNX Runtime computes its dropouts meanwhile, and another session before and after."""
+def half_trained(net):
+    """Train a net on all batches and its twin on the first two; return the twin, its lab, and the losses of both."""
     twin = copy.deepcopy(net)
     ortlab.wrap(net)
     torch.manual_seed(3)
@@ -158,6 +157,13 @@ def test_a_plan_goes_on_with_the_same_masks(net, in_library, monkeypatch):
     lab = ortlab.wrap(twin)
     torch.manual_seed(3)
     losses = train(twin, BATCHES[:2])
+    return lab, twin, losses, expected
+
+
+@pytest.mark.parametrize("in_library", [True, False])
+def test_a_plan_goes_on_with_the_same_masks(net, in_library, monkeypatch):
+    """Also where ONNX Runtime computes its dropouts meanwhile, and another session before and after."""
+    lab, twin, losses, expected = half_trained(net)
     (plan,) = {f"{row.cluster}:1:-1" for row in lab.plan().rows if row.cluster.startswith("Gelu+")}
     with monkeypatch.context() as patched:
         if not in_library:
@@ -201,13 +207,7 @@ def plan_of(lab, places=-1):
 
 @pytest.mark.parametrize("places", [2, 1, -1])
 def test_a_plan_that_recomputes_dropout_drops_what_no_plan_drops(stacked, places):
-    twin = copy.deepcopy(stacked)
-    ortlab.wrap(stacked)
-    torch.manual_seed(3)
-    expected = train(stacked, BATCHES)
-    lab = ortlab.wrap(twin)
-    torch.manual_seed(3)
-    losses = train(twin, BATCHES[:2])
+    lab, twin, losses, expected = half_trained(stacked)
     lab.set(memory_plan=(plan_of(lab, places),))
     losses += train(twin, BATCHES[2:4])
     assert len(repeats(lab)) == (2 if places < 0 else places)

@@ -9,7 +9,6 @@ import torch
 from onnx import TensorProto, helper
 from torch import nn
 
-import ortlab
 from ortlab.engine import threads
 
 pytestmark = pytest.mark.usefixtures("ortmodule")
@@ -21,19 +20,6 @@ def three_threads():
     torch.set_num_threads(3)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def wrapped():
-    labs = []
-
-    def wrap(model, **options):
-        labs.append(ortlab.wrap(model, **options))
-        return labs[-1]
-
-    yield wrap
-    for lab in labs:
-        lab.unwrap(forget=True)
 
 
 def threads_of(lab):
@@ -52,11 +38,11 @@ class Deep(nn.Module):
         return self.layers(x).square().mean()
 
 
-def test_a_session_gets_more_threads_when_the_batch_grows(wrapped):
+def test_a_session_gets_more_threads_when_the_batch_grows(wrap):
     torch.manual_seed(0)
     model = Deep()
     twin = copy.deepcopy(model)
-    lab = wrapped(model)
+    lab = wrap(model)
     small, large = torch.rand(16, 64), torch.rand(512, 64)
     seen = []
     for batch in (small, torch.rand(17, 64), large, small):
@@ -69,28 +55,28 @@ def test_a_session_gets_more_threads_when_the_batch_grows(wrapped):
     assert seen == [(1, "ort"), (1, "ort"), (3, "ort"), (3, "ort")]
 
 
-def test_a_session_never_has_more_threads_than_pytorch(wrapped):
+def test_a_session_never_has_more_threads_than_pytorch(wrap):
     torch.set_num_threads(1)
-    lab = wrapped(Deep())
+    lab = wrap(Deep())
     for size in (16, 512):
         lab.module(torch.rand(size, 64)).backward()
         assert threads_of(lab) == 1
 
 
-def test_a_kept_graph_gets_a_session_for_the_batch_that_it_runs(wrapped):
+def test_a_kept_graph_gets_a_session_for_the_batch_that_it_runs(wrap):
     model = Deep()
-    lab = wrapped(model)
+    lab = wrap(model)
     model(torch.rand(512, 64)).backward()
     assert threads_of(lab) == 3
     lab.unwrap()
-    lab = wrapped(model)
+    lab = wrap(model)
     model(torch.rand(16, 64)).backward()
     assert threads_of(lab) == 1
 
 
-def test_inference_and_other_sessions_have_as_many(wrapped):
+def test_inference_and_other_sessions_have_as_many(wrap):
     model = Deep()
-    lab = wrapped(model)
+    lab = wrap(model)
     lab.step(lambda: model(torch.rand(16, 64)).backward(), n=1)
     lab.profile(progress=False)
     assert threads_of(lab) == 1
