@@ -127,6 +127,7 @@ class Clocks:
         """Where something is read that no graph holds."""
         self._functions = reached.functions
         self._thread = threading.get_ident()
+        self._is_seeded = False  # whether what is made now is given a seed
 
     @contextmanager
     def followed(self) -> Iterator[None]:
@@ -161,7 +162,10 @@ class Clocks:
             (os, {name: self._drawing(getattr(os, name)) for name in system}),
             (random, {"_urandom": self._drawing(os.urandom)}),
             (random.Random, {"seed": self._seeding(random.Random.seed)}),
-            (np.random, {"default_rng": self._seeding(np.random.default_rng)}),
+            (
+                np.random,
+                {"default_rng": self._seeding(np.random.default_rng), "RandomState": self._state_class()},
+            ),
         ]
 
     def _is_called(self, *through: str) -> FrameType | None:
@@ -189,7 +193,7 @@ class Clocks:
 
     def _drawing(self, original: Callable[..., bytes]) -> Callable[..., bytes]:
         def draw(*args: Any, **kwargs: Any) -> bytes:
-            caller = self._is_called(random.__file__, secrets.__file__)
+            caller = None if self._is_seeded else self._is_called(random.__file__, secrets.__file__, __file__)
             if caller is not None and caller.f_code.co_name not in _TEXTS:
                 refuse(_place())
             if caller is not None:
@@ -208,6 +212,21 @@ class Clocks:
             return original(*args, **kwargs)
 
         return seed
+
+    def _state_class(self) -> type:
+        """Return what stands in for `RandomState`: numpy seeds each from the system, then with the seed given."""
+        original, clocks = np.random.RandomState, self
+
+        class Kind(type):
+            def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+                seeded = any(one is not None for one in (*args, *kwargs.values()))
+                with with_attributes(clocks, _is_seeded=clocks._is_seeded or seeded):
+                    return original(*args, **kwargs)
+
+            def __instancecheck__(cls, one: object) -> bool:
+                return isinstance(one, original)
+
+        return Kind("RandomState", (original,), {})
 
 
 def _reads_dates(code: CodeType) -> bool:

@@ -82,6 +82,7 @@ def test_a_time_that_a_tensor_or_a_branch_takes_is_refused_with_its_line(decide,
         (lambda h: h * SYSTEM.random(), "SYSTEM.random()"),
         (lambda h: h * random.Random().random(), "random.Random()"),
         (lambda h: h * np.random.default_rng().random(), "default_rng()"),
+        (lambda h: h * np.random.RandomState().rand(), "RandomState()"),
     ],
 )
 def test_a_draw_of_the_system_is_refused_with_its_line(decide, line, wrap):
@@ -106,18 +107,20 @@ class Logging(nn.Module):
         name = f"{uuid.uuid4()} {secrets.token_hex(4)} {elapsed:.3f} s, %.1f ms" % (1e3 * elapsed)
         date = f"{began:%H:%M} {dt.datetime.now() - began} {began.isoformat()} {time.ctime()}"
         self.log.append((elapsed, name, date))
-        return h * np.random.default_rng(0).random() * random.Random(1).random()
+        seeded = np.random.RandomState(2)
+        assert isinstance(seeded, np.random.RandomState)
+        return h * np.random.default_rng(0).random() * random.Random(1).random() * seeded.rand()
 
 
 def test_a_time_for_a_log_is_said_and_does_not_stop_the_export(wrap):
     model = Logging().train()
     reference, x = copy.deepcopy(model), torch.rand(3, 4)
-    clocks = [vars(time).copy(), vars(os).copy(), random.Random.seed]
+    clocks = [vars(time).copy(), vars(os).copy(), random.Random.seed, np.random.RandomState]
     lab = wrap(model)
     for _ in range(2):
         torch.testing.assert_close(model(x), reference(x))
     assert lab.status.executed_by == "ort"
-    assert clocks == [vars(time), vars(os), random.Random.seed]
+    assert clocks == [vars(time), vars(os), random.Random.seed, np.random.RandomState]
     (said,) = [one for one in lab.messages if "reads the clock" in one.text]
     assert said.level == "WARNING"
     assert said.text.count("test_clocks.py, line") == 4
