@@ -212,12 +212,11 @@ def own_fault(
     kwargs: Mapping[str, Any],
 ) -> ForwardError | None:
     """Run a module's own forward in PyTorch, and return what is wrong with the model or the batch; None if it runs."""
-    # Gradients are off; buffers and random state are put back.
+    # Gradients are off, unless it asks for some itself; buffers and random state are put back.
     random, buffers = RandomState.read(), Buffers(module)
     name = type(module).__name__
     try:
-        with torch.no_grad():
-            outputs = original_forward(*args, **kwargs)
+        outputs = _without_gradients_if_it_can(original_forward, args, kwargs)
     except Exception as fault:  # noqa: BLE001 - a user's forward may raise anything
         why, fix = _explain(fault, module, args, kwargs)
         fix = _LESS if ran_out(fault) else fix
@@ -234,6 +233,18 @@ def own_fault(
             fix="Return the loss or the outputs as tensors, in a tuple, a dict or a dataclass.",
         )
     return None
+
+
+def _without_gradients_if_it_can(
+    forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    try:
+        with torch.no_grad():
+            return forward(*args, **kwargs)
+    except RuntimeError:
+        if not torch.is_grad_enabled():
+            raise
+        return forward(*args, **kwargs)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

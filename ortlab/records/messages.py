@@ -77,8 +77,8 @@ KNOWN: Final[tuple[Known, ...]] = (
     ),
     Known(
         EXPORTER,
-        r"ONNX Preprocess - Removing mutation from node aten::add_ on block input: '[^']*num_batches_tracked'",
-        "ortlab counts the batches of a normalisation itself, as PyTorch does.",
+        r"ONNX Preprocess - Removing mutation from node aten::\w+ on block input: '",
+        "What a forward writes to arguments, buffers and parameters stands there after it, as in PyTorch.",
     ),
     Known(
         RUNTIME,

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from ortlab.engine.operators.symbolic_words import aten, is_training_export
 from ortlab.engine.passes.graph_edits import ATEN, STOP
 from ortlab.engine.patching import replace
-from ortlab.engine.tracing.graph_inputs import give_out
+from ortlab.engine.tracing.graph_inputs import STATE_WRITES, give_out
 from ortlab.engine.tracing.source_lines import in_words, is_model_code
 from ortlab.engine.tracing.taps import is_tracing
 from ortlab.engine.tracing.traced_writes import ExpandedWrites, TracedWrites, memory, tensors_in, translatable
@@ -38,6 +38,13 @@ if TYPE_CHECKING:
 _GET_DATA: Final = torch.Tensor.data.__get__  # type: ignore[attr-defined] # a property, typed as a Tensor
 _SET_DATA: Final = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _DETACH: Final = (torch.Tensor.detach, torch.detach)
+_GRADIENTS: Final = {
+    torch.autograd.grad: "grad",
+    torch.autograd.backward: "backward",
+    torch.Tensor.backward: "backward",
+    torch._VF._make_dual: "jvp",  # type: ignore[attr-defined]
+}
+"""What a forward calls that computes gradients itself, and what users know it by."""
 _WRITES_NOTHING: Final = frozenset(
     {"detach_", "requires_grad_", "share_memory_", "__index__", "__int__", "__invert__"}
 )
@@ -77,9 +84,12 @@ def _trace_with_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
             self.training
         ):  # what is a leaf in the export, and cannot be written to, may be none in the user's call
             args = tuple(one.clone() if getattr(one, "requires_grad", False) else one for one in args)
+        writes = STATE_WRITES.get()
+        if writes is not None and is_tracing():
+            writes.begin()
         with torch.set_grad_enabled(self.training), stops.on():
             outputs = original(self, *args)
-            return give_out(self, args, stops.written(args), outputs)
+            return give_out(self, args, stops.written(args), outputs, stops)
 
     return forward
 
@@ -139,8 +149,11 @@ def _without_flags(function: Any, args: Any, kwargs: Any, given: list[torch.Tens
     """Return the arguments of a function with numbers or tensors for Python's True and False."""
     # The tracer notes a flag as what no operator takes: "INTERNAL ASSERT FAILED ... We don't have an op for aten::mul".
     name = getattr(function, "__name__", "").strip("_")
-    if name == "full" and type(kwargs.get("fill_value", (None, *args)[-1])) is bool:
+    fill = kwargs.get("fill_value", (None, *args)[-1])
+    if name == "full" and type(fill) is bool:
         kwargs = kwargs | {"dtype": kwargs.get("dtype") or torch.bool}
+    elif name == "full" and isinstance(fill, torch.Tensor):  # a size, which is a number outside of a trace
+        return args, kwargs | {"dtype": kwargs.get("dtype") or _dtype_of(fill)}
     elif name not in _FILLING | _PROMOTING or not any(type(one) is bool for one in (*args, *kwargs.values())):
         return args, kwargs
     keeps = name in _FILLING | {"full"} or any(one.dtype is not torch.bool for one in given)
@@ -150,6 +163,44 @@ def _without_flags(function: Any, args: Any, kwargs: Any, given: list[torch.Tens
 
     named = {key: number(value) if key in _NUMBERS else value for key, value in kwargs.items()}
     return (*map(number, args),), named
+
+
+def _dtype_of(number: torch.Tensor) -> torch.dtype:
+    """Return the dtype that torch.full makes of a number of this kind."""
+    if number.is_floating_point():
+        return torch.get_default_dtype()
+    return torch.bool if number.dtype is torch.bool else torch.int64
+
+
+def _as_traced(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """Return a call that says to the tracer what this one means; refuse one for gradients."""
+    if function in _GRADIENTS:
+        _refuse_gradients(_GRADIENTS[function])
+    if function is torch.Tensor.normal_ and is_tracing():
+        # Torch's exporter takes its tensor for the mean, or its size for that of the first step.
+        drawn = torch.ops.aten.normal_functional(args[0].detach(), *args[1:], **kwargs)
+        return torch.Tensor.copy_, (args[0], drawn), {}
+    if function is torch.Tensor.fill_diagonal_ and args[0].dim() == len(args) == 2 and not kwargs:  # noqa: PLR2004
+        x, value = args  # a matrix; there is no operator that would compute what is written
+        places = torch.eye(*x.shape, dtype=torch.bool, device=x.device)
+        return torch.Tensor.masked_fill_, (x, places, value), {}
+    if is_tracing() and any(type(one) is complex for one in (*args, *kwargs.values())):
+        like = next(tensors_in((args, kwargs)))
+        args = tuple(_complex(one, like) for one in args)
+        kwargs = {key: _complex(one, like) for key, one in kwargs.items()}
+    return _copying(function, args), args, kwargs
+
+
+def _complex(value: Any, like: torch.Tensor) -> Any:
+    """Return a complex number as a tensor made of real ones: the exporter has no constant of that kind."""
+    if type(value) is not complex:
+        return value
+    like = like.real if like.is_complex() else like
+    dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
+    # Made from a tensor that is no constant, since the exporter would fold it to one.
+    return torch.view_as_complex(
+        torch.stack([like.new_full((), part, dtype=dtype) for part in (value.real, value.imag)])
+    )
 
 
 def _copying(function: Any, args: Sequence[Any]) -> Any:
@@ -176,17 +227,38 @@ class TracedStops(TorchFunctionMode):
         self._writes = TracedWrites()
         self._expanded = ExpandedWrites()
         self._sharing: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+        self._apart: list[weakref.ref[torch.Tensor]] = []  # `.data` of what has no gradient
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        function, kwargs = _copying(function, args), kwargs or {}
         if self.in_function:
-            return function(*args, **kwargs)
+            return function(*args, **(kwargs or {}))
+        function, args, kwargs = _as_traced(function, args, kwargs or {})
         if isinstance(kwargs.get("out"), torch.Tensor):
             return self._into(function, types, args, **kwargs)
         if function in (_GET_DATA, _SET_DATA):
             return self._data(*args)
         if not self._training:
-            return self._with_writes(function, args, kwargs, _written_by(function, args, kwargs))
+            written = _written_by(function, args, kwargs)
+            self._save_parameter(written)
+            return self._with_writes(function, args, kwargs, written)
+        self._check_reading(function, args, kwargs)
+        written = _written_by(function, args, kwargs)
+        if written is not None:
+            self._check_write(written)
+            written = self._expanded.target(written)
+            args = (written, *args[1:])
+            if not torch.is_grad_enabled() or self._is_apart(written, args[1:], kwargs):
+                rest, kwargs = _mapped(_detached, (args[1:], kwargs))
+                args = (args[0], *rest)
+        result = self._with_writes(function, args, kwargs, written)
+        if isinstance(written, torch.nn.Parameter):
+            self._writes.written_parameter(written)
+        sources = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        if function in _DETACH:
+            return self._cut(result, sources)
+        return self.stopped(result, sources)
+
+    def _check_reading(self, function: Any, args: Any, kwargs: Any) -> None:
         if self._expanded.stale(tensors_in((args, kwargs))):
             _refuse(
                 "Reading an expanded tensor that was written to",
@@ -194,19 +266,6 @@ class TracedStops(TorchFunctionMode):
             )
         if getattr(function, "__name__", "") == "as_strided":
             _check_place_in_memory(*args, **kwargs)
-        written = _written_by(function, args, kwargs)
-        if written is not None:
-            self._check_write(written)
-            written = self._expanded.target(written)
-            args = (written, *args[1:])
-            if not torch.is_grad_enabled():
-                rest, kwargs = _mapped(_detached, (args[1:], kwargs))
-                args = (args[0], *rest)
-        result = self._with_writes(function, args, kwargs, written)
-        sources = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
-        if function in _DETACH:
-            return self._cut(result, sources)
-        return self.stopped(result, sources)
 
     def _into(self, function: Any, types: Any, args: Any, *, out: torch.Tensor, **kwargs: Any) -> Any:
         """Compute what is written to `out`, and copy it there: the exporter knows no operator that takes one."""
@@ -224,13 +283,13 @@ class TracedStops(TorchFunctionMode):
         if getattr(function, "__name__", "") == "__setitem__" and is_tracing():
             args = (args[0], *translatable(*args))
         if written is not None:
-            self._refresh(given)
+            self.refresh(given)
         result = function(*args, **kwargs)
         results = list(tensors_in(result))
         if written is not None:
             self._writes.note_write(written)
         elif results and self._writes.stale(given, results):
-            self._refresh(given)
+            self.refresh(given)
             result = function(*args, **kwargs)
             results = list(tensors_in(result))
         self._writes.note_result(function, args, kwargs, given, results)
@@ -238,11 +297,15 @@ class TracedStops(TorchFunctionMode):
 
     def written(self, inputs: Sequence[Any]) -> list[int]:
         """Return the places of the inputs that were written to, which have their last values then."""
-        places = [place for place, one in enumerate(inputs) if self._writes.wrote_to(one)]
-        self._refresh([inputs[place] for place in places])
+        places = [place for place, one in enumerate(inputs) if self.wrote_to(one)]
+        self.refresh([inputs[place] for place in places])
         return places
 
-    def _refresh(self, given: list[torch.Tensor]) -> None:
+    def wrote_to(self, tensor: object) -> bool:
+        """Tell whether the memory of a tensor was written to."""
+        return self._writes.wrote_to(tensor)
+
+    def refresh(self, given: list[torch.Tensor]) -> None:
         """Give tensors the values that were written to their memory through others."""
         if is_tracing() and not self._writes.refreshed(given):
             _refuse(
@@ -253,11 +316,19 @@ class TracedStops(TorchFunctionMode):
     def _data(self, x: torch.Tensor, *assigned: torch.Tensor) -> torch.Tensor | None:
         """Return the `.data` of a tensor, or check what is assigned to it."""
         if assigned:
-            _check_data(x, *assigned)
+            whole = isinstance(x, torch.nn.Parameter) or not x.requires_grad
+            if whole and _is_like(x, *assigned) and not self._writes.has_views(x):
+                with torch.no_grad():
+                    self.__torch_function__(torch.Tensor.copy_, (), (x, *map(_detached, assigned)))
+            else:
+                _check_data(x, *assigned)
             return None
         # The tracer does not see `.data` and would make its value a constant.
-        if not self._training:
+        if not self._training or not x.requires_grad or isinstance(x, torch.nn.Parameter):
+            if x.requires_grad and self._training:
+                self._writes.keep_gradient(x)
             shown: torch.Tensor = self._with_writes(torch.Tensor.detach, (x,), {}, None)
+            self._apart.append(weakref.ref(shown))
             return shown
         return self._cut(x.detach(), [x])
 
@@ -285,10 +356,11 @@ class TracedStops(TorchFunctionMode):
         return cut
 
     def _check_write(self, written: torch.Tensor) -> None:
-        if isinstance(written, torch.nn.Parameter):
-            _refuse(
-                "Writing to a parameter", "do it outside of the wrapped module, after the optimizer's step"
-            )
+        parameter = self._save_parameter(written)
+        if parameter is not None:
+            if parameter.requires_grad:
+                self._writes.keep_gradient(parameter)
+            return
         sharing = (reference() for reference in self._sharing.get(memory(written), ()))
         if any(other is not None and other is not written for other in sharing):
             _refuse(
@@ -299,6 +371,26 @@ class TracedStops(TorchFunctionMode):
                 "Writing without gradients to a tensor that has one",
                 "write it as a new value, such as `y = x + (f(x) - x).detach()`",
             )
+
+    def _is_apart(self, written: torch.Tensor, rest: Any, kwargs: Any) -> bool:
+        """Tell whether what is written has no gradient for what it is written to; refuse what has one for a view."""
+        if not any(one.requires_grad for one in tensors_in((rest, kwargs))):
+            return False
+        if any(reference() is written for reference in self._apart):
+            return True
+        first = self._writes.first(written)
+        if first is not written and self._writes.is_detached(written) and not first.requires_grad:
+            _refuse("Writing a value with a gradient to a detached tensor", "write `value.detach()`")
+        return False
+
+    def _save_parameter(self, written: torch.Tensor | None) -> torch.nn.Parameter | None:
+        """Return the parameter that will be written to through a tensor, of which the export keeps the values."""
+        writes = STATE_WRITES.get()
+        first = None if written is None else self._writes.first(written)
+        if writes is None or not isinstance(first, torch.nn.Parameter):
+            return None
+        writes.save(first)
+        return first
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -316,7 +408,7 @@ class TracedStops(TorchFunctionMode):
         self.in_function = True
         try:
             if self._writes.stale(given, ()):
-                self._refresh(given)
+                self.refresh(given)
             before = [_version(tensor) for tensor in given]
             result = call(*args, **kwargs)
             for tensor, version in zip(given, before, strict=True):
@@ -381,6 +473,10 @@ def _check_place_in_memory(
         )
 
 
+def _is_like(x: torch.Tensor, data: torch.Tensor) -> bool:
+    return (x.dtype, x.device, x.shape, x.stride()) == (data.dtype, data.device, data.shape, data.stride())
+
+
 def _check_data(x: torch.Tensor, data: torch.Tensor) -> None:
     """Refuse an assignment to `.data`, unless it does nothing, as that of ``module.to(dtype)`` often does."""
     present, given = (
@@ -405,11 +501,25 @@ def _mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     return value
 
 
-def _refuse(what: str, instead: str) -> NoReturn:
+def _here() -> str:
+    """Return where the model's code is, for the end of a sentence."""
     frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
     frame = next((one for one in frames if is_model_code(one.f_code.co_filename)), None)
+    return f": {in_words(frame)}" if frame else "."
+
+
+def _refuse_gradients(name: str) -> NoReturn:
     raise BuildError(
-        f"{what} cannot be exported{f': {in_words(frame)}' if frame else '.'}",
+        f"A forward that computes gradients itself ({name}) cannot be exported{_here()}",
+        why="A trace does not see what PyTorch's autograd computes, and ONNX Runtime has no gradients of gradients.",
+        fix="Train this model with PyTorch, lab.set(engine='eager'), or wrap the modules of it that it takes no "
+        "gradients of: ortlab.wrap(model, only=[...]).",
+    )
+
+
+def _refuse(what: str, instead: str) -> NoReturn:
+    raise BuildError(
+        f"{what} cannot be exported{_here()}",
         why="An ONNX graph has values and no memory; gradients or later steps would silently differ from PyTorch's.",
         fix=f"Instead, {instead}.",
     )

@@ -6,16 +6,18 @@ them comes out of the graph, or is worked out beside it, and is written where Py
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
 
-from ortlab.engine.patching import replace
+from ortlab.engine.patching import replace, set_to
+from ortlab.engine.tracing.origins import Origin, Origins
 from ortlab.engine.tracing.outputs import Part
 from ortlab.engine.tracing.sizes import tensors_of
-from ortlab.engine.tracing.traced_writes import memory
+from ortlab.engine.tracing.taps import is_tracing
+from ortlab.engine.tracing.traced_writes import memory, not_traced
 from ortlab.errors import BuildError, ExecutionError
 
 if TYPE_CHECKING:
@@ -101,11 +103,12 @@ def _unreadable(message: str) -> BuildError:
 
 @dataclass(frozen=True)
 class WritingPart(Part):
-    """What a forward returns that writes to its arguments."""
+    """What a forward returns that writes to its arguments, or to buffers and parameters."""
 
     returned: Any  # schema of what the forward returns
-    places: tuple[int, ...]  # of what is written to, among the inputs of the graph
-    index: int  # of the first of these values, among the tensors of the graph
+    places: tuple[int, ...]  # of arguments that are written to, among the inputs of the graph
+    state: tuple[str, ...]  # names of buffers and parameters that are written to
+    index: int  # of the first of these values, those of arguments before those of state, among the graph's tensors
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return what the forward returns."""
@@ -123,14 +126,84 @@ def install_writes() -> None:
     replace(PostExportProcessedModelInfo, "restore_outputs", _write_after_run)
 
 
-def give_out(flattened: Any, args: Sequence[torch.Tensor], written: Sequence[int], outputs: list[Any]) -> Any:
-    """Return the outputs of an export's forward with the arguments at some places, which were written to."""
+class Stops(Protocol):
+    """What `TracedStops` tells of writes."""
+
+    def refresh(self, given: list[torch.Tensor]) -> None:
+        """Give tensors the values that were written to their memory through others."""
+
+    def wrote_to(self, tensor: torch.Tensor) -> bool:
+        """Tell whether the memory of a tensor was written to."""
+
+
+class StateWrites:
+    """The buffers and parameters that an export's forward writes to as a trace sees it."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._before: dict[str, int] = {}
+        self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.written: set[str] = set()
+        self.given: tuple[str, ...] = ()  # whose last values the export gives out
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return what a forward may write to, by name."""
+        return {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
+
+    def begin(self) -> None:
+        """Note which values of the trace these are."""
+        self._before = {name: _traced(one) for name, one in self.state().items()}
+
+    def end(self, stops: Stops) -> None:
+        """Note which have other values now that are made of data or random numbers: others are the same each time."""
+        origins = Origins()
+        self.written = {
+            name
+            for name, one in self.state().items()
+            if (self._before.get(name) != _traced(one) or stops.wrote_to(one))
+            and origins.of(one) in {Origin.INPUTS, Origin.RANDOM}
+        }
+
+    def save(self, parameter: torch.Tensor) -> None:
+        """Keep the values of a parameter that will be written to."""
+        if id(parameter) not in self._saved:
+            with not_traced():
+                self._saved[id(parameter)] = (parameter, parameter.detach().clone())
+
+    def put_back(self) -> None:
+        """Write the values of parameters back."""
+        for parameter, values in self._saved.values():
+            parameter.detach().copy_(values)
+
+
+def _traced(tensor: torch.Tensor) -> int:
+    import torch
+
+    internals: Any = torch._C
+    return int(internals._get_value_trace(tensor).unique())
+
+
+STATE_WRITES: Final[ContextVar[StateWrites | None]] = ContextVar("STATE_WRITES", default=None)
+"""Those of the export that is going on."""
+
+
+def give_out(
+    flattened: Any, args: Sequence[torch.Tensor], written: Sequence[int], outputs: list[Any], stops: Stops
+) -> Any:
+    """Return the outputs of an export's forward with the arguments at some places, and the state, it has written to."""
     from onnxruntime.training.ortmodule._io import _OutputIdentityOp
 
-    if not written:
+    writes = STATE_WRITES.get()
+    names = writes.given if writes is not None else ()
+    present = writes.state() if writes is not None else {}
+    if writes is not None and is_tracing():
+        stops.refresh([one for one in present.values() if stops.wrote_to(one)])
+        writes.end(stops)
+    if not written and not names:
         return outputs
-    flattened._output_schema = WritingPart(flattened._output_schema, tuple(written), len(outputs))
-    return [*outputs, *(_OutputIdentityOp.apply(args[place]) for place in written)]
+    flattened._output_schema = WritingPart(flattened._output_schema, tuple(written), names, len(outputs))
+    values = [*(args[place] for place in written), *(present[name].detach() for name in names)]
+    return [*outputs, *map(_OutputIdentityOp.apply, values)]
 
 
 def _part_of(schema: Any) -> WritingPart | None:
@@ -153,6 +226,11 @@ def _copy_before_run(original: Callable[..., Any]) -> Callable[..., Any]:
                 self._ortlab_written.append((tensor, part.index + number))
                 if found.get(names[place]) is tensor:
                     found[names[place]] = tensor.clone()
+            present = StateWrites(self._flattened_module).state() if part.state else {}
+            for number, name in enumerate(part.state, len(part.places)):
+                self._ortlab_written.append((present[name].detach(), part.index + number))
+                if name in found:
+                    found[name] = present[name].clone()
         return found
 
     return construct_inputs
@@ -185,7 +263,9 @@ def _refuse_shared(written: torch.Tensor, args: Sequence[Any], kwargs: Mapping[s
 
 # The export runs the real module, and writes to its buffers; a graph does not. Three things are repaired here: the
 # export leaves no traces; batch normalisation keeps its statistics (the operator itself is torch's, see
-# `ortlab.engine.operators.layer_symbolics.batch_norm`); any other module that writes into a buffer is refused.
+# `ortlab.engine.operators.layer_symbolics.batch_norm`); where a forward writes into another buffer or a parameter (a
+# spectral norm, a moving average), it is exported once more, and the last value comes out of the graph, as that of an
+# argument.
 
 
 def install_buffers() -> None:
@@ -210,19 +290,50 @@ def _leave_no_traces(original: Callable[..., Any]) -> Callable[..., Any]:
     # the first step.
 
     def export_model(*, flattened_module: torch.nn.Module, **kwargs: Any) -> Any:
-        before = Buffers(flattened_module)
+        before, writes = Buffers(flattened_module), StateWrites(flattened_module)
+
+        def export() -> Any:
+            with _last_batch_only(flattened_module), set_to(STATE_WRITES, writes):
+                return original(flattened_module=flattened_module, **kwargs)
+
         try:
-            with _last_batch_only(flattened_module):
-                exported = original(flattened_module=flattened_module, **kwargs)
-            unknown = before.changed() - set(advanced_by_graph(exported[0]))
-            lost = unknown and _change_again(unknown, flattened_module, kwargs["flatten_module_inputs"])
+            exported = export()
+            known = set(advanced_by_graph(exported[0]))
+            seen = writes.written - known
+            unseen = before.changed() - known - seen
+            if unseen:
+                unseen = _change_again(unseen, flattened_module, kwargs["flatten_module_inputs"])
+            before.refuse(unseen, seen)
+            if seen:
+                before.restore()
+                writes.put_back()
+                with _inputs_of_graphs(flattened_module, writes, seen):
+                    exported = export()
         finally:
             before.restore()
-        if lost:
-            _refuse(sorted(lost))
+            writes.put_back()
         return exported
 
     return export_model
+
+
+@contextmanager
+def _inputs_of_graphs(module: torch.nn.Module, writes: StateWrites, names: Collection[str]) -> Iterator[None]:
+    """Let an export in the block give out the last values of some buffers, and take all of them for inputs."""
+    kept = [
+        (part, name)
+        for full in names
+        for path, _, name in [full.rpartition(".")]
+        if name in (part := module.get_submodule(path))._non_persistent_buffers_set
+    ]
+    writes.given = tuple(sorted(names))
+    try:
+        for part, name in kept:  # torch's exporter makes constants of these
+            part._non_persistent_buffers_set.discard(name)
+        yield
+    finally:
+        for part, name in kept:
+            part._non_persistent_buffers_set.add(name)
 
 
 class Buffers:
@@ -244,6 +355,20 @@ class Buffers:
             or value.dtype != buffer.dtype
             or not torch.equal(torch.nan_to_num(value), torch.nan_to_num(buffer))
         }
+
+    def refuse(self, unseen: Collection[str], seen: Collection[str]) -> None:
+        """Raise BuildError if a buffer changes out of sight of a trace, or to what could not be written to it."""
+        if unseen:
+            _refuse(min(unseen), "what writes to this one, a trace does not see")
+        present = dict(self._module.named_buffers())
+        for name in sorted(present.keys() & seen):
+            before, now = self._values.get(name), present[name]
+            if before is None:
+                _refuse(name, "this one is made anew in each forward")
+            if now.requires_grad:
+                _refuse(name, "this one has a gradient, which PyTorch would follow into earlier steps")
+            if (before.shape, before.dtype) != (now.shape, now.dtype):
+                _refuse(name, f"this one becomes {_kind(now)}, and was {_kind(before)}")
 
     def restore(self) -> None:
         """Put the same tensors back in place, with the values they had."""
@@ -270,17 +395,17 @@ def _change_again(names: set[str], module: torch.nn.Module, inputs: Sequence[Any
     return names & before.changed()
 
 
-_SHOWN: Final = 4
-
-
-def _refuse(names: list[str]) -> None:
-    shown = ", ".join(name.removeprefix("_original_module.") for name in names[:_SHOWN])
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+def _refuse(name: str, why: str) -> NoReturn:
     raise BuildError(
-        f"The forward of this module changes buffers: {shown}{more}.",
-        why="An ONNX graph has no side effects, so ONNX Runtime would leave them as they are.",
-        fix="Leave the module that owns them out of the wrapped one, or train it with the eager engine.",
+        f"The forward of this module changes buffers: {name.removeprefix('_original_module.')}.",
+        why=f"What a forward writes to buffers comes out of the graph; but {why}.",
+        fix="Write to a registered buffer of the final shape, without gradients; or leave the module that owns it out "
+        "of the wrapped one, or train it with the eager engine.",
     )
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {' x '.join(map(str, tensor.shape)) or 'scalar'}"
 
 
 # ---- buffers: batch normalisation -----------------------------------------------------------------------------------

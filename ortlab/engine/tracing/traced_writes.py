@@ -96,6 +96,9 @@ class _View:
             axis = self._argument("dim", 2 if name != "unbind" else 1, 0)
             return torch.stack(parts, axis) if name == "unbind" else torch.cat(parts, axis)
         place = self._place(name, source.dim())
+        if name == "diagonal" and (source.dim(), len(self.args), self.kwargs) == (2, 1, {}):
+            row = torch.arange(new.shape[0], device=new.device)
+            place = (row, row)
         if place is None:
             return None
         copy = source.clone()
@@ -129,6 +132,8 @@ class TracedWrites:
         self._views: dict[int, _View] = {}
         # By memory: the views through which was written since its first tensor had its value, and the values.
         self._pending: dict[int, list[tuple[torch.Tensor, Any]]] = {}
+        # By parameter: its value before the first write.
+        self._passing: dict[int, torch.Tensor] = {}
 
     def note_result(
         self,
@@ -184,6 +189,17 @@ class TracedWrites:
         )  # its size, a trace would take for an input's
         return place != 0 and place in self._written
 
+    def is_detached(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor is a view of another one through a `detach`."""
+        view = self._view(tensor)
+        return view is not None and (
+            function_name(view.function) == "detach" or self.is_detached(view.source)
+        )
+
+    def has_views(self, tensor: torch.Tensor) -> bool:
+        """Tell whether there are views of a tensor."""
+        return any(view.source is tensor and view.tensor() is not None for view in self._views.values())
+
     def stale(self, tensors: Iterable[torch.Tensor], results: Sequence[torch.Tensor]) -> bool:
         """Tell whether one of the tensors that an operator takes would show an old value in the graph."""
         # `results` is what the operator returns: it may make views of what was not written to.
@@ -214,7 +230,7 @@ class TracedWrites:
     def _gathered(self, first: torch.Tensor) -> bool:
         """Let the tensor that all others are views of have what was written through these."""
         pending = self._pending.get(memory(first), [])
-        if not pending or any(self._first(written) is not first for written, _ in pending):
+        if not pending or any(self.first(written) is not first for written, _ in pending):
             return False
         internals: Any = torch._C
         value = first
@@ -242,8 +258,29 @@ class TracedWrites:
         view = self._view(tensor)
         return first if view is None else view.of(self._value(view.source, first))
 
+    def keep_gradient(self, parameter: torch.Tensor) -> None:
+        """Let gradients go to a parameter as if it had not been written to, as PyTorch does for a leaf."""
+        if is_tracing() and id(parameter) not in self._passing:
+            # A copy, since the exporter lets what is written take the place of the value itself.
+            with torch._C.DisableTorchFunction(), torch.enable_grad():
+                self._passing[id(parameter)] = parameter.clone()
+
+    def written_parameter(self, parameter: torch.Tensor) -> None:
+        """Note that a parameter itself was written to, without gradients."""
+        if not is_tracing() or id(parameter) not in self._passing:
+            return
+        internals: Any = torch._C
+        with torch._C.DisableTorchFunction(), not_traced():
+            value = parameter.detach().clone()
+        internals._set_value_trace(value, internals._get_value_trace(parameter))
+        self._take(parameter, value)
+
     def _take(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         internals: Any = torch._C
+        before = self._passing.get(id(tensor))
+        if before is not None:
+            with torch._C.DisableTorchFunction(), torch.enable_grad():
+                value = (before - before.detach()) + value.detach()
         internals._set_value_trace(tensor, internals._get_value_trace(value))
         self._readable[memory(tensor)].append(weakref.ref(tensor))
 
@@ -251,9 +288,10 @@ class TracedWrites:
         view = self._views.get(id(tensor))
         return view if view is not None and view.tensor() is tensor else None
 
-    def _first(self, tensor: torch.Tensor) -> torch.Tensor:
+    def first(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what a tensor is a view of, itself if it is none."""
         view = self._view(tensor)
-        return tensor if view is None else self._first(view.source)
+        return tensor if view is None else self.first(view.source)
 
     def _shows_nothing_written(self, place: int, results: Sequence[torch.Tensor]) -> bool:
         """Tell whether all results are views of a memory that begin and end outside of what was written to."""

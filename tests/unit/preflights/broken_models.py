@@ -211,32 +211,29 @@ class Global(Faulty):
 
 
 class OwnStatistics(Faulty):
-    """A moving average that is kept in a buffer."""
+    """A history that is kept in a buffer, which it makes longer."""
 
     def __init__(self, inner):
         super().__init__(inner)
-        self.register_buffer("average", torch.zeros(()))
+        self.register_buffer("history", torch.zeros(1))
 
     def fault(self, y):
-        self.average.mul_(0.9).add_(0.1 * y.detach().mean())
-        return y - self.average
+        self.history = torch.cat([self.history, y.detach().mean().reshape(1)])
+        return y - self.history.mean()
 
 
-class WritesParameter(Faulty):
-    def __init__(self, inner):
-        super().__init__(inner)
-        self.scale = nn.Parameter(torch.ones(()))
-
+class WritesWithoutGradient(Faulty):
     def fault(self, y):
+        y = y * 1.0
         with torch.no_grad():
-            self.scale.clamp_(max=0.5)
-        return y * self.scale
+            y.clamp_(max=0.5)
+        return y
 
 
 class WritesThroughDiagonal(Faulty):
     def fault(self, y):
         flat = y * 1.0
-        view = flat.diagonal()
+        view = flat.diagonal(1)
         view.mul_(3)
         return flat + y
 
@@ -362,7 +359,15 @@ BROKEN: dict[str, Callable[[], Broken]] = {
         for kind in (
             *(ReadsMemoryByLayout, OperatorWithoutRule, OperatorWithoutGradient, OwnOperatorWithoutGradient),
             *(FunctionWithWrongBackward, Branch, Loop, Item, ToList, Numpy, TryOnValues, RandomOfPython),
-            *(Counter, Global, OwnStatistics, WritesParameter, WritesThroughDiagonal, AssignsData, Sparse),
+            *(
+                Counter,
+                Global,
+                OwnStatistics,
+                WritesWithoutGradient,
+                WritesThroughDiagonal,
+                AssignsData,
+                Sparse,
+            ),
             *(TensorHook, Checkpointed, FailsItself, Quantized, Float8),
         )
     },

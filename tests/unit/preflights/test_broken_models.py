@@ -51,7 +51,15 @@ def test_nineteen_of_twenty_are_named(capsys, request):
 
 @pytest.mark.parametrize(
     "name",
-    ["Branch", "Item", "OperatorWithoutGradient", "Counter", "Global", "WritesParameter", "forward_hook"],
+    [
+        "Branch",
+        "Item",
+        "OperatorWithoutGradient",
+        "Counter",
+        "Global",
+        "WritesWithoutGradient",
+        "forward_hook",
+    ],
 )
 def test_the_line_is_named(name):
     torch.manual_seed(0)
@@ -64,7 +72,7 @@ def test_the_line_is_named(name):
         "OperatorWithoutGradient": "return torch.special.zeta(y.abs() + 1.5, torch.ones(()))",
         "Counter": "self.calls += 1",
         "Global": "draws += 1",
-        "WritesParameter": "self.scale.clamp_(max=0.5)",
+        "WritesWithoutGradient": "y.clamp_(max=0.5)",
         "forward_hook": "scaled = hidden / (1 + hidden.abs().max().item())",
     }
     assert [_source(line) for line in lines] == [wanted[name]]
