@@ -43,6 +43,13 @@ def check_module(module: torch.nn.Module, available: Collection[str]) -> None:
                 why="A model that is made on 'meta', or offloaded, gets its weights later, or not at all.",
                 fix=_LOAD,
             )
+        if tensor.is_complex():
+            raise BuildError(
+                f"{name!r} of {kind} is {str(tensor.dtype).removeprefix('torch.')}, and a graph takes real numbers.",
+                why="ONNX Runtime has no complex tensors. A forward may compute with them between real ones.",
+                fix="Keep it as real numbers, torch.view_as_real(x), and use torch.view_as_complex(x) in the forward; "
+                "or train with PyTorch: lab.set(engine='eager').",
+            )
     for device in places:
         check_device(device, available)
 
@@ -59,6 +66,13 @@ def check_call(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str
                 f"`{name}` is a {str(value.layout).removeprefix('torch.')} tensor, which ONNX Runtime cannot read.",
                 why="It trains on dense tensors.",
                 fix=f"Pass `{name}` as {name}.to_dense(), or engine='eager' for this model.",
+            )
+        if value.is_complex():
+            raise BuildError(
+                f"`{name}` is {str(value.dtype).removeprefix('torch.')}, and a graph takes real numbers.",
+                why="ONNX Runtime has no complex tensors. A forward may compute with them between real ones.",
+                fix=f"Pass torch.view_as_real({name}), and use torch.view_as_complex({name}) in the forward; "
+                "or train with PyTorch: lab.set(engine='eager').",
             )
         if not value.numel():
             raise BuildError(

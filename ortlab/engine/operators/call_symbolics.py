@@ -161,6 +161,9 @@ def _overload(g: Any, packet: Any, values: list[tuple[Any, Any]]) -> tuple[Any, 
         if schema.is_mutable:
             why = "it changes a tensor that it is given"
             continue
+        if any(one.type.kind() in _OF_NUMBERS for one in schema.returns):
+            why = "it returns a number of Python's"
+            continue
         try:
             read = [
                 _argument(g, argument.type, *value)
@@ -214,6 +217,7 @@ def _argument(g: Any, declared: Any, traced: Any, value: Any) -> tuple[tuple[Any
         declared.kind() in _OF_NUMBERS
         and traced.type().kind() == "TensorType"
         and traced.type().dim() in {None, 0}
+        and not is_complex(traced)
     ):
         return (NUMBER,), [value]
     raise NotACallError(f"it takes a {declared.str()} that is not constant")

@@ -72,6 +72,8 @@ def symbolics() -> dict[str, Symbolic]:
         vector_norm(plain_symbolic("linalg_vector_norm")), plain_symbolic("linalg_vector_norm")
     )
     functions["pow"] = power(plain_symbolic("pow"))
+    functions["floor_divide"] = rounded_down(plain_symbolic("floor_divide"))
+    functions |= {name: rounded_down(plain_symbolic(name)) for name in ("__rshift_", "bitwise_right_shift")}
     functions["add"] = added_masks(plain_symbolic("add"))
     functions["where"] = chosen_masks(plain_symbolic("where"))
     functions["masked_fill"] = filled_masks(plain_symbolic("masked_fill"))
@@ -206,6 +208,38 @@ def power(plain: Symbolic) -> Symbolic:
         return plain(g, x, exponent)
 
     return symbolic
+
+
+def rounded_down(plain: Symbolic) -> Symbolic:
+    """Return the symbolic function of ``x // other`` and ``x >> other``, whose form in ONNX rounds towards zero."""
+
+    def symbolic(g: Any, x: Any, other: Any) -> Any:
+        # As in most computations of sizes, where a call would hide what follows from them.
+        if all(map(_is_no_negative, g.original_node.inputs())):
+            return plain(g, x, other)
+        raise LeftToTorch("its form rounds -0.5 to 0")
+
+    return symbolic
+
+
+_COUNTING: Final = frozenset({"aten::size", "aten::numel", "aten::len", "aten::dim"})
+_KEEPING_SIGNS: Final = frozenset(
+    """aten::Int aten::ScalarImplicit aten::add aten::mul aten::floor_divide aten::remainder aten::__rshift__ aten::to
+    prim::NumToTensor""".split()  # noqa: SIM905
+)
+"""Operators whose result is negative only where one of their arguments is."""
+
+
+def _is_no_negative(value: Any) -> bool:
+    """Say whether a traced whole number is known to be zero or more."""
+    node = value.node()
+    if node.kind() == "prim::Constant":
+        held = value.toIValue()
+        number = held.item() if hasattr(held, "numel") and held.numel() == 1 else held
+        return number is None or (isinstance(number, int) and number >= 0)
+    return node.kind() in _COUNTING or (
+        node.kind() in _KEEPING_SIGNS and all(map(_is_no_negative, node.inputs()))
+    )
 
 
 def _number(value: Any) -> float | None:

@@ -51,6 +51,28 @@ def left_to_torch(why: str) -> Any:
     return symbolic
 
 
+def argmin(plain: Any) -> Any:
+    """Return the symbolic function of ``torch.argmin``: ONNX Runtime's has no kernel for int64."""
+
+    def symbolic(g: Any, x: Any, *args: Any) -> Any:
+        if x.type().scalarType() == "Long":
+            raise LeftToTorch("ArgMin has no kernel for its dtype")
+        return plain(g, x, *args)
+
+    return symbolic
+
+
+def eye(plain: Any) -> Any:
+    """Return the symbolic function of ``torch.eye``: ONNX Runtime's EyeLike makes no mask and no small whole number."""
+
+    def symbolic(g: Any, *args: Any) -> Any:
+        if g.original_node.output().type().scalarType() not in {"Float", "Double", "Int", "Long"}:
+            raise LeftToTorch("EyeLike has no kernel for its dtype")
+        return plain(g, *args)
+
+    return symbolic
+
+
 def as_strided(g: Any, x: Any, _sizes: Any, strides: Any, offset: Any = None) -> Any:
     """Emit the elements that ``torch.as_strided`` chooses, by their places in memory as it was while tracing."""
     # Torch's export takes every tensor for contiguous (``symbolic_opset9.as_strided``), and is silently wrong for

@@ -84,6 +84,7 @@ def install() -> None:
         "_grouped_mm": layers.grouped_linear,
         "_convolution": convolution,
         "_convolution_mode": layers.convolution_mode(convolution),
+        "argmin": indexing.argmin(plain_symbolic("argmin")),
         "as_strided": indexing.as_strided,
         "broadcast_tensors": layers.broadcast_tensors(plain_symbolic("broadcast_tensors")),
         "chunk": indexing.parts(plain_symbolic("chunk"), even=False),
@@ -92,6 +93,7 @@ def install() -> None:
         "cross_entropy_loss": cross_entropy_loss(ort["cross_entropy_loss"]),
         "cumsum": cumsum,
         "diff": diff,
+        "eye": indexing.eye(plain_symbolic("eye")),
         "flip": while_training(
             indexing.left_to_torch("the gradient of a Slice backwards fails"), plain_symbolic("flip")
         ),

@@ -233,7 +233,10 @@ class _Translation:
         ):
             return self._by_torch("it works on complex numbers")
         kind, values = self.node.kind(), (*self.node.inputs(), *self.node.outputs())
-        by_torch = kind in _OF_EQUALS | _DRAWS or (kind in _BY_TORCH and is_training_export())
+        if kind in _DRAWS:
+            return self._by_torch("it draws random numbers")
+        by_torch = kind in _OF_EQUALS or (kind in _BY_TORCH and is_training_export())
+        by_torch |= kind in _OF_LARGE_NUMBERS and any(map(_is_small_whole, values))
         if by_torch or (kind not in _OF_ALL_DTYPES and any(map(has_no_kernels, values))):
             with suppress(NotACallError):
                 return self._leave()
@@ -321,7 +324,17 @@ _OF_EQUALS: Final = frozenset({"aten::topk"})
 A router of a mixture of experts begins with equal scores where its weights begin with zeros: other experts were
 trained.
 """
+_OF_LARGE_NUMBERS: Final = frozenset(
+    f"aten::{name}"
+    for name in ("abs", "add", "div", "floor_divide", "mul", "neg", "pow", "remainder", "sub", "sum")
+)
+"""Operators of which ONNX Runtime has no kernel for whole numbers of eight and sixteen bits."""
 _SMALL: Final = 16
+
+
+def _is_small_whole(value: Any) -> bool:
+    kind = value.type()
+    return kind.kind() == "TensorType" and kind.scalarType() in {"Byte", "Char", "Short"}
 
 
 @contextmanager

@@ -108,6 +108,7 @@ def _run_passes(original: Callable[[onnx.ModelProto], onnx.ModelProto]) -> Calla
             isolate_choices,
             isolate_losses_of_bfloat16,
             isolate_inputs,
+            isolate_ranges,
             broadcast_where,
             tie_gradient_inputs,
             order_draws,
@@ -468,6 +469,25 @@ def isolate_inputs(model: onnx.ModelProto) -> bool:
                 continue
             apart = additions.apart(node, name, f"{node.output[0]}_apart_{name}")
             node.input[:] = [apart if one == name else one for one in node.input]
+    return additions.apply()
+
+
+def isolate_ranges(model: onnx.ModelProto) -> bool:
+    """Keep a choice of positions that may count down, or from the end, a Gather; say whether the model changed."""
+    # ``GatherToSliceFusion`` of 1.19.2 makes a Slice of each Gather by a Range, and bounds of a Slice below zero mean
+    # something else: ``x[:, torch.arange(n - 1, -1, -1)]`` chose nothing.
+    facts, additions = GraphFacts(model), GraphAdditions(model)
+    for node in nodes_of(model, "Gather"):
+        name = node.input[1]
+        producer = facts.producers.get(name)
+        while producer is not None and producer.op_type in {"Cast", "Identity"}:
+            name = producer.input[0]
+            producer = facts.producers.get(name)
+        if producer is None or producer.op_type != "Range":
+            continue
+        start, step = (facts.scalar(producer.input[index]) for index in (0, 2))
+        if start is None or start < 0 or step is None or step < 0:
+            node.input[1] = additions.apart(node, node.input[1], f"{node.output[0]}_positions")
     return additions.apply()
 
 

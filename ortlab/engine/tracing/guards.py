@@ -37,7 +37,7 @@ from ortlab.engine.tracing.sizes import (
 )
 from ortlab.engine.tracing.source_lines import ORTLAB, TORCH, caller_outside, in_words, is_model_code
 from ortlab.engine.tracing.taps import drop_dead_nodes
-from ortlab.engine.tracing.traced_values import function_name
+from ortlab.engine.tracing.traced_values import flat, function_name
 from ortlab.engine.tracing.traced_writes import not_traced
 from ortlab.errors import BuildError, ExecutionError
 
@@ -45,6 +45,14 @@ _READERS: Final = (
     "__bool__ __complex__ __float__ __hash__ __index__ __int__ item numpy tolist".split()  # noqa: SIM905
 )
 """Methods of a tensor that give Python its values; a number as the key of a dict is looked up by its value."""
+
+_OF_NUMBERS: Final[dict[str, Callable[..., Any]]] = {
+    "__round__": lambda number, *digits: round(number.item(), *digits),
+    "__trunc__": lambda number: math.trunc(number.item()),
+    "__divmod__": lambda number, other: (number // other, number % other),
+    "__rdivmod__": lambda number, other: (other // number, other % number),
+}
+"""What Python does with numbers and no tensor has: in a trace, sizes are tensors."""
 
 _IN_PARTS: Final = frozenset({"chunk", "split", "tensor_split", "unbind"})
 """Functions that make a list of tensors, whose length follows from a size."""
@@ -160,9 +168,11 @@ class _Noting(TorchFunctionMode):
     @contextmanager
     def methods_replaced(self) -> Iterator[None]:
         """Let the methods in `_READERS` note, in the block and for this thread, what they are asked for."""
-        own = {name: vars(torch.Tensor).get(name) for name in _READERS}
+        own = {name: vars(torch.Tensor).get(name) for name in (*_READERS, *_OF_NUMBERS)}
         for name in _READERS:
             setattr(torch.Tensor, name, _noted_by_method(getattr(torch.Tensor, name), name))
+        for name, method in _OF_NUMBERS.items():
+            setattr(torch.Tensor, name, method)
         sized = _noted_by_vmap(vmap._validate_and_get_batch_size)
         try:
             with set_to(_noting, self), with_attributes(vmap, _validate_and_get_batch_size=sized):
@@ -185,15 +195,44 @@ class _Noting(TorchFunctionMode):
         if name in LAYOUTS:
             self.note(tensor, name)
         elif name in _IN_PARTS:
+            args, kwargs = self._with_numbers(args), self._with_numbers(kwargs)
             args = (self._note_parts(name, *args, **kwargs), *args[1:])
+        elif name in ("scatter", "scatter_"):
+            args, kwargs = self._with_numbers(args), self._with_numbers(kwargs)
         elif name in ("is_nonzero", "tensor"):
             self.note(tensor, "__bool__" if name == "is_nonzero" else "tolist")
         elif name in ("equal", "allclose"):
             self._note_comparison(name, *args, **kwargs)
         elif name in ("squeeze", "squeeze_") and self._squeezes_nothing(*args, **kwargs):
             return tensor
-        with with_attributes(self, (), _indexes=name in ("__getitem__", "__setitem__")):
-            return function(*args, **kwargs)
+        return self._called(function, args, kwargs, indexes=name in ("__getitem__", "__setitem__"))
+
+    def _called(self, function: Any, args: Any, kwargs: Any, *, indexes: bool) -> Any:
+        """Call a function, and note the sizes among its arguments that it reads as Python does."""
+        numbers = [] if indexes else _numbers_in((*args[1:], kwargs))
+        used = [*map(_uses, numbers)]
+        with with_attributes(self, (), _indexes=indexes):
+            result = function(*args, **kwargs)
+        for number, before in zip(numbers, used, strict=True):
+            # One that no operator takes, torch has read, as the padding of a convolution.
+            if _uses(number) == before:
+                self.note(number, "__int__")
+        return result
+
+    def _with_numbers(self, given: Any) -> Any:
+        """Return arguments with numbers of Python's for sizes, which torch would take for what a tensor there means."""
+        if isinstance(given, dict):
+            return {key: self._number(one) for key, one in given.items()}
+        return tuple(map(self._number, given))
+
+    def _number(self, one: Any) -> Any:
+        if not isinstance(one, torch.Tensor) or not _numbers_in([one]):
+            return one
+        if self.origins.of(one) is not Origin.SIZES:
+            return one
+        self.note(one, "__int__")
+        with not_traced():
+            return int(one)
 
     def _note_comparison(self, name: str, one: torch.Tensor, other: torch.Tensor, **kwargs: Any) -> None:
         """Note what tells whether two tensors are equal: their sizes, and where these are equal all their values."""
@@ -266,6 +305,26 @@ class _Noting(TorchFunctionMode):
         with not_traced():
             found = read(tensor, how)
         self.sizes.append(SizeRead(place, how, found, internals._get_value_trace(kept).unique()))
+
+
+def _numbers_in(value: Any) -> list[torch.Tensor]:
+    """Return the whole numbers of a trace, as sizes are, among the arguments of a function."""
+    return [
+        one
+        for one in flat(value)
+        if isinstance(one, torch.Tensor)
+        and one.dtype is torch.int64
+        and not one.dim()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(
+            one
+        )  # inside torch.vmap, which has no value of a trace
+    ]
+
+
+def _uses(tensor: torch.Tensor) -> int:
+    """Return how many operators of the present trace take a value."""
+    internals: Any = torch._C
+    return len(internals._get_value_trace(tensor).uses())
 
 
 @contextmanager

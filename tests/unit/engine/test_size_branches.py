@@ -118,6 +118,42 @@ def test_each_size_takes_its_own_branch(name, trained):
     assert exports(lab) == expected
 
 
+def convolved(h, _, **given):
+    return nn.functional.conv1d(h.t()[None], torch.ones(1, 4, 3), **given)
+
+
+def grouped(h, _):
+    return nn.functional.conv1d(h.reshape(1, -1, 4), torch.ones(h.shape[0], 1, 1), groups=h.shape[0])
+
+
+READ_BY_TORCH = {
+    "roll": lambda h, x: torch.roll(h, h.shape[0] // 2, 0) * x,
+    "adaptive pool": lambda h, x: nn.functional.adaptive_avg_pool1d(h.t(), h.shape[0] // 2),
+    "pool over all": lambda h, x: nn.functional.max_pool1d(h.t(), kernel_size=h.shape[0]),
+    "padding": lambda h, x: convolved(h, x, padding=h.shape[0] // 2),
+    "dilation": lambda h, x: convolved(h, x, padding=4, dilation=h.shape[0] // 2),
+    "stride": lambda h, x: convolved(h, x, padding=4, stride=h.shape[0] // 2),
+    "groups": grouped,
+    "number of chunks": lambda h, x: torch.cat(h.chunk(x.shape[0] // 2)[::-1]),
+    "value to scatter": lambda h, x: h.scatter(1, torch.zeros(len(h), 1, dtype=torch.long), x.shape[0]) * h,
+    "places made by full": lambda h, x: h.gather(0, torch.full((1, 4), x.shape[0] - 1)),
+    "rounded": lambda h, x: h[: round(x.shape[0] * 0.7)],
+    "cut off": lambda h, x: h[: math.trunc(x.shape[0] / 2)],
+    "quotient and remainder": lambda h, x: h[: divmod(x.shape[0], 2)[0]] * divmod(7, x.shape[0])[1],
+    "bits": lambda h, x: h * (x.shape[0] & 3),
+    "below zero": lambda h, x: h * (-x.shape[0] // 4),
+    "shifted below zero": lambda h, x: h * ((2 - x.shape[0]) >> 1),
+    "counted down": lambda h, x: h[torch.arange(x.shape[0] - 1, -1, -1)] * x,
+    "counted from the end": lambda h, x: h[torch.arange(-x.shape[0], 0)] * x,
+}
+"""What follows from a size where torch reads it, in C++, and keeps a number, or where ONNX means something else."""
+
+
+@pytest.mark.parametrize("name", READ_BY_TORCH)
+def test_what_follows_from_a_size_follows_from_each(name, trained):
+    trained(Deciding(READ_BY_TORCH[name]).train(), (4, 6, 5, 9, 4))
+
+
 def test_in_evaluation_and_in_a_part_of_a_part(trained):
     inner = Deciding(lambda h, x: h * 2 if h.shape[0] > 4 else h * 3)
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(inner))

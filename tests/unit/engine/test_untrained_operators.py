@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ortlab.engine import load
+from ortlab.errors import BuildError
 
 TOLERANCE = 1e-5
 
@@ -277,8 +278,9 @@ def test_a_draw_that_takes_no_tensor_is_made_anew_in_each_step(draw, wrap):
         ),
         lambda h, x: h[:, torch.randperm(4)] * torch.bernoulli(x.sigmoid()) + torch.randn(4),
         lambda h, x: F.rrelu(F.rrelu(h, training=True) - 1, training=True) + F.rrelu(x, training=True),
+        lambda h, x: h * x.new_empty(3, 1).normal_() + torch.empty(x.shape).normal_(0.5, 2.0),
     ],
-    ids=["ready at once", "alike", "with gradients", "of whole numbers", "alike, with gradients"],
+    ids=["ready at once", "alike", "with gradients", "of whole numbers", "alike, with gradients", "in place"],
 )
 @pytest.mark.parametrize("training", [True, False])
 def test_several_draws_are_made_in_the_order_of_the_forward(draw, training, wrap):
@@ -301,6 +303,17 @@ def test_several_draws_are_made_in_the_order_of_the_forward(draw, training, wrap
         torch.testing.assert_close(results[2:], results[:2])
     torch.testing.assert_close(model.weight.grad, reference.weight.grad)
     assert lab.status.executed_by == "ort"
+
+
+def test_a_draw_that_cannot_be_left_to_torch_is_refused(wrap):
+    """Torch's exporter would write it for ONNX Runtime's own generators, and takes these arguments for others."""
+
+    class Drawing(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + nn.init.normal_(torch.empty(x.shape))
+
+    with pytest.raises(BuildError, match="normal"):
+        wrap(Drawing(4, 4)).module(torch.randn(3, 4))
 
 
 @pytest.mark.parametrize("draw", [lambda: torch.rand(4), lambda: torch.ones(4)], ids=["drawn", "not drawn"])
