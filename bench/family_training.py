@@ -18,7 +18,8 @@ FOLDERS = rf"/\S*/site-packages/|{re.escape(str(REPOSITORY))}/"
 """What stands before the names of files of this repository and of installed packages."""
 STEPS = 4
 TOLERANCE = 1e-5
-_JUDGED = 4  # sides
+MOVED = 4
+"""How often first weights change in their last digit: where one rounding decides, as at a ReLU, one may miss it."""
 FLOOR = 1e-2
 """Part of the largest entry of a kind below which a tensor is compared with that entry, as in the zoo."""
 ROUNDING = 3.0
@@ -42,7 +43,8 @@ def train(family: Family, attention: str) -> dict[str, Any]:
 
         - ``within``: loss, gradients, parameters and buffers of all steps within 1e-5 of PyTorch's;
         - ``rounding``: not, but either no further from float64 than three times PyTorch's own float32, or no further
-          from PyTorch than three times what PyTorch moves by when its first weights change in their last digit;
+          from PyTorch than three times the most that PyTorch moves by when its first weights change in their last
+          digit, in `MOVED` ways;
         - ``differs``: neither;
         - ``error``: ONNX Runtime did not train it;
         - ``not run``: eager PyTorch does not run this configuration, so that it counts for nothing.
@@ -75,22 +77,22 @@ def train(family: Family, attention: str) -> dict[str, Any]:
 
 
 def judged(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return a model, it again, it with other last digits, and it in float64."""
-    eager, moved, exact = (copy.deepcopy(model) for _ in range(3))
-    return [model, eager, in_the_last_digit(moved), exact.double()]
+    """Return a model, it again, it with other last digits, several times, and it in float64."""
+    moved = [in_the_last_digit(copy.deepcopy(model), seed) for seed in range(1, 1 + MOVED)]
+    return [model, copy.deepcopy(model), *moved, copy.deepcopy(model).double()]
 
 
 def compared(  # noqa: C901 - one step after the other
     sides: list[torch.nn.Module], batch: dict[str, Any]
 ) -> dict[str, Any]:
-    """Train the first on ONNX Runtime beside the same in eager PyTorch, and beside two to judge it by, if given."""
+    """Train the first on ONNX Runtime beside the same in eager PyTorch, and beside those to judge it by, if given."""
     import torch
     from family_list import loss_of
 
     import ortlab
 
     lab = ortlab.wrap(sides[0], log_level="ERROR")
-    exact = sides[-1] if len(sides) == _JUDGED else None
+    exact = sides[-1] if len(sides) > 2 else None  # noqa: PLR2004 - those to judge by
     optimizers = [torch.optim.SGD(side.parameters(), lr=1e-2, momentum=0.9) for side in sides]
     worst = Worst()
     moved = Worst()
@@ -119,8 +121,8 @@ def compared(  # noqa: C901 - one step after the other
             state["parameter"] = dict(side.named_parameters())
             state["buffer"] = dict(side.named_buffers())
         worst.note(states[0], states[1], step)
-        if len(states) > 2:  # noqa: PLR2004 - those to judge by
-            moved.note(states[2], states[1], step)
+        for state in states[2 : 2 + MOVED]:
+            moved.note(state, states[1], step)
         if exact is not None and sides[-1] is exact:
             errors = [
                 max(seen, largest_error(state, states[-1]))
@@ -141,11 +143,11 @@ def compared(  # noqa: C901 - one step after the other
     return row | {"verdict": verdict(row)}
 
 
-def in_the_last_digit(module: torch.nn.Module) -> torch.nn.Module:
+def in_the_last_digit(module: torch.nn.Module, seed: int) -> torch.nn.Module:
     """Change each float32 parameter by about one rounding."""
     import torch
 
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for one in module.parameters():
             if one.dtype is torch.float32:

@@ -7,9 +7,9 @@ python bench/outside_models.py --only GAT FEDformer these, anew; the others stay
 Each takes two steps, with batches of two sizes, in a process of its own, on ONNX Runtime and in eager PyTorch from the
 same weights. Compared are outputs, and the gradient of every parameter and input. The verdicts:
 
-- parity: within 1e-5 of PyTorch, as in the zoo, or within its rounding: no further from it than three times what
-  PyTorch itself moves by when its weights change in their last digit, or no further from PyTorch with float64 than
-  three times PyTorch's own float32;
+- parity: within 1e-5 of PyTorch, as in the zoo, or within its rounding: no further from it than three times the most
+  that PyTorch itself moves by when its weights change in their last digit, in four ways, or no further from PyTorch
+  with float64 than three times PyTorch's own float32;
 - refused: an error of ortlab says what, why and what to do;
 - unclear: it ends in another error;
 - wrong: it trains, and differs.
@@ -161,12 +161,15 @@ def train(outside: Outside) -> dict[str, Any]:
         return {"verdict": "refused" if clear else "unclear", "reason": said(error)}
     except Exception as error:  # noqa: BLE001 - it is the result
         return {"verdict": "unclear", "reason": said(error)}
-    from family_training import ROUNDING, TOLERANCE, in_the_last_digit
+    from family_training import MOVED, ROUNDING, TOLERANCE, in_the_last_digit
 
     found, where = apart(ours, eager)
     if found <= TOLERANCE:
         return {"verdict": "parity", "difference": found, "reason": ""}
-    moved, _ = apart(steps(in_the_last_digit(copy.deepcopy(model)), copy.deepcopy(batches)), eager)
+    moved = max(
+        apart(steps(in_the_last_digit(copy.deepcopy(model), seed), copy.deepcopy(batches)), eager)[0]
+        for seed in range(1, 1 + MOVED)
+    )
     is_rounding = found <= ROUNDING * moved
     if not is_rounding:
         exact = steps_in_float64(model, batches)
