@@ -174,7 +174,7 @@ def summarize(graph: Graph) -> GraphSummary:
     ran = _ran(graph)
     nodes = tuple(
         _node(name, node, phase, graph.origins[name], ran.get(_key(node)))
-        for name, node, phase in zip(node_names(proto), proto.node, phases(proto), strict=True)
+        for name, node, phase in zip(node_names(proto), proto.node, phases_run(graph), strict=True)
     )
     parameters = graph.traced.parameters
     fed = [parameters[value.name] for value in graph.inputs if value.name in parameters]
@@ -208,11 +208,20 @@ def _ran(graph: Graph) -> dict[str, TracedNode]:
 def _node(
     name: str, node: NodeProto, phase: Phase | None, origin: Origin, ran: TracedNode | None
 ) -> SummaryNode:
-    if ran is None or phase is None:
-        return SummaryNode(name, operator_of(node), phase, origin)
-    # What only the backward needs may stand before the border and yet run behind it: a profile knows.
-    seen: Phase = "recomputed" if ran.recomputes else "backward" if ran.backward else "forward"
-    return SummaryNode(name, operator_of(node), seen, origin, ran.ms)
+    took = None if ran is None or phase is None else ran.ms
+    return SummaryNode(name, operator_of(node), phase, origin, took)
+
+
+def phases_run(graph: Graph) -> list[Phase | None]:
+    """Return the pass that each node of a graph runs in, as a profile has seen it where there is one."""
+    # What only the backward needs may stand before the border and yet run behind it, and the other way around.
+    ran = _ran(graph)
+    found = phases(graph.model.graph)
+    for at, node in enumerate(graph.model.graph.node):
+        seen = ran.get(_key(node))
+        if seen is not None and found[at] is not None:
+            found[at] = "recomputed" if seen.recomputes else "backward" if seen.backward else "forward"
+    return found
 
 
 def _operators(nodes: tuple[SummaryNode, ...], *, measured: bool) -> tuple[OperatorRow, ...]:

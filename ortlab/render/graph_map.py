@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ortlab import units
 from ortlab.graphs.nodes import executed_operator, exported_name, joined, node_names, operators_before, phases
+from ortlab.graphs.summary import phases_run
 from ortlab.memory.symbolic_sizes import shape_at
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class _Map:
         self._nodes: list[NodeProto] = list(graph.model.graph.node)
         self._names = node_names(graph.model.graph)
         self._origins = list(graph.origins.values())
-        self._phases = list(phases(graph.model.graph))
+        self._phases = phases_run(graph)
         self._marks = [mark if (mark := marks.get(name, "")) in MARKS else "" for name in self._names]
         if difference is not None:
             self._mark(difference)
