@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import outside_code as code
+import outside_state as state
 import torch
 from torch import nn
 
@@ -300,7 +301,7 @@ def of_diffusers() -> dict[str, Outside]:
 
 
 def others() -> dict[str, Outside]:
-    """Return those that are written out in `outside_code`, and two of transformers that the zoo does not hold."""
+    """Return those that are written out here, and two of transformers that the zoo does not hold."""
     embedded = code.Embedded
     pairs = lambda count: (code.words(count), code.words(count))  # noqa: E731
     hidden = lambda count: (torch.zeros(2, count, code.WIDTH), torch.zeros(2, count, code.WIDTH))  # noqa: E731
@@ -338,6 +339,20 @@ def others() -> dict[str, Outside]:
         "seq2seq, its own words": of_code(
             "PyTorch tutorials", lambda: code.Translation(forcing=False), pairs
         ),
+        "SNGAN, discriminator": of_code(
+            "SNGAN", state.Discriminator, lambda count: (torch.randn(count, 3, 8, 8),)
+        ),
+        "VQ-VAE, moving averages": of_code(
+            "VQ-VAE-2", state.Quantizer, lambda count: (torch.randn(count, 3, 8, 8),)
+        ),
+        "EEGNet": of_code("EEGNet", state.EegNet, lambda count: (torch.randn(2 * count, 1, 4, 8),)),
+        "PixelCNN": of_code("PixelCNN", state.PixelCnn, lambda count: (torch.randn(count, 1, 8, 8),)),
+        "Barlow Twins": of_code("Barlow Twins", state.BarlowTwins, state.two),
+        "DINO, with its teacher": of_code("DINO", state.Dino, state.two),
+        "StyleGAN2, modulated": of_code(
+            "StyleGAN2", state.Modulated, lambda count: (torch.randn(count, 4, 6, 6), torch.randn(count, 8))
+        ),
+        "S4D": of_code("S4", state.S4d, lambda count: (torch.randn(count, 4, 10 + count),)),
         "Informer (transformers)": Outside("transformers", informer, forecast),
         "Reformer (transformers)": Outside(
             "transformers", reformer, lambda count: ((), {"input_ids": torch.randint(50, (count, 16))})

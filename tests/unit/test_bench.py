@@ -115,6 +115,7 @@ def test_every_benchmark_is_listed_and_tested():
         "model_list",
         "models",
         "outside_code",
+        "outside_state",
         "outside_list",
         "report",
         "rounds",
