@@ -9,22 +9,18 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 
-CLASSES = 3
-
 
 class Discriminator(nn.Sequential):
     """SNGAN: each weight is divided by its largest singular value, which an iteration follows from step to step."""
 
     def __init__(self) -> None:
-        leaky = lambda: nn.LeakyReLU(0.1)  # noqa: E731
         super().__init__(
-            *(
-                spectral_norm(nn.Conv2d(3, 8, 3, 1, 1)),
-                leaky(),
-                spectral_norm(nn.Conv2d(8, 8, 4, 2, 1)),
-                leaky(),
-            ),
-            *(nn.Flatten(), spectral_norm(nn.Linear(8 * 4 * 4, 1))),
+            spectral_norm(nn.Conv2d(3, 8, 3, 1, 1)),
+            nn.LeakyReLU(0.1),
+            spectral_norm(nn.Conv2d(8, 8, 4, 2, 1)),
+            nn.LeakyReLU(0.1),
+            nn.Flatten(),
+            spectral_norm(nn.Linear(8 * 4 * 4, 1)),
         )
 
 
@@ -73,14 +69,14 @@ class EegNet(nn.Sequential):
 
     def __init__(self) -> None:
         super().__init__(
-            *(nn.Conv2d(1, 4, (1, 5), padding=(0, 2), bias=False), nn.BatchNorm2d(4)),
-            *(
-                Renormed(4, 8, (4, 1), groups=4, bias=False),
-                nn.BatchNorm2d(8),
-                nn.ELU(),
-                nn.AvgPool2d((1, 2)),
-            ),
-            *(nn.Flatten(), nn.Linear(32, CLASSES)),
+            nn.Conv2d(1, 4, (1, 5), padding=(0, 2), bias=False),
+            nn.BatchNorm2d(4),
+            Renormed(4, 8, (4, 1), groups=4, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ELU(),
+            nn.AvgPool2d((1, 2)),
+            nn.Flatten(),
+            nn.Linear(32, 3),
         )
 
 

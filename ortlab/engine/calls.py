@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
 from onnx import numpy_helper
@@ -44,14 +44,18 @@ def check_module(module: torch.nn.Module, available: Collection[str]) -> None:
                 fix=_LOAD,
             )
         if tensor.is_complex():
-            raise BuildError(
-                f"{name!r} of {kind} is {str(tensor.dtype).removeprefix('torch.')}, and a graph takes real numbers.",
-                why="ONNX Runtime has no complex tensors. A forward may compute with them between real ones.",
-                fix="Keep it as real numbers, torch.view_as_real(x), and use torch.view_as_complex(x) in the forward; "
-                "or train with PyTorch: lab.set(engine='eager').",
-            )
+            _refuse_complex(f"{name!r} of {kind}", tensor, "Keep it as real numbers,", "x")
     for device in places:
         check_device(device, available)
+
+
+def _refuse_complex(what: str, tensor: torch.Tensor, do: str, name: str) -> NoReturn:
+    raise BuildError(
+        f"{what} is {str(tensor.dtype).removeprefix('torch.')}, and a graph takes real numbers.",
+        why="ONNX Runtime has no complex tensors. A forward may compute with them between real ones.",
+        fix=f"{do} torch.view_as_real({name}), and use torch.view_as_complex({name}) in the forward; "
+        "or train with PyTorch: lab.set(engine='eager').",
+    )
 
 
 def check_call(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -68,12 +72,7 @@ def check_call(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str
                 fix=f"Pass `{name}` as {name}.to_dense(), or engine='eager' for this model.",
             )
         if value.is_complex():
-            raise BuildError(
-                f"`{name}` is {str(value.dtype).removeprefix('torch.')}, and a graph takes real numbers.",
-                why="ONNX Runtime has no complex tensors. A forward may compute with them between real ones.",
-                fix=f"Pass torch.view_as_real({name}), and use torch.view_as_complex({name}) in the forward; "
-                "or train with PyTorch: lab.set(engine='eager').",
-            )
+            _refuse_complex(f"`{name}`", value, "Pass", name)
         if not value.numel():
             raise BuildError(
                 f"`{name}` is empty: its shape is {shape_words(value)}.",

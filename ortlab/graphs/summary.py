@@ -220,7 +220,7 @@ def phases_run(graph: Graph) -> list[Phase | None]:
     for at, node in enumerate(graph.model.graph.node):
         seen = ran.get(_key(node))
         if seen is not None and found[at] is not None:
-            found[at] = "recomputed" if seen.recomputes else "backward" if seen.backward else "forward"
+            found[at] = seen.phase
     return found
 
 

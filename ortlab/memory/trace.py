@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 
@@ -42,6 +42,11 @@ class TracedNode:
     module: str = (
         ""  # path of the module that it computes or is a gradient of; empty for the model's own forward
     )
+
+    @property
+    def phase(self) -> Literal["forward", "backward", "recomputed"]:
+        """The pass that it ran in."""
+        return "recomputed" if self.recomputes else "backward" if self.backward else "forward"
 
 
 @dataclass(frozen=True, repr=False)
@@ -122,7 +127,7 @@ class Trace(Shown):
         rows = [
             {
                 "operator": node.operator,
-                "pass": "recomputed" if node.recomputes else "backward" if node.backward else "forward",
+                "pass": node.phase,
                 "nodes": 1,
                 "time [ms]": node.ms,
                 "results [bytes]": sum(self.sizes.get(name, 0) for name in node.outputs),

@@ -11,9 +11,7 @@ that are needed into a form that ORT's gradient builder takes.
 
 from __future__ import annotations
 
-import sys
 import threading
-import traceback
 import weakref
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -27,7 +25,7 @@ from ortlab.engine.operators.symbolic_words import aten, is_training_export
 from ortlab.engine.passes.graph_edits import ATEN, STOP
 from ortlab.engine.patching import replace
 from ortlab.engine.tracing.graph_inputs import STATE_WRITES, give_out
-from ortlab.engine.tracing.source_lines import in_words, is_model_code
+from ortlab.engine.tracing.source_lines import in_words, model_frame
 from ortlab.engine.tracing.taps import is_tracing
 from ortlab.engine.tracing.traced_writes import ExpandedWrites, TracedWrites, memory, tensors_in, translatable
 from ortlab.errors import BuildError
@@ -237,12 +235,11 @@ class TracedStops(TorchFunctionMode):
             return self._into(function, types, args, **kwargs)
         if function in (_GET_DATA, _SET_DATA):
             return self._data(*args)
+        written = _written_by(function, args, kwargs)
         if not self._training:
-            written = _written_by(function, args, kwargs)
             self._save_parameter(written)
             return self._with_writes(function, args, kwargs, written)
         self._check_reading(function, args, kwargs)
-        written = _written_by(function, args, kwargs)
         if written is not None:
             self._check_write(written)
             written = self._expanded.target(written)
@@ -503,8 +500,7 @@ def _mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
 
 def _here() -> str:
     """Return where the model's code is, for the end of a sentence."""
-    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
-    frame = next((one for one in frames if is_model_code(one.f_code.co_filename)), None)
+    frame = model_frame()
     return f": {in_words(frame)}" if frame else "."
 
 

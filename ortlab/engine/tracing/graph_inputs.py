@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
 
 from ortlab.engine.patching import replace, set_to
@@ -226,11 +227,11 @@ def _copy_before_run(original: Callable[..., Any]) -> Callable[..., Any]:
                 self._ortlab_written.append((tensor, part.index + number))
                 if found.get(names[place]) is tensor:
                     found[names[place]] = tensor.clone()
-            present = StateWrites(self._flattened_module).state() if part.state else {}
             for number, name in enumerate(part.state, len(part.places)):
-                self._ortlab_written.append((present[name].detach(), part.index + number))
+                present = attrgetter(name)(self._flattened_module)
+                self._ortlab_written.append((present.detach(), part.index + number))
                 if name in found:
-                    found[name] = present[name].clone()
+                    found[name] = present.clone()
         return found
 
     return construct_inputs

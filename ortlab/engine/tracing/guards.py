@@ -209,7 +209,7 @@ class _Noting(TorchFunctionMode):
 
     def _called(self, function: Any, args: Any, kwargs: Any, *, indexes: bool) -> Any:
         """Call a function, and note the sizes among its arguments that it reads as Python does."""
-        numbers = [] if indexes else _numbers_in((*args[1:], kwargs))
+        numbers = [] if indexes else [one for one in flat((args[1:], kwargs)) if _is_number(one)]
         used = [*map(_uses, numbers)]
         with with_attributes(self, (), _indexes=indexes):
             result = function(*args, **kwargs)
@@ -226,9 +226,7 @@ class _Noting(TorchFunctionMode):
         return tuple(map(self._number, given))
 
     def _number(self, one: Any) -> Any:
-        if not isinstance(one, torch.Tensor) or not _numbers_in([one]):
-            return one
-        if self.origins.of(one) is not Origin.SIZES:
+        if not _is_number(one) or self.origins.of(one) is not Origin.SIZES:
             return one
         self.note(one, "__int__")
         with not_traced():
@@ -307,18 +305,16 @@ class _Noting(TorchFunctionMode):
         self.sizes.append(SizeRead(place, how, found, internals._get_value_trace(kept).unique()))
 
 
-def _numbers_in(value: Any) -> list[torch.Tensor]:
-    """Return the whole numbers of a trace, as sizes are, among the arguments of a function."""
-    return [
-        one
-        for one in flat(value)
-        if isinstance(one, torch.Tensor)
-        and one.dtype is torch.int64
-        and not one.dim()
+def _is_number(value: Any) -> bool:
+    """Tell whether a value is a whole number of a trace, as sizes are."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dtype is torch.int64
+        and not value.dim()
         and not torch._C._functorch.is_functorch_wrapped_tensor(
-            one
-        )  # inside torch.vmap, which has no value of a trace
-    ]
+            value
+        )  # one of torch.vmap has no value in a trace
+    )
 
 
 def _uses(tensor: torch.Tensor) -> int:

@@ -21,7 +21,14 @@ import torch
 from ortlab.engine.patching import with_attributes
 from ortlab.engine.random_state import GENERATORS, put_state, state_of
 from ortlab.engine.tracing.baked_in import global_names
-from ortlab.engine.tracing.source_lines import ORTLAB, TORCH, is_model_code, words_of
+from ortlab.engine.tracing.source_lines import (
+    ORTLAB,
+    TORCH,
+    in_words,
+    is_model_code,
+    model_frame,
+    words_of,
+)
 from ortlab.engine.tracing.traced_values import is_certain_of_uniform
 from ortlab.errors import BuildError
 
@@ -191,10 +198,8 @@ class _Drawn:
 
 
 def _refuse_here() -> NoReturn:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not is_model_code(frame.f_code.co_filename):
-        frame = frame.f_back
-    refuse("" if frame is None else words_of(frame.f_code.co_filename, frame.f_lineno))
+    frame = model_frame()
+    refuse("" if frame is None else in_words(frame))
 
 
 def _stand_ins(module: Any) -> dict[str, Callable[..., Any]]:

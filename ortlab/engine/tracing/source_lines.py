@@ -70,6 +70,12 @@ def caller_outside(*folders: str) -> FrameType | None:
     return next((frame for frame in frames if not frame.f_code.co_filename.startswith(folders)), None)
 
 
+def model_frame() -> FrameType | None:
+    """Return the innermost frame of the model's code; None if there is none."""
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
+    return next((frame for frame in frames if is_model_code(frame.f_code.co_filename)), None)
+
+
 def in_words(frame: FrameType) -> str:
     """Return file, line and source of what a frame executes."""
     return words_of(frame.f_code.co_filename, frame.f_lineno)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import subprocess
 
 import pytest
 import torch
@@ -263,8 +264,6 @@ def test_an_export_from_the_disk_writes_too(tmp_path):
         "    model(torch.ones(2, 4)).sum().backward()\n"
         "print(model.mean.tolist(), lab.status.executed_by)\n"
     )
-    import subprocess
-
     said = [
         subprocess.run(python(script, tmp_path / "cache"), check=True, capture_output=True, text=True).stdout
         for _ in range(2)
