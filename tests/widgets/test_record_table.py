@@ -122,6 +122,15 @@ def test_intents_are_passed_on_and_the_table_is_drawn_again_even_if_nothing_chan
     assert table.table["drawn"] == before + 5
 
 
+def test_a_slide_is_answered_after_its_table(table, monkeypatch):
+    sent = []
+    monkeypatch.setattr(table, "send", lambda message: sent.append((message, table.table["drawn"])))
+    before = table.table["drawn"]
+    tell(table, "slide", "batch", 8)  # without a mark: nobody waits for an answer
+    table._handle_custom_msg({"do": "slide", "with": ["batch", 9], "asked": "k3"}, [])
+    assert sent == [({"answered": "k3"}, before + 2)]
+
+
 def test_order_and_filter_outlive_new_content(table):
     tell(table, "sort", "weight")
     tell(table, "filter", "p")

@@ -152,7 +152,7 @@ class RecordTable(Part, Generic[Record]):
         self.draw()
 
     def _told(self, _widget: object, message: Any, _buffers: object) -> None:
-        """Do what the browser asks for, and draw again: a refused tick has to be taken back there, too."""
+        """Do what the browser asks for, draw again (a refused tick has to be taken back there, too), and answer."""
         acts: dict[str, Callable[..., None] | None] = {
             "sort": self.sort,
             "filter": self.filter,
@@ -169,6 +169,8 @@ class RecordTable(Part, Generic[Record]):
                 act(*message["with"])
         finally:
             self.draw()
+            if "asked" in message:
+                self.send({"answered": message["asked"]})
 
     # ---- what is drawn ----------------------------------------------------------------------------------------
 

@@ -3,6 +3,8 @@
 
 const FILTER_PAUSE = 200; // ms without a key before the filter is sent
 
+const unique = () => Math.random().toString(36).slice(2);
+
 function make(tag, props = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(props)) {
@@ -144,22 +146,23 @@ export function render({ model, el }, { unpack }) {
     return made;
   }
 
-  // A slider moves on while the kernel works; what it shows last is sent when the answer has come.
+  // A slider moves on while the kernel works: what it shows last is sent when its answer has come, and a table that was
+  // sent before that, for something else, does not move it back.
   function slider(one) {
-    const id = `${one.key}-${Math.random().toString(36).slice(2)}`;
+    const id = `${one.key}-${unique()}`;
     const range = make("input", { type: "range", id, "data-at": `range ${one.key}` });
     const number = make("input", {
       type: "number",
       "aria-label": `${one.label}, as a number`,
       "data-at": `number ${one.key}`,
     });
-    const state = { range, number, waiting: false, wanted: null };
+    const state = { range, number, asked: null, wanted: null };
     state.ask = (value) => {
       number.value = range.value = value;
-      if (state.waiting) state.wanted = value;
+      if (state.asked !== null) state.wanted = value;
       else {
-        state.waiting = true;
-        send("slide", one.key, value);
+        state.asked = unique();
+        model.send({ do: "slide", with: [one.key, value], asked: state.asked });
       }
     };
     range.addEventListener("input", () => state.ask(range.valueAsNumber));
@@ -181,11 +184,8 @@ export function render({ model, el }, { unpack }) {
     }
     for (const one of wanted) {
       const state = sliders.get(one.key);
-      state.waiting = false;
       for (const input of [state.range, state.number]) Object.assign(input, { min: one.low, max: one.high });
-      if (state.wanted !== null && state.wanted !== one.value) state.ask(state.wanted);
-      else state.range.value = state.number.value = one.value;
-      state.wanted = null;
+      if (state.asked === null) state.range.value = state.number.value = one.value;
     }
     sliderBox.hidden = wanted.length === 0;
   }
@@ -251,10 +251,21 @@ export function render({ model, el }, { unpack }) {
     }
   }
 
+  function answered(message) {
+    const state = [...sliders.values()].find((one) => one.asked !== null && one.asked === message.answered);
+    if (!state) return;
+    const next = state.wanted;
+    state.asked = state.wanted = null;
+    if (next === null) draw();
+    else state.ask(next);
+  }
+
   model.on("change:table", draw);
+  model.on("msg:custom", answered);
   draw();
   return () => {
     clearTimeout(typing);
     model.off("change:table", draw);
+    model.off("msg:custom", answered);
   };
 }
