@@ -1,9 +1,14 @@
-"""What PyTorch refuses in a backward pass is refused for a wrapped model, too.
+"""A backward pass of a wrapped model refuses what PyTorch refuses, and gives no gradient where PyTorch gives none.
 
 The autograd node of 1.19.2 (``_training_manager.py``, `_ORTModuleFunction`) tells autograd of one output, and of no
 input, that its backward reads it. So where a weight, a batch or an output is written to between forward and backward,
 gradients are computed with the new values, without a word. A second backward through one forward ends in an
 AttributeError, and the gradient of a gradient (`create_graph=True`) is lost.
+
+Where no gradient comes for an output, as for one of two heads, 1.19.2 takes zeros for it, and so the head's weights get
+a gradient of zeros: an optimizer with momentum or weight decay then moves weights that it leaves alone in PyTorch. And
+where the derivative behind such an output is infinite, as that of a logarithm of 0, zero times infinity is not a number
+and goes on into what the loss does reach: then the backward is refused.
 
 With `mem_efficient_grad_mgmt`, 1.19.2 makes the parameters outputs of an autograd Function whose backward accumulates
 the gradient at once (``_mem_efficient_grad_mgmt.py``), so that gradients reach PyTorch one by one while the backward
@@ -18,18 +23,20 @@ import ctypes
 import itertools
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
+from ortlab.engine.passes.graph_edits import GraphFacts, aten_operator, attributes_of, has_inner_graphs
 from ortlab.engine.patching import replace, set_to
 from ortlab.engine.tracing.graph_inputs import advanced_by_graph
 from ortlab.errors import ExecutionError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     import onnx
 
@@ -41,11 +48,44 @@ _SAME_MEMORY: Final = frozenset(
 
 _WITHOUT_VALUES: Final = frozenset({"Shape", "Size"})
 
+_RETRIEVES: Final = b".RetrieveParameter_"
+"""In the names of the Functions with which a graph fetches its parameters itself."""
+
+
+class _Unasked(NamedTuple):
+    """What only those outputs of a model lead to that no gradient was given for."""
+
+    inputs: frozenset[int] = frozenset()  # of the graph, by their numbers
+    retrieved: frozenset[str] = frozenset()  # parameters that the graph fetches itself
+    steep: str = ""  # a node whose derivative may be infinite, and its line
+
+    def left_out_of(self, found: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        """Return the other gradients, which have to be numbers where a derivative may be infinite."""
+        kept = tuple(None if number in self.inputs else one for number, one in enumerate(found))
+        if self.steep and any(one is not None and bool(one.isnan().any()) for one in kept):
+            raise ExecutionError(
+                f"Gradients are not numbers, and {self.steep}, may be why: no gradient was given for what it computes.",
+                why="ONNX Runtime takes zeros there, and zero times an infinite derivative is not a number. PyTorch "
+                "goes no such way.",
+                fix="Return that output detached (.detach()), or let PyTorch run the model: lab.set(engine='eager').",
+            )
+        return kept
+
+
+_NOTHING: Final = _Unasked()
+_STEEP: Final = frozenset(
+    "Acos Acosh Asin ATen Atanh Div Log Pow PythonOp Reciprocal ReduceL2 ReduceLogSum Sqrt".split()  # noqa: SIM905
+)
+"""Operators whose derivative may be infinite."""
+
 
 class GuardedBackward:
     """Mixin of ORTModule's training manager: its autograd nodes refuse in backward what PyTorch refuses."""
 
     recomputes = False
+    lines: Mapping[str, str]
+    # Of the graph that is built, by which outputs a gradient was given for.
+    _known_unasked: tuple[onnx.ModelProto, dict[tuple[bool, ...], _Unasked]]
     _onnx_models: Any
     _graph_info: Any
     _graph_transition_manager: Any
@@ -81,13 +121,57 @@ class GuardedBackward:
                     raise _changed(ctx.versions, error) from error
                 # 1.19.2 would read them again, which torch.utils.checkpoint refuses.
                 read = SimpleNamespace(run_info=ctx.run_info, saved_tensors=())
-                found = function.backward(read, *gradients)
+                unasked = manager._unasked_by(gradients)
+                with set_to(_unasked, unasked.retrieved) if unasked.retrieved else nullcontext():
+                    found = function.backward(read, *gradients)
+                if unasked is not _NOTHING:
+                    found = unasked.left_out_of(found)
                 if torch.is_grad_enabled():  # create_graph=True
                     anchor = torch.zeros((), requires_grad=True)
                     return _FirstDerivative.apply(anchor, *found)  # type: ignore[no-untyped-call]
                 return found
 
         return _ORTModuleFunction
+
+    def _unasked_by(self, gradients: Sequence[torch.Tensor | None]) -> _Unasked:
+        """Say what has no gradient where some of the outputs have none."""
+        if all(gradient is not None for gradient in gradients):
+            return _NOTHING
+        model = self._onnx_models.optimized_model
+        known = getattr(self, "_known_unasked", None)
+        if known is None or known[0] is not model:
+            known = self._known_unasked = (model, {})
+        given = tuple(gradient is not None for gradient in gradients)
+        if given not in known[1]:
+            known[1][given] = self._led_to_by_none(given)
+        return known[1][given]
+
+    def _led_to_by_none(self, given: Sequence[bool]) -> _Unasked:
+        info = self._graph_transition_manager._post_export_processed_model_info
+        forward = info._post_export_processed_model
+        names = self._graph_info.user_output_names
+        known = {value.name for value in forward.graph.output}
+        # What an inner graph reads of the values outside is not followed.
+        if has_inner_graphs(forward.graph) or not known.issuperset(names):
+            return _NOTHING
+        facts = GraphFacts(forward)
+        left_out = facts.leading_out - facts.leading_to(itertools.compress(names, given))
+        retrieved = {
+            node.output[1]
+            for node in forward.graph.node
+            if _RETRIEVES in attributes_of(node).get("func_name", b"")
+        }
+        inputs = enumerate(info.onnx_graph_input_names)
+        unasked = _Unasked(
+            frozenset(number for number, name in inputs if name in left_out),
+            frozenset(left_out & retrieved),
+            next((self._placed(node) for node in forward.graph.node if _is_steep(node, left_out)), ""),
+        )
+        return unasked if any(unasked) else _NOTHING
+
+    def _placed(self, node: onnx.NodeProto) -> str:
+        line = self.lines.get(node.name, "")
+        return f"{aten_operator(node) or node.op_type} at {line}" if line else node.name
 
     def _read(self, inputs: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
         """Return name and tensor of the inputs that the backward reads."""
@@ -120,6 +204,11 @@ class _FirstDerivative(torch.autograd.Function):
             why="ONNX Runtime computes first derivatives only.",
             fix="Use PyTorch for such steps, as a gradient penalty or a Hessian needs: lab.set(engine='eager').",
         )
+
+
+def _is_steep(node: onnx.NodeProto, values: Collection[str]) -> bool:
+    """Say whether a node makes one of these values with a derivative that may be infinite."""
+    return node.op_type in _STEEP and any(name in values for name in node.output)
 
 
 def read_in_backward(model: onnx.ModelProto) -> set[str]:
@@ -175,6 +264,7 @@ def _changed(
 
 _exported: Final[ContextVar[torch.nn.Module | None]] = ContextVar("exported", default=None)
 _numbers: Final = itertools.count(1)
+_unasked: Final[ContextVar[frozenset[str]]] = ContextVar("unasked", default=_NOTHING.retrieved)
 
 
 def install() -> None:
@@ -247,13 +337,15 @@ def _retrieve_present_parameters(_original: Callable[..., Any]) -> Callable[...,
         }
 
         def forward(ctx: Any, _trigger: torch.Tensor, name: str) -> torch.nn.Parameter:
-            parameter = ctx.parameter = parameters[name].value()
+            parameter = parameters[name].value()
+            ctx.name, ctx.parameter = name, parameter
             if getattr(parameter, "_post_accumulate_grad_hooks", None):
                 raise _hooked(parameters[name].path)
             return parameter
 
         def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-            ctx.parameter.backward(gradient)
+            if ctx.name not in _unasked.get():
+                ctx.parameter.backward(gradient)
             return trigger_gradient, None
 
         def infer_shape(node: Any, _shapes: Any, _types: Any) -> tuple[list[Any], list[Any]]:

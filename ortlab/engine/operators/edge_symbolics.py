@@ -72,6 +72,7 @@ def symbolics() -> dict[str, Symbolic]:
         vector_norm(plain_symbolic("linalg_vector_norm")), plain_symbolic("linalg_vector_norm")
     )
     functions["pow"] = power(plain_symbolic("pow"))
+    functions["dropout"] = dropped(plain_symbolic("dropout"))
     functions["floor_divide"] = rounded_down(plain_symbolic("floor_divide"))
     functions |= {name: rounded_down(plain_symbolic(name)) for name in ("__rshift_", "bitwise_right_shift")}
     functions["add"] = added_masks(plain_symbolic("add"))
@@ -206,6 +207,18 @@ def power(plain: Symbolic) -> Symbolic:
                 root = g.op("Sqrt", x).setType(x.type())
                 return root if number > 0 else g.op("Reciprocal", root).setType(x.type())
         return plain(g, x, exponent)
+
+    return symbolic
+
+
+def dropped(plain: Symbolic) -> Symbolic:
+    """Return the symbolic function of a dropout, which may drop everything; ONNX Runtime's may not."""
+
+    def symbolic(g: Any, x: Any, rate: Any, train: Any) -> Any:
+        dtype = _DTYPES.get(x.type().scalarType())
+        if dtype is not None and constant(train, "i") and constant(rate, "f") == 1:
+            return g.op("Mul", x, _scalar(g, 0.0, dtype)).setType(x.type())
+        return plain(g, x, rate, train)
 
     return symbolic
 

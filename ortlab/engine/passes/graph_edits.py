@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Final, TypeAlias
 
@@ -67,15 +67,22 @@ class GraphFacts:
         # Values that a node or the caller of the graph reads.
         self.consumed = {name for node in graph.node for name in node.input}
         self.consumed.update(value.name for value in graph.output)
-        # Values from which a gradient may come: an output of the graph depends on them, without an integer and without
-        # a `detach` in between.
-        self.leading_out = {value.name for value in graph.output}
-        for node in reversed(graph.node):  # a graph is in topological order, as ONNX demands
-            if aten_operator(node) != STOP and not self.leading_out.isdisjoint(node.output):
-                self.leading_out.update(name for name in node.input if name and self._is_float(name))
+        self._graph = graph
+        self.leading_out = self.leading_to(value.name for value in graph.output)
         for node in graph.node:
             if aten_operator(node) != STOP and not self.differentiable.isdisjoint(node.input):
                 self.differentiable.update(name for name in node.output if name and self._is_float(name))
+
+    def leading_to(self, outputs: Iterable[str]) -> set[str]:
+        """Return the values to which a gradient of one of these may come.
+
+        It depends on them without an integer and without a `detach` in between.
+        """
+        found = set(outputs)
+        for node in reversed(self._graph.node):  # a graph is in topological order, as ONNX demands
+            if aten_operator(node) != STOP and not found.isdisjoint(node.output):
+                found.update(name for name in node.input if name and self._is_float(name))
+        return found
 
     def vector(self, name: str) -> list[int] | None:
         """Return the integers of a constant, also of one that an Unsqueeze makes a vector; None if it is computed."""

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ortlab
-from ortlab.errors import BuildError
+from ortlab.errors import BuildError, ExecutionError
 
 pytestmark = [
     pytest.mark.usefixtures("ortmodule"),
@@ -469,3 +469,80 @@ def test_assigning_data_that_is_there_already_is_nothing_to_refuse(nets, with_or
     for model in (reference, wrapped):
         model(x).backward()
     torch.testing.assert_close(module.before.weight.grad, reference.before.weight.grad)
+
+
+class Heads(nn.Module):
+    """A trunk, a head, one through a Function, an output that needs no gradient, and one of the argument alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.first, self.second = nn.Linear(6, 8, bias=False), nn.Linear(8, 3), nn.Linear(8, 2)
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        h = self.norm(self.trunk(x))
+        return self.first(h), Doubled.apply(self.second(h)), h.argmax(-1), x * 1
+
+
+@pytest.mark.parametrize("switches", [{}, {"mem_efficient_grad_management": True}, {"recompute": ["norm"]}])
+@pytest.mark.filterwarnings("ignore::ortlab.errors.PlanWarning")
+def test_what_a_loss_of_one_head_does_not_reach_has_no_gradient_and_stays(switches):
+    torch.manual_seed(1)
+    plain = Heads()
+    ours = copy.deepcopy(plain)
+    ortlab.wrap(ours, **switches)
+    optimizers = [torch.optim.AdamW(net.parameters(), 0.1, weight_decay=0.1) for net in (plain, ours)]
+    for head in (0, 1, 1, 0, 3):
+        x = torch.randn(5, 6, requires_grad=True)
+        for net, optimizer in zip((plain, ours), optimizers, strict=True):
+            optimizer.zero_grad()
+            net(x)[head].square().sum().backward()
+            optimizer.step()
+        for (name, one), other in zip(plain.named_parameters(), ours.parameters(), strict=True):
+            assert (one.grad is None) == (other.grad is None), (head, name)
+            torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4)
+
+
+class Logged(nn.Module):
+    """A head, and an output whose derivative is infinite where an entry of the trunk's is not positive."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        h = self.trunk(x)
+        return self.head(h), h.clamp(min=0).log()
+
+
+def test_an_infinite_derivative_behind_an_output_that_the_loss_leaves_out_is_refused_by_line():
+    model = Logged()
+    lab = ortlab.wrap(model)
+    x = torch.linspace(-1, 1, 30).reshape(5, 6)
+    with pytest.raises(ExecutionError, match=rf"Log at {__file__}:\d+, may be why") as refused:
+        model(x)[0].sum().backward()
+    assert "detach" in refused.value.fix
+    with torch.no_grad():
+        model.trunk.bias.fill_(100.0)  # then all logarithms are finite
+    model(x)[0].sum().backward()
+    assert model.trunk.weight.grad.isfinite().all()
+    with torch.no_grad():
+        model.trunk.weight.fill_(
+            torch.nan
+        )  # a loss of all outputs leaves nothing out, and nothing is refused
+    sum(one.sum() for one in model(x)).backward()
+    assert model.trunk.weight.grad.isnan().any()
+    lab.unwrap()
+
+
+def test_dropping_everything_gives_zeros_and_passes_a_gradient_of_zeros():
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Linear(6, 4), nn.Dropout(1.0), nn.Linear(4, 4))
+    ours = copy.deepcopy(plain)
+    ortlab.wrap(ours)
+    x = torch.randn(5, 6)
+    for net in (plain, ours):
+        net(x).sum().backward()
+    for one, other in zip(plain.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad)
+    assert not ours[0].weight.grad.any()
