@@ -181,12 +181,15 @@ class Execution(ExecutionView):
             try:
                 manager._build_graph(config)
             except RuntimeError as error:
-                if not config.enable_compute_optimizer or _COMPUTE_OPTIMIZER not in str(error):
+                if not config.enable_compute_optimizer:
                     raise
-                self.log.add("WARNING", ORTLAB, _WITHOUT_COMPUTE_OPTIMIZER)
                 config.enable_compute_optimizer = False
                 manager._initialize_graph_builder(self._info_for_graph(args, kwargs))
-                manager._build_graph(config)
+                try:
+                    manager._build_graph(config)
+                except RuntimeError:
+                    raise error from None
+                self.log.add("WARNING", ORTLAB, _WITHOUT_COMPUTE_OPTIMIZER)
         return BuiltGraph(
             options=self.options,
             forward=bytes(manager._graph_builder.get_forward_model()),
@@ -409,12 +412,10 @@ class Execution(ExecutionView):
         return frozenset(inert)
 
 
-_COMPUTE_OPTIMIZER: Final = "optimizer/compute_optimizer/"
-"""Folder of ONNX Runtime's source whose checks stop a build: at a size that nothing names, at a slice along an axis
-that counts from the end, at operands of unlike rank (``upstream_gather_actors.cc``)."""
-
+# Its checks stop a build at a size that nothing names, or at a slice along an axis that counts from the end
+# (``upstream_gather_actors.cc``); where it loses a shape, the gradient's do (``gradient_builder_base.cc``).
 _WITHOUT_COMPUTE_OPTIMIZER: Final = (
-    "This graph is built without the compute optimizer, which stops at a shape of it: nothing is sliced ahead of "
+    "This graph is built without the compute optimizer, with which it cannot be built: nothing is sliced ahead of "
     "costly operators. With compute_optimizer=False it is not tried."
 )
 

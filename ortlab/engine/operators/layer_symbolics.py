@@ -7,6 +7,7 @@ statistics are not. All of them concern training alone; a graph for inference is
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial, reduce
 from typing import Any, Final
 
 import torch
@@ -128,13 +129,22 @@ def instance_norm(g: Any, x: Any, weight: Any, bias: Any, *args: Any) -> Any:
 
 
 def group_norm(aten_group_norm: Symbolic) -> Symbolic:
-    """Return the symbolic function of ``aten::group_norm``: as ORT exports it, also for a layer without weights."""
-    # ``_custom_op_symbolic_registry.group_norm`` leaves such a layer to torch, which emits InstanceNormalization.
+    """Return the symbolic function of ``aten::group_norm``: as ORT exports it, also for no weights and no rows."""
+    # ``_custom_op_symbolic_registry.group_norm`` leaves a layer without weights to torch, which emits
+    # InstanceNormalization. It divides by the number of rows to get that of places: of no rows, as an expert may have,
+    # that ends the process.
 
-    def symbolic(g: Any, x: Any, groups: Any, weight: Any, bias: Any, *args: Any) -> Any:
+    def symbolic(g: Any, x: Any, groups: Any, weight: Any, bias: Any, eps: Any, *args: Any) -> Any:
         if is_none(weight):
             weight, bias = _neutral(g, x)
-        return aten_group_norm(g, x, groups, weight, bias, *args)
+        rank = x.type().dim()
+        if rank is None:
+            return aten_group_norm(g, x, groups, weight, bias, eps, *args)
+        shape = g.op("Shape", x)
+        rows, channels, *sides = (g.op("Gather", shape, int64(g, axis), axis_i=0) for axis in range(rank))
+        places = reduce(partial(g.op, "Mul"), sides) if sides else int64(g, 1)
+        given = (x, weight, bias, rows, channels, places, groups, g.op("Cast", eps, to_i=1))
+        return aten(g, "native_group_norm", *given, outputs=3)[0].setType(x.type())
 
     return symbolic
 

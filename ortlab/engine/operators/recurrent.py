@@ -227,7 +227,7 @@ def _states_before(h: Tensor, y: Tensor, reverse: int) -> Tensor:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return torch.addmm(bias, x.flatten(0, 1), weight.t()).view(*x.shape[:2], -1)
+    return torch.addmm(bias, x.flatten(0, 1), weight.t()).view(*x.shape[:2], weight.shape[0])
 
 
 def _outer(a: Tensor, b: Tensor) -> Tensor:

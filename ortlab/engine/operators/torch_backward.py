@@ -50,6 +50,10 @@ SMALLEST_WEIGHT: Final = 2**16
 
 _MATRIX: Final = 2
 _PRODUCTS: Final = frozenset({"Gemm", "MatMul", "FusedMatMul"})
+_CHOOSING: Final = frozenset(
+    {"Compress", "NonZero", "Unique", "masked_select", "nonzero", "unique_dim", "_unique2"}
+)
+"""Operators of ONNX and torch whose results are as many as there are entries of a kind."""
 _MASKED: Final = frozenset({"DropoutGrad", "Where"})
 """What may stand between a product and the gradient of a softmax; its result has memory of its own as well."""
 
@@ -139,6 +143,8 @@ class _FasterChoice:
                 self._readers.setdefault(name, []).append(node)
         self._outputs = {value.name for value in model.graph.output}
         self._constants = {tensor.name: tensor for tensor in model.graph.initializer}
+        # ORT's Gemm refuses to add up no rows, as those of an expert that no word is sent to.
+        self._rows_may_be_none = any(map(_counts_entries, model.graph.node))
         self._instead: dict[str, onnx.NodeProto] = {}
         self._yielded: list[str] = []
         self.free_outputs: list[int] = []
@@ -191,7 +197,7 @@ class _FasterChoice:
 
     def _product_of_rows(self, node: onnx.NodeProto, a: str, b: str) -> None:
         shape = self._facts.shapes.get(node.output[0])
-        if shape is None or not self._is_large(shape):
+        if shape is None or not (self._is_large(shape) or (self._rows_may_be_none and len(shape) == _MATRIX)):
             return
         rows = [self._before_flattening(name, width) for name, width in zip((a, b), shape, strict=True)]
         reader = self._only_reader(node.output[0])
@@ -376,6 +382,12 @@ class _FasterChoice:
         if producer is not None and producer.op_type == "Constant":
             tensor = attributes_of(producer).get("value")
         return tensor is not None and not numpy_helper.to_array(tensor).any()
+
+
+def _counts_entries(node: onnx.NodeProto) -> bool:
+    """Say whether a result of a node has as many rows as there are entries of a kind, which may be none."""
+    operator = aten_operator(node).removeprefix("aten::") or node.op_type
+    return operator in _CHOOSING or (operator == "where" and len(node.input) == 1)
 
 
 def _turns_a_matrix(node: onnx.NodeProto) -> bool:

@@ -19,7 +19,6 @@ from ortlab.engine.passes.chunked_loss import chunk_losses
 from ortlab.engine.passes.graph_edits import (
     ATEN,
     FLOAT_TYPES,
-    LOSSES,
     NEEDING_GRADIENT,
     STOP,
     GraphAdditions,
@@ -27,6 +26,15 @@ from ortlab.engine.passes.graph_edits import (
     aten_operator,
     attributes_of,
     nodes_of,
+)
+from ortlab.engine.passes.isolation import (
+    isolate_choices,
+    isolate_inputs,
+    isolate_joined,
+    isolate_losses_of_bfloat16,
+    isolate_ranges,
+    isolate_readers,
+    level_operands,
 )
 from ortlab.engine.passes.rms_norms import join_rms_norms
 from ortlab.engine.patching import replace
@@ -106,8 +114,11 @@ def _run_passes(original: Callable[[onnx.ModelProto], onnx.ModelProto]) -> Calla
             lift_vector_products,
             slice_partly_used_splits,
             isolate_choices,
+            isolate_readers,
+            level_operands,
             isolate_losses_of_bfloat16,
             isolate_inputs,
+            isolate_joined,
             isolate_ranges,
             broadcast_where,
             tie_gradient_inputs,
@@ -417,89 +428,3 @@ def slice_partly_used_splits(model: onnx.ModelProto) -> bool:
             additions.node(node, "Slice", [node.input[0], start, end, axes, one], output)
         additions.drop(node)
     return additions.apply()
-
-
-def isolate_choices(model: onnx.ModelProto) -> bool:
-    """Keep ORT's optimizers away from a Slice or a Gather that they get wrong; say whether the model changed."""
-    # ``UpStreamGatherGraphTransformer`` of 1.19.2 (``core/optimizer/compute_optimizer/upstream_gather.cc``) moves a
-    # choice along the last axis towards the inputs, and fails for an operand with fewer dimensions, such as the bias of
-    # a linear layer: ``linear(x)[..., :n]`` does not build. ``GatherSliceToSplitFusion`` joins the choices from one
-    # value into a Split, whose gradient is wrong if one of them needs none (see `slice_partly_used_splits`). Both are
-    # stopped by a pair of nodes in front that only change the shape, which copies nothing.
-    facts, additions = GraphFacts(model), GraphAdditions(model)
-    for node in nodes_of(model, "Slice", "Gather"):
-        if node.input[0] not in facts.differentiable:
-            continue
-        leads_out = node.output[0] in facts.leading_out
-        if leads_out and not _ends_a_broadcast(facts, node):
-            continue
-        stem = f"{node.output[0]}_isolated"
-        # Equal pairs in front of both kinds would be merged into one.
-        node.input[0] = additions.apart(node, node.input[0], stem, 0 if leads_out else -1)
-    return additions.apply()
-
-
-def isolate_losses_of_bfloat16(model: onnx.ModelProto) -> bool:
-    """Keep the filter of ignored labels behind the Cast from bfloat16; say whether the model changed."""
-    # ``InsertGatherBeforeSceLoss`` of 1.19.2 lets the loss see only the rows whose label counts, and ``UpStreamGather``
-    # moves that choice ahead of the Cast that autocast puts in front of a loss. No kernel computes its gradient in
-    # bfloat16 on the CPU ("Could not find an implementation for GatherGrad(1)"). A pair of nodes that only change the
-    # shape stops it, as in `isolate_choices`.
-    facts, additions = GraphFacts(model), GraphAdditions(model)
-    for node in model.graph.node:
-        cast = facts.producers.get(node.input[0]) if node.op_type in LOSSES else None
-        if cast is None or cast.op_type != "Cast":
-            continue
-        if facts.element_types.get(cast.input[0]) in {TensorProto.BFLOAT16, None}:
-            node.input[0] = additions.apart(node, node.input[0], f"{node.output[0]}_isolated")
-    return additions.apply()
-
-
-def isolate_inputs(model: onnx.ModelProto) -> bool:
-    """Put a pair of nodes between an input and what 1.19.2 cannot read it with; say whether the model changed."""
-    # Where a node reads an input in need of a gradient twice, as in ``x * x``, both gradients get one name ("Duplicate
-    # definition of name", ``gradient_graph_builder.cc``). Where a loss reads one, the optimizer that leaves out ignored
-    # labels ends the process, since it looks for what has made the scores. The pair only changes the shape.
-    facts, additions = GraphFacts(model), GraphAdditions(model)
-    inputs = {value.name for value in model.graph.input}
-    for node in model.graph.node:
-        read = [name for name in node.input if name in inputs and name in facts.differentiable]
-        for name in dict.fromkeys(read):
-            if read.count(name) == 1 and not (node.op_type in LOSSES and node.input[0] == name):
-                continue
-            apart = additions.apart(node, name, f"{node.output[0]}_apart_{name}")
-            node.input[:] = [apart if one == name else one for one in node.input]
-    return additions.apply()
-
-
-def isolate_ranges(model: onnx.ModelProto) -> bool:
-    """Keep a choice of positions that may count down, or from the end, a Gather; say whether the model changed."""
-    # ``GatherToSliceFusion`` of 1.19.2 makes a Slice of each Gather by a Range, and bounds of a Slice below zero mean
-    # something else: ``x[:, torch.arange(n - 1, -1, -1)]`` chose nothing.
-    facts, additions = GraphFacts(model), GraphAdditions(model)
-    for node in nodes_of(model, "Gather"):
-        name = node.input[1]
-        producer = facts.producers.get(name)
-        while producer is not None and producer.op_type in {"Cast", "Identity"}:
-            name = producer.input[0]
-            producer = facts.producers.get(name)
-        if producer is None or producer.op_type != "Range":
-            continue
-        start, step = (facts.scalar(producer.input[index]) for index in (0, 2))
-        if start is None or start < 0 or step is None or step < 0:
-            node.input[1] = additions.apart(node, node.input[1], f"{node.output[0]}_positions")
-    return additions.apply()
-
-
-def _ends_a_broadcast(facts: GraphFacts, node: onnx.NodeProto) -> bool:
-    """Say whether a node chooses along the last axis of the result of an operator whose operands differ in rank."""
-    rank = facts.ranks.get(node.input[0], 0)
-    producer = facts.producers.get(node.input[0])
-    if producer is None or all(facts.ranks.get(name, 0) == rank for name in producer.input):
-        return False
-    if node.op_type == "Gather":
-        axes: list[int] | None = [attributes_of(node).get("axis", 0)]
-    else:
-        _, _, _, *named = node.input
-        axes = facts.vector(named[0]) if named else None
-    return axes is None or any(axis in {-1, rank - 1} for axis in axes)

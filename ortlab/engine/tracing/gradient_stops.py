@@ -27,7 +27,14 @@ from ortlab.engine.patching import replace
 from ortlab.engine.tracing.graph_inputs import STATE_WRITES, give_out
 from ortlab.engine.tracing.source_lines import in_words, model_frame
 from ortlab.engine.tracing.taps import is_tracing
-from ortlab.engine.tracing.traced_writes import ExpandedWrites, TracedWrites, memory, tensors_in, translatable
+from ortlab.engine.tracing.traced_writes import (
+    ExpandedWrites,
+    TracedWrites,
+    assign,
+    memory,
+    tensors_in,
+    translatable,
+)
 from ortlab.errors import BuildError
 
 if TYPE_CHECKING:
@@ -277,11 +284,12 @@ class TracedStops(TorchFunctionMode):
         """Call a function with tensors that show what was written to their memory, and note what it writes."""
         given = list(tensors_in((args, kwargs)))
         args, kwargs = _without_flags(function, args, kwargs, given)
+        call = function
         if getattr(function, "__name__", "") == "__setitem__" and is_tracing():
-            args = (args[0], *translatable(*args))
+            args, call = (args[0], *translatable(*args)), assign
         if written is not None:
             self.refresh(given)
-        result = function(*args, **kwargs)
+        result = call(*args, **kwargs)
         results = list(tensors_in(result))
         if written is not None:
             self._writes.note_write(written)

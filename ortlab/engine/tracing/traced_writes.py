@@ -403,6 +403,20 @@ def translatable(x: torch.Tensor, index: Any, values: Any) -> tuple[Any, Any]:
     return index, values
 
 
+def assign(x: torch.Tensor, index: Any, values: Any) -> None:
+    """Assign as ``x[index] = values``, whatever number of places a mask chooses."""
+    # torch takes leading dimensions of one away, in a shape that the graph then has for good: where a mask chose one
+    # place in the first batch, it would have to in all others.
+    places = index if isinstance(index, tuple) else (index,)
+    if isinstance(values, torch.Tensor) and all(isinstance(one, torch.Tensor) for one in places):
+        numbered = [one.dim() if _is_of_numbers(one) else 1 for one in places]
+        consumed = sum(1 if _is_of_numbers(one) else one.dim() for one in places)
+        if 0 < values.dim() <= x.dim() - consumed + max(numbered):
+            x.index_put_(places, values.to(x.dtype))
+            return
+    x[index] = values
+
+
 def _in_full(x: torch.Tensor, places: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return places without an ellipsis, and without the whole dimensions at the end."""
     ellipses = [place for place, one in enumerate(places) if one is ...]
