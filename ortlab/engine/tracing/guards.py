@@ -131,6 +131,13 @@ def _give_out_reads(original: Callable[..., Any]) -> Callable[..., Any]:
                 clocks = Clocks(reached)
                 with clocks.followed(), _Noting(clocks) as noting, noting.methods_replaced():
                     outputs = original(self, *args)
+                if noting.failed:
+                    raise BuildError(
+                        f"The forward catches an error of torch: {noting.failed}",
+                        why="In every step the graph would do what the forward did then, also where torch raises none.",
+                        fix="Ask for what decides it, as in `if x.shape[0] == 3`, or let PyTorch run the model: "
+                        "lab.set(engine='eager').",
+                    )
                 reads.places, reads.values, reads.sizes = noting.places, noting.values, noting.sizes
                 reads.computation = computation_of(reads.sizes, len(args), noting.origins)
                 values += noting.tensors
@@ -163,6 +170,7 @@ class _Noting(TorchFunctionMode):
         self.values: list[float] = []
         self.sizes: list[SizeRead] = []
         self.origins = Origins()
+        self.failed = ""  # the line of a call in which torch raised an error and dropped the trace
         self._indexes = False  # on while torch takes an index, whose sizes stay symbols
 
     @contextmanager
@@ -211,8 +219,17 @@ class _Noting(TorchFunctionMode):
         """Call a function, and note the sizes among its arguments that it reads as Python does."""
         numbers = [] if indexes else [one for one in flat((args[1:], kwargs)) if _is_number(one)]
         used = [*map(_uses, numbers)]
+        internals: Any = torch._C
+        trace = internals._get_tracing_state()
         with with_attributes(self, (), _indexes=indexes):
-            result = function(*args, **kwargs)
+            try:
+                result = function(*args, **kwargs)
+            except Exception:
+                if internals._get_tracing_state() is None:
+                    frame = caller_outside(TORCH, ORTLAB)
+                    self.failed = self.failed or ("" if frame is None else in_words(frame))
+                    internals._set_tracing_state(trace)
+                raise
         for number, before in zip(numbers, used, strict=True):
             # One that no operator takes, torch has read, as the padding of a convolution.
             if _uses(number) == before:

@@ -372,3 +372,27 @@ def test_a_package_whose_name_begins_with_that_of_another_holds_code_of_the_mode
     folder = Path(package.__file__).parent
     assert is_model_code(f"{folder}vision/models/resnet.py")
     assert not is_model_code(str(folder / "models" / "resnet.py"))
+
+
+class Catching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        try:
+            return self.layer(x).view(-1, 3)
+        except RuntimeError:
+            return self.layer(x) * 2
+
+
+def test_a_forward_that_catches_an_error_of_torch_is_refused_by_line(wrap):
+    model = Catching()
+    lab = wrap(model)
+    with pytest.raises(
+        BuildError, match=r"catches an error of torch: .*test_guards.py, line \d+: return self"
+    ) as refused:
+        model(torch.randn(2, 4))
+    assert "engine='eager'" in refused.value.fix
+    lab.set(engine="eager")
+    assert model(torch.randn(2, 4)).shape == (2, 4)
