@@ -128,6 +128,17 @@ def instance_norm(g: Any, x: Any, weight: Any, bias: Any, *args: Any) -> Any:
     return aten(g, "ortlab::instance_norm", *given, outputs=3)[0].setType(x.type())
 
 
+def embedding(aten_embedding: Symbolic) -> Symbolic:
+    """Return the symbolic function of ``F.embedding``: its gradient is dense, as a graph has no sparse tensors."""
+
+    def symbolic(g: Any, weight: Any, indices: Any, padding: Any, scaled: Any, sparse: Any) -> Any:
+        if constant(sparse, "i"):
+            sparse = boolean(g, value=False)
+        return aten_embedding(g, weight, indices, padding, scaled, sparse)
+
+    return symbolic
+
+
 def group_norm(aten_group_norm: Symbolic) -> Symbolic:
     """Return the symbolic function of ``aten::group_norm``: as ORT exports it, also for no weights and no rows."""
     # ``_custom_op_symbolic_registry.group_norm`` leaves a layer without weights to torch, which emits
@@ -137,11 +148,13 @@ def group_norm(aten_group_norm: Symbolic) -> Symbolic:
     def symbolic(g: Any, x: Any, groups: Any, weight: Any, bias: Any, eps: Any, *args: Any) -> Any:
         if is_none(weight):
             weight, bias = _neutral(g, x)
-        rank = x.type().dim()
-        if rank is None:
+        dimensions = x.type().dim()
+        if dimensions is None:
             return aten_group_norm(g, x, groups, weight, bias, eps, *args)
         shape = g.op("Shape", x)
-        rows, channels, *sides = (g.op("Gather", shape, int64(g, axis), axis_i=0) for axis in range(rank))
+        rows, channels, *sides = (
+            g.op("Gather", shape, int64(g, axis), axis_i=0) for axis in range(dimensions)
+        )
         places = reduce(partial(g.op, "Mul"), sides) if sides else int64(g, 1)
         given = (x, weight, bias, rows, channels, places, groups, g.op("Cast", eps, to_i=1))
         return aten(g, "native_group_norm", *given, outputs=3)[0].setType(x.type())

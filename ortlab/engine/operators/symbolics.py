@@ -77,7 +77,7 @@ def install() -> None:
         return
     ort = {
         name: table[f"::{name}"]
-        for name in ("cross_entropy_loss", "group_norm", "layer_norm", "_convolution")
+        for name in ("cross_entropy_loss", "embedding", "group_norm", "layer_norm", "_convolution")
     }
     convolution = while_training(layers.convolution(ort["_convolution"]), ort["_convolution"])
     functions = {
@@ -93,6 +93,7 @@ def install() -> None:
         "cross_entropy_loss": cross_entropy_loss(ort["cross_entropy_loss"]),
         "cumsum": cumsum,
         "diff": diff,
+        "embedding": layers.embedding(ort["embedding"]),
         "eye": indexing.eye(plain_symbolic("eye")),
         "flip": while_training(
             indexing.left_to_torch("the gradient of a Slice backwards fails"), plain_symbolic("flip")

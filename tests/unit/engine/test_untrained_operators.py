@@ -14,6 +14,7 @@ from forked import python
 from torch import nn
 from torch.nn import functional as F
 
+import ortlab
 from ortlab.engine import load
 from ortlab.errors import BuildError
 
@@ -355,3 +356,15 @@ def test_of_equal_scores_those_are_chosen_that_torch_chooses(training, wrap):
     torch.testing.assert_close(actual, expected)
     for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_a_sparse_embedding_has_its_gradient_dense():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
+    ours = copy.deepcopy(plain)
+    lab = ortlab.wrap(ours)
+    words = torch.tensor([[1, 2, 2], [0, 8, 1]])
+    for net in (plain, ours):
+        net(words).square().sum().backward()
+    assert lab.status.executed_by == "ort"
+    torch.testing.assert_close(ours[0].weight.grad, plain[0].weight.grad.to_dense())
