@@ -30,6 +30,9 @@ _MEANT_FOR_DEVELOPERS: Final = (
 _OWN_FILE: Final = "Serializing optimized model with Graph Optimization level greater than"
 """Begins a warning about the graph that ortlab itself has a session write, reads at once and deletes."""
 
+_STOPPED: Final = "Following nodes are unreachable for gradient back propagation"
+"""Begins a warning about gradients that stop where the forward stops them, as at what it writes to its weights."""
+
 _SHAPE_INFERENCE: Final = "onnxruntime.tools.symbolic_shape_infer"
 """The logger of symbolic shape inference, which runs in the export."""
 
@@ -210,7 +213,8 @@ def runtime_messages(log: MessageLog, stage: str) -> Iterator[None]:
     def keep(line: Line) -> None:
         if line.text.startswith(_OWN_FILE):
             return
-        log.add(line.severity, RUNTIME, line.text, line.when, line.place)
+        severity = "INFO" if line.text.startswith(_STOPPED) else line.severity
+        log.add(severity, RUNTIME, line.text, line.when, line.place)
 
     of_run = f", run {log.run}" if log.run else ""
     with log.during(stage), runtime_log.block(_streams().runtime, keep, f"{stage}{of_run}"):

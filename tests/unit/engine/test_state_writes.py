@@ -169,6 +169,7 @@ def test_what_is_written_stands_there_after_each_step(body, wrap):
     for actual, expected in zip(steps(model), steps(reference), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
     assert lab.status.executed_by == "ort"
+    assert not any("unreachable" in one.text for one in lab.messages if one.level == "WARNING")
     assert model.state_dict().keys() == reference.state_dict().keys()
     assert kept == {name: one.data_ptr() for name, one in state(model).items()}
 
