@@ -62,7 +62,7 @@ def level_operands(model: onnx.ModelProto) -> bool:
         rank = facts.ranks.get(node.output[0], 0)
         for place, name in enumerate(node.input):
             lacking = rank - facts.ranks.get(name, rank)
-            if node.op_type in {"Add", "Div"} and lacking and facts.ranks[name] > 1:
+            if node.op_type in {"Add", "Div"} and lacking > 0 and facts.ranks[name] > 1:
                 level = f"{node.output[0]}_level{place}"
                 axes = additions.vector(node, f"{level}_axes", list(range(lacking)))
                 node.input[place] = additions.node(node, "Unsqueeze", [name, axes], level)
