@@ -137,10 +137,7 @@ class _FasterChoice:
         self._model = model
         self._facts = GraphFacts(model)
         self._producers: dict[str, onnx.NodeProto] = dict(self._facts.producers)
-        self._readers: dict[str, list[onnx.NodeProto]] = {}
-        for node in model.graph.node:
-            for name in node.input:
-                self._readers.setdefault(name, []).append(node)
+        self._readers = self._facts.readers
         self._outputs = {value.name for value in model.graph.output}
         self._constants = {tensor.name: tensor for tensor in model.graph.initializer}
         # ORT's Gemm refuses to add up no rows, as those of an expert that no word is sent to.
@@ -197,7 +194,7 @@ class _FasterChoice:
 
     def _product_of_rows(self, node: onnx.NodeProto, a: str, b: str) -> None:
         shape = self._facts.shapes.get(node.output[0])
-        if shape is None or not (self._is_large(shape) or (self._rows_may_be_none and len(shape) == _MATRIX)):
+        if shape is None or not (self._is_large(shape) or self._rows_may_be_none):
             return
         rows = [self._before_flattening(name, width) for name, width in zip((a, b), shape, strict=True)]
         reader = self._only_reader(node.output[0])

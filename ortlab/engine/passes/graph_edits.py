@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
+from functools import cached_property
 from typing import Any, Final, TypeAlias
 
 import onnx
@@ -72,6 +73,21 @@ class GraphFacts:
         for node in graph.node:
             if aten_operator(node) != STOP and not self.differentiable.isdisjoint(node.input):
                 self.differentiable.update(name for name in node.output if name and self._is_float(name))
+
+    @cached_property
+    def readers(self) -> dict[str, list[onnx.NodeProto]]:
+        """The nodes that read each value when this is first asked for; one that reads it twice stands there twice."""
+        found: dict[str, list[onnx.NodeProto]] = {}
+        for node in self._graph.node:
+            for name in node.input:
+                found.setdefault(name, []).append(node)
+        return found
+
+    def source(self, name: str, behind: Collection[str]) -> str:
+        """Follow a value back through nodes of these operators, to what the first of them reads."""
+        while (producer := self.producers.get(name)) is not None and producer.op_type in behind:
+            name = producer.input[0]
+        return name
 
     def leading_to(self, outputs: Iterable[str]) -> set[str]:
         """Return the values to which a gradient of one of these may come.

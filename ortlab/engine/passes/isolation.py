@@ -131,11 +131,7 @@ def isolate_ranges(model: onnx.ModelProto) -> bool:
     # something else: ``x[:, torch.arange(n - 1, -1, -1)]`` chose nothing.
     facts, additions = GraphFacts(model), GraphAdditions(model)
     for node in nodes_of(model, "Gather"):
-        name = node.input[1]
-        producer = facts.producers.get(name)
-        while producer is not None and producer.op_type in {"Cast", "Identity"}:
-            name = producer.input[0]
-            producer = facts.producers.get(name)
+        producer = facts.producers.get(facts.source(node.input[1], {"Cast", "Identity"}))
         if producer is None or producer.op_type != "Range":
             continue
         start, step = (facts.scalar(producer.input[index]) for index in (0, 2))
@@ -150,10 +146,7 @@ def isolate_readers(model: onnx.ModelProto) -> bool:
     # that the choice takes away, it puts it back for the first reader only (``AdaptInputAndOutputForScalarSlice``): the
     # second reads a tensor of another shape, in silence where it broadcasts.
     facts, additions = GraphFacts(model), GraphAdditions(model)
-    readers: dict[str, list[onnx.NodeProto]] = {}
-    for node in model.graph.node:
-        for name in node.input:
-            readers.setdefault(name, []).append(node)
+    readers = facts.readers
     for node in nodes_of(model, "Gather"):
         name = node.output[0]
         reading = readers.get(name, [])
@@ -166,9 +159,8 @@ def isolate_readers(model: onnx.ModelProto) -> bool:
 
 def _needs_the_dimension(facts: GraphFacts, choice: onnx.NodeProto) -> bool:
     """Say whether what makes the tensor computes something else without the dimension of a choice of one place."""
-    name = choice.input[0]
-    while (producer := facts.producers.get(name)) is not None and producer.op_type == "Identity":
-        name = producer.input[0]
+    name = facts.source(choice.input[0], {"Identity"})
+    producer = facts.producers.get(name)
     if producer is None or producer.op_type not in {"Add", "Div"}:
         return producer is not None and producer.op_type in {"MatMul", "Transpose"}
     rank = facts.ranks.get(name, 0)

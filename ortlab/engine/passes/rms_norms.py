@@ -66,10 +66,7 @@ class _Search:
     def __init__(self, model: onnx.ModelProto) -> None:
         self._facts = GraphFacts(model)
         self._outputs = {value.name for value in model.graph.output}
-        self._readers: dict[str, list[onnx.NodeProto]] = {}
-        for node in model.graph.node:
-            for name in node.input:
-                self._readers.setdefault(name, []).append(node)
+        self._readers = self._facts.readers
 
     def norm_of(self, mean: onnx.NodeProto) -> _Norm | None:
         """Return the normalisation that takes this mean, None if there is none: w * (x / sqrt(mean(x ** 2) + e))."""
