@@ -175,6 +175,20 @@ def forget(module: torch.nn.Module) -> None:
     _kept.pop(module, None)
 
 
+_written: Final[weakref.WeakKeyDictionary[torch.nn.Module, frozenset[str]]] = weakref.WeakKeyDictionary()
+
+
+def written_buffers(module: torch.nn.Module) -> frozenset[str]:
+    """Name the buffers outside the `state_dict` that its forward writes to: graphs take them for inputs."""
+    # Torch's exporter makes constants of the others, and another value of one is another graph.
+    return _written.get(module, frozenset())
+
+
+def note_written(module: torch.nn.Module, names: Iterable[str]) -> None:
+    """Take more buffers for inputs in each later export of a module."""
+    _written[module] = written_buffers(module).union(names)
+
+
 _EARLIER_KEPT: Final = 3
 """Sessions for other calls than the last one; each has its own graph, and none has the weights.
 

@@ -27,6 +27,7 @@ from ortlab.engine.patching import with_attributes
 from ortlab.engine.random_state import restored_on_failure
 from ortlab.engine.schema import ModuleReader, Schema, call_schema, difference, module_schema, surroundings
 from ortlab.engine.tracing.autograd import saving_apart
+from ortlab.engine.tracing.graph_inputs import written_state
 from ortlab.engine.tracing.sizes import batch_sizes
 from ortlab.errors import BuildError, ExecutionError, FallbackWarning, OrtlabError, PlanWarning, warn
 from ortlab.options.options import Effect, Options
@@ -389,6 +390,10 @@ class OrtEngine:
             export = cached_export(execution, args, kwargs)
         else:
             export = execution.export(args, kwargs)
+        written = written_state(export.processed)
+        if not written <= kept_builds.written_buffers(self._module):
+            kept_builds.note_written(self._module, written)
+            self._state = ()  # it is read without them from now on
         # A forward may settle an attribute in its first call, which was the trace: a `config.problem_type`, for one. A
         # rerun takes that back, and needs no other export.
         made = KeptExport(self._schema(args, kwargs), export, unsettled=schema)
@@ -441,9 +446,10 @@ class OrtEngine:
 
     def _schema(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Schema:
         if self._reader.state() != self._state:
-            self._reader = ModuleReader(self._module, self._functions)
+            written = kept_builds.written_buffers(self._module)
+            self._reader = ModuleReader(self._module, self._functions, written)
             self._state = self._reader.state()
-            self._module_schema = module_schema(self._module, self._functions)
+            self._module_schema = module_schema(self._module, self._functions, written)
             self._device_type = next((one.device.type for one in self._module.parameters()), "cpu")
         schema = call_schema(args, kwargs) + surroundings(self._device_type) + self._module_schema
         schema += graph_optimizers.registered(type(self._module).__name__)

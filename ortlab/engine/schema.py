@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, is_, methodcaller
 from types import CellType
@@ -53,7 +53,9 @@ def surroundings(device_type: str) -> Schema:
     return (("autocast", precision), ("default dtype", str(torch.get_default_dtype())))
 
 
-def module_schema(module: torch.nn.Module, functions: Iterable[object] = ()) -> Schema:
+def module_schema(
+    module: torch.nn.Module, functions: Iterable[object] = (), written: Collection[str] = ()
+) -> Schema:
     """Describe a module as far as an export depends on it, in terms that another process would use, too.
 
     - Of each part its class, the code of that class, whether it trains, its hooks (but a `Looker`), and what
@@ -61,8 +63,8 @@ def module_schema(module: torch.nn.Module, functions: Iterable[object] = ()) -> 
       and dicts. Hooks on the module itself do not count, as its caller runs them.
     - Of the model's `config` the same.
     - Of each parameter and buffer its dtype, shape, device, `requires_grad` and the name it is tied to; not its values,
-      which ORT reads anew in each step. Buffers that are not in the `state_dict` are constants, with their values.
-
+      which ORT reads anew in each step. Buffers that are not in the `state_dict` are constants, with their values,
+      but for those that the forward writes to, whose names are `written`.
     - Of global variables and of attributes of objects and classes those that the forward reaches; see `Reached`.
 
     `functions` are more functions that its forward consists of.
@@ -73,6 +75,7 @@ def module_schema(module: torch.nn.Module, functions: Iterable[object] = ()) -> 
     entries += [("the forward of this module", baked_in.describe(function)) for function in functions]
     kinds: dict[type, None] = {}
     first_name: dict[int, str] = {}
+    inputs = _numbers_of(module, written)
     for name, part in module.named_modules():
         attributes = part.__dict__
         kind = type(part)
@@ -97,7 +100,8 @@ def module_schema(module: torch.nn.Module, functions: Iterable[object] = ()) -> 
                 tied = first_name.setdefault(id(tensor), path)
                 entries.append((path, _describe_kept(tensor) if tied == path else f"tied to {tied}"))
                 if key in constant and key in part._buffers:
-                    entries.append((f"{path} (not in the state_dict)", baked_in.digest_of_tensor(tensor)))
+                    value = "an input" if id(tensor) in inputs else baked_in.digest_of_tensor(tensor)
+                    entries.append((f"{path} (not in the state_dict)", value))
     entries += [(f"the code of {kind.__qualname__}", _digest_of_body(kind)) for kind in kinds]
     entries += Reached(module, functions).described()
     return tuple(entries)
@@ -112,9 +116,12 @@ class ModuleReader:
     # the object that it held before, and what can change in place has not. Then the state is the same object, and no
     # part of the module is looked at by itself.
 
-    def __init__(self, module: torch.nn.Module, functions: Iterable[object] = ()) -> None:
+    def __init__(
+        self, module: torch.nn.Module, functions: Iterable[object] = (), written: Collection[str] = ()
+    ) -> None:
         self._module = module
         self._functions = tuple(functions)
+        self._written = written
         self._kinds: dict[type, None] = {}
         self._code: list[tuple[Mapping[str, object], Iterable[str]]] = []
         self._code_cells: list[CellType] = []
@@ -155,12 +162,14 @@ class ModuleReader:
         dicts = [part.__dict__ for part in self._parts]
         values: list[object] = [*settings.values()]
         self._cells: list[CellType] = []
+        inputs = _numbers_of(self._module, self._written)
         for attributes in dicts:
             own = [attributes[name] for name in _constant_names(attributes)]
             self._cells += baked_in.closures(own)
             buffers = attributes["_buffers"]
             not_kept = sorted(attributes["_non_persistent_buffers_set"] & buffers.keys())
-            values += (attributes["training"], *own, *(buffers[name] for name in not_kept))
+            constants = [one for name in not_kept if id(one := buffers[name]) not in inputs]
+            values += (attributes["training"], *own, *constants)
         kinds = dict.fromkeys(map(type, self._parts))
         if not self._kinds.keys() >= kinds.keys():
             self._kinds |= kinds
@@ -226,6 +235,11 @@ def difference(before: Schema, after: Schema) -> str:
             return f"`{name}` changed from {old[name]} to {description}"
     gone = next((name for name in old if name not in new), None)
     return f"`{gone}` is gone" if gone is not None else ""
+
+
+def _numbers_of(module: torch.nn.Module, names: Collection[str]) -> set[int]:
+    """Return the `id` of each buffer of these names."""
+    return {id(buffer) for name, buffer in module.named_buffers() if name in names} if names else set()
 
 
 def _constant_names(attributes: Mapping[str, object]) -> tuple[str, ...]:

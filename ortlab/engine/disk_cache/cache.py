@@ -24,7 +24,7 @@ import hashlib
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -48,6 +48,7 @@ from ortlab.engine.disk_cache.fingerprint import Fingerprint, content_digest, te
 from ortlab.engine.disk_cache.installed_code import OWN, SETTINGS, origin_of_function
 from ortlab.engine.exporter import symbolic_module
 from ortlab.engine.installation import versions
+from ortlab.engine.kept_builds import written_buffers
 from ortlab.engine.patching import replace, set_to
 from ortlab.engine.tracing import baked_in
 from ortlab.engine.tracing.sizes import ANY_SIZES
@@ -78,6 +79,8 @@ def export_key(
     known = {id(part): f"module {name}" for name, part in reversed(parts.items())}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         known[id(tensor)] = f"tensor {name}"
+    written = written_buffers(module)
+    inputs = {known[id(one)] for name, one in module.named_buffers() if name in written}
     print_ = Fingerprint(known)
     _add_surroundings(print_)
     _add_options(print_, module, options)
@@ -86,7 +89,7 @@ def export_key(
     for name, part in parts.items():
         if isinstance(part, torch.jit.ScriptModule):
             raise Uncovered(f"{name}, which TorchScript has compiled")
-        _add_module(print_, name or "the model", part, known)
+        _add_module(print_, name or "the model", part, known, inputs)
     _add_call(print_, args, kwargs)
     for name, function in _users_symbolics():
         print_.value(function, f"the symbolic of {name}")
@@ -96,7 +99,9 @@ def export_key(
 # ---- the module ----------------------------------------------------------------------------------------------------
 
 
-def _add_module(print_: Fingerprint, name: str, part: torch.nn.Module, known: Mapping[int, str]) -> None:
+def _add_module(
+    print_: Fingerprint, name: str, part: torch.nn.Module, known: Mapping[int, str], inputs: Collection[str]
+) -> None:
     print_.add("part", name, part.training)
     takeover = vars(part).get("_ortlab_takeover")
     if takeover is not None and takeover.holds(part):
@@ -105,7 +110,7 @@ def _add_module(print_: Fingerprint, name: str, part: torch.nn.Module, known: Ma
             print_.value(takeover.instance_forward, f"{name}.forward")
     else:
         print_.describe_class(type(part))
-    _add_tensors(print_, part, known)
+    _add_tensors(print_, part, known, inputs)
     for table_name in _HOOKS if name != "the model" else ():  # the model's own hooks run around ONNX Runtime
         for hook in getattr(part, table_name).values():
             print_.value(hook, f"a forward hook of {name}")
@@ -114,7 +119,9 @@ def _add_module(print_: Fingerprint, name: str, part: torch.nn.Module, known: Ma
             print_.attribute(key, value, f"{name}.{key}")
 
 
-def _add_tensors(print_: Fingerprint, part: torch.nn.Module, known: Mapping[int, str]) -> None:
+def _add_tensors(
+    print_: Fingerprint, part: torch.nn.Module, known: Mapping[int, str], inputs: Collection[str]
+) -> None:
     for table in (part._parameters, part._buffers):
         for key, tensor in table.items():
             print_.add(key, tensor is None)
@@ -122,8 +129,9 @@ def _add_tensors(print_: Fingerprint, part: torch.nn.Module, known: Mapping[int,
                 continue
             print_.add(known[id(tensor)], type(tensor).__name__, *tensor_facts(tensor))
             if key in part._non_persistent_buffers_set:
-                # The exporter knows tensors by their names in `state_dict`; the values of others become constants.
-                print_.add(content_digest(tensor))
+                # The exporter knows tensors by their names in `state_dict`; the values of others become constants,
+                # but for those of buffers that the forward writes to.
+                print_.add("an input" if known[id(tensor)] in inputs else content_digest(tensor))
 
 
 # ---- the call ------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
 
+from ortlab.engine.kept_builds import written_buffers
 from ortlab.engine.patching import replace, set_to
 from ortlab.engine.tracing.origins import Origin, Origins
 from ortlab.engine.tracing.outputs import Part
@@ -184,6 +185,9 @@ def _traced(tensor: torch.Tensor) -> int:
     return int(internals._get_value_trace(tensor).unique())
 
 
+_USERS: Final = "_original_module."
+"""Begins the names of what the user's module owns in the one that ORTModule puts around it."""
+
 STATE_WRITES: Final[ContextVar[StateWrites | None]] = ContextVar("STATE_WRITES", default=None)
 """Those of the export that is going on."""
 
@@ -205,6 +209,12 @@ def give_out(
     flattened._output_schema = WritingPart(flattened._output_schema, tuple(written), names, len(outputs))
     values = [*(args[place] for place in written), *(present[name].detach() for name in names)]
     return [*outputs, *map(_OutputIdentityOp.apply, values)]
+
+
+def written_state(info: Any) -> set[str]:
+    """Name the buffers and parameters whose last values come out of a processed graph."""
+    part = _part_of(info.module_forward_output_schema)
+    return set() if part is None else {name.removeprefix(_USERS) for name in part.state}
 
 
 def _part_of(schema: Any) -> WritingPart | None:
@@ -292,9 +302,15 @@ def _leave_no_traces(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def export_model(*, flattened_module: torch.nn.Module, **kwargs: Any) -> Any:
         before, writes = Buffers(flattened_module), StateWrites(flattened_module)
+        module: Any = flattened_module._original_module
+        inputs = {f"{_USERS}{name}" for name in written_buffers(module)}
 
         def export() -> Any:
-            with _last_batch_only(flattened_module), set_to(STATE_WRITES, writes):
+            with (
+                _last_batch_only(flattened_module),
+                set_to(STATE_WRITES, writes),
+                _inputs_of_graphs(flattened_module, inputs),
+            ):
                 return original(flattened_module=flattened_module, **kwargs)
 
         try:
@@ -308,8 +324,9 @@ def _leave_no_traces(original: Callable[..., Any]) -> Callable[..., Any]:
             if seen:
                 before.restore()
                 writes.put_back()
-                with _inputs_of_graphs(flattened_module, writes, seen):
-                    exported = export()
+                writes.given = tuple(sorted(seen))
+                inputs |= seen
+                exported = export()
         finally:
             before.restore()
             writes.put_back()
@@ -319,15 +336,14 @@ def _leave_no_traces(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _inputs_of_graphs(module: torch.nn.Module, writes: StateWrites, names: Collection[str]) -> Iterator[None]:
-    """Let an export in the block give out the last values of some buffers, and take all of them for inputs."""
+def _inputs_of_graphs(module: torch.nn.Module, names: Collection[str]) -> Iterator[None]:
+    """Let an export in the block take some buffers for inputs, though they are not in the `state_dict`."""
     kept = [
         (part, name)
-        for full in names
-        for path, _, name in [full.rpartition(".")]
-        if name in (part := module.get_submodule(path))._non_persistent_buffers_set
+        for path, part in module.named_modules()
+        for name in part._non_persistent_buffers_set & part._buffers.keys()
+        if f"{path}.{name}" in names
     ]
-    writes.given = tuple(sorted(names))
     try:
         for part, name in kept:  # torch's exporter makes constants of these
             part._non_persistent_buffers_set.discard(name)
@@ -398,7 +414,7 @@ def _change_again(names: set[str], module: torch.nn.Module, inputs: Sequence[Any
 
 def _refuse(name: str, why: str) -> NoReturn:
     raise BuildError(
-        f"The forward of this module changes buffers: {name.removeprefix('_original_module.')}.",
+        f"The forward of this module changes buffers: {name.removeprefix(_USERS)}.",
         why=f"What a forward writes to buffers comes out of the graph; but {why}.",
         fix="Write to a registered buffer of the final shape, without gradients; or leave the module that owns it out "
         "of the wrapped one, or train it with the eager engine.",
