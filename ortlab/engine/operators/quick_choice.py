@@ -215,7 +215,9 @@ class _Choice:
         return choose
 
     def _laid_out(self, node: onnx.NodeProto, attributes: dict[str, Any]) -> list[onnx.NodeProto]:
-        kernel = _OTHER_LAYOUT.get(aten_operator(node).removeprefix("aten::"))
+        # A call with its arguments in it (`torch_calls`) has none of them among its inputs.
+        is_plain = not attributes.get("overload_name")
+        kernel = _OTHER_LAYOUT.get(aten_operator(node).removeprefix("aten::")) if is_plain else None
         return [node] if kernel is None else self._call(kernel)(node, attributes)
 
     def _log_sum(self, node: onnx.NodeProto, attributes: dict[str, Any]) -> list[onnx.NodeProto]:

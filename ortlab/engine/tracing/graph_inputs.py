@@ -318,6 +318,7 @@ def _leave_no_traces(original: Callable[..., Any]) -> Callable[..., Any]:
             known = set(advanced_by_graph(exported[0]))
             seen = writes.written - known
             unseen = before.changed() - known - seen
+            _refuse_unread(flattened_module, unseen)
             if unseen:
                 unseen = _change_again(unseen, flattened_module, kwargs["flatten_module_inputs"])
             before.refuse(unseen, seen)
@@ -412,12 +413,22 @@ def _change_again(names: set[str], module: torch.nn.Module, inputs: Sequence[Any
     return names & before.changed()
 
 
+def _refuse_unread(module: torch.nn.Module, names: Collection[str]) -> None:
+    """Raise BuildError if a graph leaves out a batch normalisation that changes its statistics."""
+    from torch.nn.modules.batchnorm import _NormBase
+
+    for name in sorted(names):
+        if isinstance(module.get_submodule(name.rpartition(".")[0]), _NormBase):
+            _refuse(name, "nothing that the forward returns is made of this normalisation's result")
+
+
 def _refuse(name: str, why: str) -> NoReturn:
     raise BuildError(
         f"The forward of this module changes buffers: {name.removeprefix(_USERS)}.",
         why=f"What a forward writes to buffers comes out of the graph; but {why}.",
-        fix="Write to a registered buffer of the final shape, without gradients; or leave the module that owns it out "
-        "of the wrapped one, or train it with the eager engine.",
+        fix="Write to a registered buffer of the final shape, without gradients, and return what is made of the "
+        "normalisations that run; or leave the module that owns it out of the wrapped one, or train it with the eager "
+        "engine.",
     )
 
 

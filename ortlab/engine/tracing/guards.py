@@ -182,8 +182,13 @@ class _Noting(TorchFunctionMode):
         for name, method in _OF_NUMBERS.items():
             setattr(torch.Tensor, name, method)
         sized = _noted_by_vmap(vmap._validate_and_get_batch_size)
+        checked = _checked_by_torch(torch._check_with)
         try:
-            with set_to(_noting, self), with_attributes(vmap, _validate_and_get_batch_size=sized):
+            with (
+                set_to(_noting, self),
+                with_attributes(vmap, _validate_and_get_batch_size=sized),
+                with_attributes(torch, _check_with=checked),
+            ):
                 yield
         finally:
             for name, before in own.items():
@@ -383,6 +388,19 @@ def _noted_by_vmap(original: Callable[..., int]) -> Callable[..., int]:
         return original(dims, args)
 
     return batch_size
+
+
+def _checked_by_torch(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap what ``torch._check`` calls, which takes a condition on a size for one on a tensor, and refuses it."""
+
+    def check(error: type[Exception], condition: Any, *message: Any) -> None:
+        noting = _noting.get()
+        is_tensor = noting is not None and isinstance(condition, torch.Tensor)
+        if is_tensor and noting is not None and noting.origins.of(condition) is Origin.SIZES:
+            condition = bool(condition)
+        original(error, condition, *message)
+
+    return check
 
 
 def _hash(noting: _Noting, tensor: torch.Tensor, original: Callable[..., int]) -> int:

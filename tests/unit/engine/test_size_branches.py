@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ortlab
 from ortlab.engine.tracing.sizes import Computation
-from ortlab.errors import ExecutionError
+from ortlab.errors import BuildError, ExecutionError
 
 pytestmark = [
     pytest.mark.usefixtures("no_fallback"),
@@ -152,6 +152,38 @@ READ_BY_TORCH = {
 @pytest.mark.parametrize("name", READ_BY_TORCH)
 def test_what_follows_from_a_size_follows_from_each(name, trained):
     trained(Deciding(READ_BY_TORCH[name]).train(), (4, 6, 5, 9, 4))
+
+
+def test_what_torch_checks_of_a_size_it_checks_for_each_batch(trained):
+    class Checked(nn.Linear):
+        def forward(self, x):
+            torch._check(x.shape[0] < 9, lambda: "too many rows")
+            return super().forward(x)
+
+    model = Checked(4, 4)
+    assert exports(trained(model, (2, 3, 8))) == 1
+    with pytest.raises(BuildError, match="too many rows"):
+        model(torch.randn(9, 4))
+
+
+def test_maxima_go_back_to_where_they_were(wrap):
+    class Unpooled(nn.Conv2d):
+        def forward(self, x):
+            maxima, places = nn.functional.max_pool2d(super().forward(x), 2, return_indices=True)
+            return nn.functional.max_unpool2d(maxima, places, 2, output_size=x.shape[2:])
+
+    torch.manual_seed(0)
+    model = Unpooled(4, 4, 1)
+    reference = copy.deepcopy(model)
+    wrap(model)
+    for rows, size in ((2, 4), (3, 7)):
+        x = torch.randn(rows, 4, size, 6)
+        outputs = [one(x) for one in (reference, model)]
+        torch.testing.assert_close(outputs[1], outputs[0])
+        for one, output in zip((reference, model), outputs, strict=True):
+            one.zero_grad()
+            output.square().sum().backward()
+        torch.testing.assert_close(model.weight.grad, reference.weight.grad)
 
 
 def test_in_evaluation_and_in_a_part_of_a_part(trained):

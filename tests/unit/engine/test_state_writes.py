@@ -365,6 +365,20 @@ def test_what_cannot_be_written_is_refused_by_name(body, why):
     torch.testing.assert_close(model.state_dict(), reference.state_dict(), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_a_normalisation_that_nothing_is_made_of_is_refused(momentum):
+    class Unread(nn.Sequential):
+        def forward(self, x):
+            self[0](x)
+            return self[1](x)
+
+    model = Unread(nn.BatchNorm1d(4, momentum=momentum), nn.Linear(4, 4))
+    ortlab.wrap(model)
+    with pytest.raises(BuildError, match="is made of this normalisation's result"):
+        model(torch.randn(4, 4))
+    assert not model[0].running_mean.any()
+
+
 def test_a_place_that_moves_is_refused_when_it_has_moved(wrap):
     def enqueued(net, h, _):
         place = int(net.count)
