@@ -9,7 +9,7 @@ plans of ONNX Runtime, or layers that ortlab recomputes. Then all of them, memor
 configuration of ONNX Runtime that rises by at most 1.02 of what the candidate rises by; where there is none, that is
 said.
 
-Nothing is claimed: the ratios are stated whatever they are.
+At least 27 of the 30 are to take no less time than ONNX Runtime does then.
 """
 
 from __future__ import annotations
@@ -65,6 +65,13 @@ def main() -> None:
     report.claim(
         "Candidates that ONNX Runtime cannot follow to their memory",
         sum(row["ratio"] is None for row in held),
+        at_most=0,
+    )
+    quicker = sum(row["ratio"] is None or row["ratio"] > 1 for row in held)
+    report.claim(
+        f"Candidates, of {len(held)}, that are quicker than ONNX Runtime at their memory",
+        quicker,
+        at_most=len(held) // 10,
     )
     report.write()
 

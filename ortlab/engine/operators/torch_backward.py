@@ -78,7 +78,8 @@ class TorchBackward:
                 choose_exact(models.optimized_model)
                 choose_quick(models.optimized_model)
                 self._graph_info = _with_free_outputs(self._graph_info, free_outputs)
-        hand_over(models.optimized_model)
+        info = self._graph_transition_manager._post_export_processed_model_info  # type: ignore[attr-defined]
+        hand_over(models.optimized_model, info._post_export_processed_model)
         saved = self._debug_options.save_onnx_models  # type: ignore[attr-defined]
         if saved.save:  # ORTModule has saved the graph as it was
             models.save_optimized_model(saved.path, saved.name_prefix, self._export_mode)  # type: ignore[attr-defined]

@@ -126,6 +126,11 @@ _CUT: Final = re.compile(r"Min\((?P<limit>\d+), (?P<size>\w+)\)")
 _BROADCASTING: Final = frozenset({"Add", "Sub", "Mul", "Div"})
 
 
+_RESIZING: Final = (
+    *(f"upsample_nearest{rank}d" for rank in (1, 2, 3)),
+    *("upsample_bicubic2d", "upsample_bilinear2d", "upsample_linear1d", "upsample_trilinear3d"),
+)
+
 # ATen operators of `ortlab.engine.operators.symbolics` whose first output has the shape of their first input.
 _SAME_SHAPE: Final = ("softplus", "native_batch_norm", "ortlab::instance_norm")
 
@@ -151,6 +156,8 @@ def _tolerant(base: Any) -> Any:  # noqa: C901 - one class, of small methods
             self.complete_open = False
             for name in _SAME_SHAPE:
                 self.aten_op_dispatcher_[name] = partial(_infer_same_shape, self)
+            for name in _RESIZING:
+                self.aten_op_dispatcher_[name] = partial(_infer_resized, self)
             self.aten_op_dispatcher_["ortlab::grouped_linear"] = partial(_infer_grouped_linear, self)
             self.aten_op_dispatcher_["ortlab::cross_entropy"] = partial(_infer_cross_entropy, self)
             self.aten_op_dispatcher_[f"ortlab::{KERNEL}"] = partial(_infer_chunked_cross_entropy, self)
@@ -360,6 +367,19 @@ def _infer_same_shape(inference: Any, node: onnx.NodeProto) -> None:
         length = str(inference._new_symbolic_dim_from_output(node, index, 0))
         vector = helper.make_tensor_value_info(name, _element_type(inference, node.input[0]), [length])
         inference.known_vi_[name].CopyFrom(vector)
+
+
+def _infer_resized(inference: Any, node: onnx.NodeProto) -> None:
+    """Give images their new size; ORT's own fails at one that follows from a batch, and stops at a later node."""
+    from onnxruntime.tools.symbolic_shape_infer import is_literal
+
+    before, size = inference._get_shape(node, 0), inference._try_get_value(node, 1)
+    if size is None or len(size) != len(before) - 2:
+        size = [str(inference._new_symbolic_dim_from_output(node, 0, axis)) for axis in range(2, len(before))]
+    inference._update_computed_dims(size)
+    shape = [int(one) if is_literal(one) else str(one) for one in (*before[:2], *size)]
+    value = helper.make_tensor_value_info(node.output[0], _element_type(inference, node.input[0]), shape)
+    inference.known_vi_[node.output[0]].CopyFrom(value)
 
 
 def _infer_grouped_linear(inference: Any, node: onnx.NodeProto) -> None:

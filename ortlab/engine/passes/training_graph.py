@@ -33,7 +33,7 @@ _SUM_OF_TWO: Final = 2
 _MATRIX: Final = 2
 
 
-def hand_over(model: onnx.ModelProto) -> None:
+def hand_over(model: onnx.ModelProto, forward: onnx.ModelProto) -> None:
     """Give each output of the forward memory of its own, and keep GemmSumFusion from gradients that it stops at."""
     # Two faults of 1.19.2 stand at the YieldOp, where outputs go to the caller and their gradients to the backward.
     # Outputs: ORT's planner of memory lets an operator write its output over an input that nobody else reads
@@ -44,16 +44,17 @@ def hand_over(model: onnx.ModelProto) -> None:
     # GemmSumFusion takes the number of an output for the number of an input, and stops the build at a Sum of a Gemm of
     # the third output of a node, or a later one, such as the gradient of what the forward returns third
     # (``core/optimizer/gemm_sum_fusion.cc``). The gradient graph is changed in place; one without a YieldOp stays as it
-    # is.
+    # is. `forward` is the exported graph: it tells the types of outputs that shape inference has lost on the way.
     place = next((index for index, node in enumerate(model.graph.node) if node.op_type == _YIELD), None)
     if place is None:
         return
     _keep_from_fusion(model.graph)
-    if _own_outputs(model, place):
+    types = {value.name: value.type.tensor_type.elem_type for value in forward.graph.output}
+    if _own_outputs(model, place, types):
         declare_aten(model)
 
 
-def _own_outputs(model: onnx.ModelProto, place: int) -> bool:
+def _own_outputs(model: onnx.ModelProto, place: int, types: Mapping[str, int]) -> bool:
     """Copy what would be returned in somebody else's memory, and say whether there was any."""
     nodes = model.graph.node
     facts = GraphFacts(model)
@@ -69,7 +70,7 @@ def _own_outputs(model: onnx.ModelProto, place: int) -> bool:
         if made is None or last is None or made.op_type in _OWNING or source not in read_before:
             continue
         changed = True
-        element_type = facts.element_types.get(source) or facts.element_types.get(name)
+        element_type = facts.element_types.get(source) or facts.element_types.get(name) or types.get(name)
         if made.op_type == "Add":
             _let_torch_add(made, facts, readers)
             continue

@@ -63,3 +63,24 @@ def test_what_torch_returns_has_the_sizes_of_the_batch(model, batches):
     ]
     assert called
     assert all(isinstance(size, int) or size in sizes for shape in called for size in shape)
+
+
+class Enlarged(nn.Conv2d):
+    """Images that are enlarged by as many rows and columns as the batch says, and normalised."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, columns = x.shape[2] + 2, 2 * x.shape[3]
+        large = nn.functional.interpolate(super().forward(x), size=(rows, columns), mode="bicubic")
+        return nn.functional.normalize(large.flip(2), dim=1)
+
+
+def test_a_size_that_follows_from_a_batch_ends_no_inference(wrap):
+    lab = wrap(Enlarged(4, 4, 1))
+    for rows in (5, 6):
+        lab.module(torch.randn(2, 4, rows, 3)).sum().backward()
+    graph = lab.graph("processed").model
+    facts = GraphFacts(graph)
+    made = {name for node in graph.graph.node for name in node.output}
+    assert {name for name in made if not facts.element_types.get(name)} == set()
+    (returned,) = graph.graph.output
+    assert facts.shapes[returned.name][2:] == ("x_dim2 + 2", "2*x_dim3")

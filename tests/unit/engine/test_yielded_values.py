@@ -7,7 +7,10 @@ import warnings
 
 import pytest
 import torch
+from onnx import TensorProto, helper
 from torch import nn
+
+from ortlab.engine.passes.training_graph import hand_over
 
 FORWARDS = {
     "a view": lambda net, x: (net.first(x).view(16, 32),),
@@ -55,6 +58,27 @@ def test_a_backward_writes_over_nothing_that_was_returned(forward, aten_backward
     assert lab.status.executed_by == "ort"
     for mine, theirs in zip(first, expected, strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+def test_a_copy_of_what_has_lost_its_type_has_that_of_the_exported_graph():
+    def value(name):
+        return helper.make_tensor_value_info(name, TensorProto.FLOAT16, None)
+
+    forward = [
+        helper.make_node("MatMul", ["x", "x"], ["product"]),
+        helper.make_node("Reshape", ["product", "shape"], ["view"]),
+        helper.make_node("Relu", ["view"], ["positive"]),
+        helper.make_node("Identity", ["view"], ["output-0"]),
+    ]
+    backward = [helper.make_node("YieldOp", ["output-0", "positive"], ["grad"])]
+    exported = helper.make_model(helper.make_graph(forward, "forward", [value("x")], [value("output-0")]))
+    model = helper.make_model(
+        helper.make_graph([*forward, *backward], "training", [value("x")], [value("grad")])
+    )
+    hand_over(model, exported)
+    (copied,) = (node for node in model.graph.node if "copy_of" in str(node.attribute))
+    types = {one.name: one.type.tensor_type.elem_type for one in model.graph.value_info}
+    assert types[copied.output[0]] == TensorProto.FLOAT16
 
 
 def test_1_19_2_writes_over_what_it_returned(ortmodule, no_fallback):
