@@ -179,13 +179,13 @@ _written: Final[weakref.WeakKeyDictionary[torch.nn.Module, frozenset[str]]] = we
 
 
 def written_buffers(module: torch.nn.Module) -> frozenset[str]:
-    """Name the buffers outside the `state_dict` that its forward writes to: graphs take them for inputs."""
-    # Torch's exporter makes constants of the others, and another value of one is another graph.
+    """Name what its forward is known to write to: graphs take such a buffer for an input."""
+    # Torch's exporter makes constants of other buffers outside the `state_dict`: another value of one is another graph.
     return _written.get(module, frozenset())
 
 
 def note_written(module: torch.nn.Module, names: Iterable[str]) -> None:
-    """Take more buffers for inputs in each later export of a module."""
+    """Note buffers and parameters that the forward of a module writes to."""
     _written[module] = written_buffers(module).union(names)
 
 
