@@ -150,14 +150,21 @@ class _SessionOptions:
     copies: frozenset[str] = frozenset()
     profile: Profile | None = None
 
-    def another_session(self, **settings: object) -> AbstractContextManager[None]:
+    @contextmanager
+    def another_session(self, **settings: object) -> Iterator[None]:
         """Let a session be made with other attributes in the block; afterwards the manager has its own again."""
-        return with_attributes(self, ("_execution_agent", "recomputes", "drops_by_itself"), **settings)
+        # JupyterLab handles the clicks in a panel in a thread of their own: two threads may ask for a session at once.
+        before = ("_execution_agent", "recomputes", "drops_by_itself")
+        with build_environment.one_build_at_a_time, with_attributes(self, before, **settings):
+            yield
 
     @contextmanager
     def graph_written(self) -> Iterator[Path]:
         """Let sessions that are made in the block write the graph that they execute to a file, which is then gone."""
-        with tempfile.TemporaryDirectory(prefix="ortlab-") as folder:
+        with (
+            build_environment.one_build_at_a_time,
+            tempfile.TemporaryDirectory(prefix="ortlab-") as folder,
+        ):
             file = Path(folder) / "execution.onnx"
             with with_attributes(self, execution_graph_file=str(file)):
                 yield file

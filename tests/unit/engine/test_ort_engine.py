@@ -761,3 +761,24 @@ def test_the_optimizer_for_amd_is_left_out_and_changes_no_node(scaled, monkeypat
     assert b"__backwardpass" not in without
     assert b"__backwardpass" in with_it  # else onnxruntime has been mended, and the workaround can go
     assert _nodes(without) == _nodes(with_it)
+
+
+def test_two_threads_may_look_into_a_graph_at_once(wrap):
+    lab = wrap(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Dropout(0.1), nn.Linear(8, 4)))
+    lab.module(torch.randn(4, 8)).sum().backward()
+    execution = lab._bench.ort.execution
+    failed = []
+
+    def look():
+        try:
+            for _ in range(30):
+                execution._manager.execution_graph((), ())
+        except Exception as error:  # noqa: BLE001 - whatever it is
+            failed.append(error)
+
+    threads = [threading.Thread(target=look) for _ in range(2)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert not failed
