@@ -75,7 +75,7 @@ def module_schema(
     entries += [("the forward of this module", baked_in.describe(function)) for function in functions]
     kinds: dict[type, None] = {}
     first_name: dict[int, str] = {}
-    inputs = _numbers_of(module, written)
+    inputs = buffer_ids(module, written)
     for name, part in module.named_modules():
         attributes = part.__dict__
         kind = type(part)
@@ -162,7 +162,7 @@ class ModuleReader:
         dicts = [part.__dict__ for part in self._parts]
         values: list[object] = [*settings.values()]
         self._cells: list[CellType] = []
-        inputs = _numbers_of(self._module, self._written)
+        inputs = buffer_ids(self._module, self._written)
         for attributes in dicts:
             own = [attributes[name] for name in _constant_names(attributes)]
             self._cells += baked_in.closures(own)
@@ -237,7 +237,7 @@ def difference(before: Schema, after: Schema) -> str:
     return f"`{gone}` is gone" if gone is not None else ""
 
 
-def _numbers_of(module: torch.nn.Module, names: Collection[str]) -> set[int]:
+def buffer_ids(module: torch.nn.Module, names: Collection[str]) -> set[int]:
     """Return the `id` of each buffer of these names."""
     return {id(buffer) for name, buffer in module.named_buffers() if name in names} if names else set()
 

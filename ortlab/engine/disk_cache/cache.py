@@ -50,6 +50,7 @@ from ortlab.engine.exporter import symbolic_module
 from ortlab.engine.installation import versions
 from ortlab.engine.kept_builds import written_buffers
 from ortlab.engine.patching import replace, set_to
+from ortlab.engine.schema import buffer_ids
 from ortlab.engine.tracing import baked_in
 from ortlab.engine.tracing.sizes import ANY_SIZES
 from ortlab.engine.tracing.traced_values import TracedValues
@@ -79,8 +80,7 @@ def export_key(
     known = {id(part): f"module {name}" for name, part in reversed(parts.items())}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         known[id(tensor)] = f"tensor {name}"
-    written = written_buffers(module)
-    inputs = {known[id(one)] for name, one in module.named_buffers() if name in written}
+    inputs = buffer_ids(module, written_buffers(module))
     print_ = Fingerprint(known)
     _add_surroundings(print_)
     _add_options(print_, module, options)
@@ -100,7 +100,7 @@ def export_key(
 
 
 def _add_module(
-    print_: Fingerprint, name: str, part: torch.nn.Module, known: Mapping[int, str], inputs: Collection[str]
+    print_: Fingerprint, name: str, part: torch.nn.Module, known: Mapping[int, str], inputs: Collection[int]
 ) -> None:
     print_.add("part", name, part.training)
     takeover = vars(part).get("_ortlab_takeover")
@@ -120,7 +120,7 @@ def _add_module(
 
 
 def _add_tensors(
-    print_: Fingerprint, part: torch.nn.Module, known: Mapping[int, str], inputs: Collection[str]
+    print_: Fingerprint, part: torch.nn.Module, known: Mapping[int, str], inputs: Collection[int]
 ) -> None:
     for table in (part._parameters, part._buffers):
         for key, tensor in table.items():
@@ -131,7 +131,7 @@ def _add_tensors(
             if key in part._non_persistent_buffers_set:
                 # The exporter knows tensors by their names in `state_dict`; the values of others become constants,
                 # but for those of buffers that the forward writes to.
-                print_.add("an input" if known[id(tensor)] in inputs else content_digest(tensor))
+                print_.add("an input" if id(tensor) in inputs else content_digest(tensor))
 
 
 # ---- the call ------------------------------------------------------------------------------------------------------

@@ -395,8 +395,7 @@ def _checked_by_torch(original: Callable[..., None]) -> Callable[..., None]:
 
     def check(error: type[Exception], condition: Any, *message: Any) -> None:
         noting = _noting.get()
-        is_tensor = noting is not None and isinstance(condition, torch.Tensor)
-        if is_tensor and noting is not None and noting.origins.of(condition) is Origin.SIZES:
+        if noting and isinstance(condition, torch.Tensor) and noting.origins.of(condition) is Origin.SIZES:
             condition = bool(condition)
         original(error, condition, *message)
 

@@ -188,7 +188,7 @@ def test_in_evaluation_too(body, wrap):
 
 
 def builds(lab):
-    """Return how often the present mode was built anew because something changed."""
+    """Return what was said of builds that no option asked for."""
     return [one.text for one in lab.messages if "Built anew" in one.text]
 
 
