@@ -153,7 +153,7 @@ class _SessionOptions:
     @contextmanager
     def another_session(self, **settings: object) -> Iterator[None]:
         """Let a session be made with other attributes in the block; afterwards the manager has its own again."""
-        # JupyterLab handles the clicks in a panel in a thread of their own: two threads may ask for a session at once.
+        # Two threads may ask for a session at once, and these attributes belong to both.
         before = ("_execution_agent", "recomputes", "drops_by_itself")
         with build_environment.one_build_at_a_time, with_attributes(self, before, **settings):
             yield
