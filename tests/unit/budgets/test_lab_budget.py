@@ -64,7 +64,7 @@ def training():
 
 
 class FailsUnderPlans(torch.autograd.Function):
-    """Hands a tensor on, and has no gradient for it while ONNX Runtime's plans are on."""
+    """Hands a tensor on, and has no gradient for it while anything but a memory level recomputes."""
 
     @staticmethod
     def forward(ctx, x, lab):
@@ -73,7 +73,7 @@ class FailsUnderPlans(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        if ctx.lab and ctx.lab[0].options.memory_plan:
+        if ctx.lab and (ctx.lab[0].options.memory_plan or ctx.lab[0].options.recompute):
             raise MemoryError("no room for this plan")
         return gradient * 1.0, None
 
@@ -100,7 +100,8 @@ def test_plans_that_fail_in_the_session_do_not_end_the_budget():
     labs.append(lab)
     x = torch.randn(2048, 32)
     lab.step(lambda: model(x).backward(), n=2, progress=False)
-    budget = lab.budget("70%", timed=False, curve=False, progress=False)
+    # Of what fits, the memory level takes longest: what is tried first is one of those that fail, on any machine.
+    budget = lab.budget("92%", timed=False, curve=False, progress=False)
     assert budget.outcome == "met"
     assert budget.failed
     assert not budget.plans
