@@ -32,6 +32,7 @@ from ortlab.engine.functions.export import own_backwards
 from ortlab.engine.kept_builds import BuiltGraph, Export
 from ortlab.engine.operators.symbolics import ATEN_CROSS_ENTROPY
 from ortlab.engine.passes import chunked_loss
+from ortlab.engine.passes.graph_edits import SIZES
 from ortlab.engine.passes.label_density import valid_label_counts
 from ortlab.engine.passes.shapes import with_sizes
 from ortlab.engine.patching import set_to
@@ -172,8 +173,14 @@ class Execution(ExecutionView):
     def build_graph(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BuiltGraph:
         """Optimise the exported graph and build its gradient; the result is not taken yet."""
         manager = self._manager
-        with self._environment(), self._listening("graph") as said, runtime_messages(self.log, "graph"):
-            for level, text in chunked_loss.messages(self._info, self._sizes_of(args, kwargs)):
+        sizes = self._sizes_of(args, kwargs)
+        with (
+            self._environment(),
+            self._listening("graph") as said,
+            runtime_messages(self.log, "graph"),
+            set_to(SIZES, sizes),
+        ):
+            for level, text in chunked_loss.messages(self._info, sizes):
                 self.log.add(level, ORTLAB, text)
             manager._initialize_graph_builder(self._info_for_graph(args, kwargs))
             manager._detect_from_inputs(tuple(args), dict(kwargs))

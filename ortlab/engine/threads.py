@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from ortlab.engine.passes.graph_edits import GraphFacts, aten_operator, attributes_of, has_inner_graphs
+from ortlab.memory.symbolic_sizes import shape_at
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,7 +29,7 @@ _AN_ENTRY: Final = 40
 _HEAD: Final = 64
 """Products that are added up for an entry, where no shape tells: the width of a head of attention."""
 
-_PRODUCTS: Final = frozenset({"MatMul", "Gemm", "Conv"})
+_PRODUCTS: Final = frozenset({"MatMul", "FusedMatMul", "Gemm", "FusedGemm", "Conv"})
 _FREE: Final = frozenset(
     """Constant ConstantOfShape Flatten Identity Range Reshape Shape Size Squeeze Unsqueeze""".split()  # noqa: SIM905
 )
@@ -39,35 +40,34 @@ def threads_for(forward: onnx.ModelProto, sizes: Mapping[str, int]) -> int:
     threads = torch.get_num_threads()
     if threads == 1 or has_inner_graphs(forward.graph):  # nobody knows how often a Loop turns
         return threads
-    return 1 if _Work(forward, sizes).multiplications < LITTLE else threads
+    return 1 if Work(GraphFacts(forward), forward.graph, sizes).multiplications < LITTLE else threads
 
 
-class _Work:
-    """An estimate of what a forward computes; it is rough where shape inference has found no shape."""
+class Work:
+    """An estimate of what a graph computes; it is rough where shape inference has found no shape."""
 
-    def __init__(self, model: onnx.ModelProto, sizes: Mapping[str, int]) -> None:
-        self._facts = GraphFacts(model)
+    def __init__(self, facts: GraphFacts, graph: onnx.GraphProto, sizes: Mapping[str, int]) -> None:
+        self._facts = facts
         self._sizes = sizes
         self._entries: dict[str, float] = {}  # of results whose shape is not known
-        self.multiplications = sum(map(self._of, model.graph.node))
+        self.multiplications = sum(map(self._of, graph.node))
 
-    def _shape(self, name: str) -> list[int] | None:
-        stated = self._facts.shapes.get(name)
-        if stated is None:
-            return None
-        sizes = [self._sizes.get(size) if isinstance(size, str) else size for size in stated]
-        known = [size for size in sizes if size is not None]
-        return known if len(known) == len(sizes) else None
+    def _shape(self, name: str) -> tuple[int, ...] | None:
+        stated = self._facts.shapes.get(name, (None,))
+        known = [size for size in stated if size is not None]
+        return shape_at(known, self._sizes) if len(known) == len(stated) else None
 
-    def _count(self, name: str) -> float:
+    def count(self, name: str) -> float:
         """Return the number of entries of a value, 0 where nothing is known of it."""
         shape = self._shape(name)
         return self._entries.get(name, 0.0) if shape is None else float(prod(shape))
 
     def _of(self, node: onnx.NodeProto) -> float:
         """Return the multiplications of a node, and note how many entries its results have."""
+        if not node.output:  # as a YieldOp for whose outputs no gradient comes
+            return 0.0
         inner = self._inner(node) if node.op_type in _PRODUCTS else 0.0
-        count = self._count(node.output[0]) or self._guessed(node)
+        count = self.count(node.output[0]) or self._guessed(node)
         for name in node.output:
             self._entries[name] = count
         if node.op_type in _FREE or node.op_type == "ATen":  # PyTorch computes these
@@ -86,7 +86,7 @@ class _Work:
     def _guessed(self, node: onnx.NodeProto) -> float:
         """Return how many entries a result has whose shape is not known, by those of what it is made of."""
         attributes = attributes_of(node)
-        counts = [self._count(name) for name in node.input]
+        counts = [self.count(name) for name in node.input]
         shape = self._shape(node.input[1]) if len(node.input) > 1 else None
         count = max(counts, default=0.0)
         if node.op_type in _PRODUCTS and shape is not None and len(shape) > 1:

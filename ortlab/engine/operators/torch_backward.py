@@ -12,6 +12,7 @@ of the same weight has in a few rows. The gradient of softmax goes into the memo
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
 from onnx import TensorProto, helper, numpy_helper
@@ -21,6 +22,7 @@ from ortlab.engine.operators.quick_choice import choose_quick
 from ortlab.engine.operators.torch_kernels import OutputBuffers, keep_heap
 from ortlab.engine.passes.graph_edits import (
     ATEN,
+    SIZES,
     GraphFacts,
     aten_operator,
     attributes_of,
@@ -36,6 +38,7 @@ from ortlab.engine.passes.training_graph import (
     leave_short_sums,
     mend_layer_gradients,
 )
+from ortlab.engine.threads import Work
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,6 +50,8 @@ if TYPE_CHECKING:
 # A call into Python takes some 30 microseconds, which a small layer does not save.
 SMALLEST_WEIGHT: Final = 2**16
 """Entries of a matrix from which on PyTorch computes the products with it."""
+LEAST_WORK: Final = 2**23
+"""Multiplications of a product from which on PyTorch computes it, however small the matrix: some 0.2 ms."""
 
 _MATRIX: Final = 2
 _PRODUCTS: Final = frozenset({"Gemm", "MatMul", "FusedMatMul"})
@@ -143,6 +148,7 @@ class _FasterChoice:
         self._constants = {tensor.name: tensor for tensor in model.graph.initializer}
         # ORT's Gemm refuses to add up no rows, as those of an expert that no word is sent to.
         self._rows_may_be_none = any(map(_counts_entries, model.graph.node))
+        self._work = Work(self._facts, model.graph, SIZES.get({}))
         self._instead: dict[str, onnx.NodeProto] = {}
         self._yielded: list[str] = []
         self.free_outputs: list[int] = []
@@ -186,7 +192,7 @@ class _FasterChoice:
         transposed = bool(attributes.get("transA")), bool(attributes.get("transB"))
         if transposed == (True, False) and node.op_type == "Gemm":
             self._product_of_rows(node, a, b)
-        elif not transposed[0] and self._is_large(self._facts.shapes.get(b)):
+        elif not transposed[0] and self._is_large(self._facts.shapes.get(b), a, int(transposed[1])):
             producer = self._producers.get(b)
             turned = transposed[1]
             if producer is not None and _turns_a_matrix(producer):
@@ -195,7 +201,7 @@ class _FasterChoice:
 
     def _product_of_rows(self, node: onnx.NodeProto, a: str, b: str) -> None:
         shape = self._facts.shapes.get(node.output[0])
-        if shape is None or not (self._is_large(shape) or self._rows_may_be_none):
+        if shape is None or not (self._is_large(shape, a, 0) or self._rows_may_be_none):
             return
         rows = [self._before_flattening(name, width) for name, width in zip((a, b), shape, strict=True)]
         reader = self._only_reader(node.output[0])
@@ -296,11 +302,13 @@ class _FasterChoice:
         size = (self._facts.shapes.get(name) or (0,))[-1]
         return size if isinstance(size, int) else 0
 
-    def _is_large(self, shape: tuple[int | str | None, ...] | None) -> bool:
-        if shape is None or len(shape) != _MATRIX:
+    def _is_large(self, shape: tuple[int | str | None, ...] | None, other: str, axis: int) -> bool:
+        """Say whether the product of `other` and a matrix is worth the call; the axis is as long as `other` is wide."""
+        sizes = [size for size in shape or () if isinstance(size, int)]
+        if shape is None or len(sizes) != len(shape) or len(shape) != _MATRIX:
             return False
-        rows, columns = shape
-        return isinstance(rows, int) and isinstance(columns, int) and rows * columns >= SMALLEST_WEIGHT
+        rows = self._work.count(other) / max(sizes[axis], 1)
+        return prod(sizes) >= SMALLEST_WEIGHT or prod(sizes) * rows >= LEAST_WORK
 
     def _only_reader(self, name: str) -> onnx.NodeProto | None:
         readers = self._readers.get(name, [])

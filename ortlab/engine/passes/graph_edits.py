@@ -30,6 +30,9 @@ LOSSES: Final = frozenset({"SoftmaxCrossEntropyLossInternal", "SoftmaxCrossEntro
 NEEDING_GRADIENT: Final[ContextVar[frozenset[str] | None]] = ContextVar("NEEDING_GRADIENT", default=None)
 """The inputs of the graph in work whose gradient is asked for; None if that is not known: then all that are floats."""
 
+SIZES: Final[ContextVar[Mapping[str, int]]] = ContextVar("SIZES")
+"""The sizes of the input's dimensions, by symbol, in the call that the graph in work is built for; else nothing."""
+
 Shape: TypeAlias = tuple[int | str | None, ...]
 
 

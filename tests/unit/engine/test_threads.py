@@ -10,6 +10,7 @@ from onnx import TensorProto, helper
 from torch import nn
 
 from ortlab.engine import threads
+from ortlab.engine.passes.graph_edits import GraphFacts
 
 pytestmark = pytest.mark.usefixtures("ortmodule")
 
@@ -98,7 +99,8 @@ def graph_of(*nodes, shapes):
 
 
 def multiplications(*nodes, shapes, batch=5):
-    return threads._Work(graph_of(*nodes, shapes=shapes), {"batch": batch}).multiplications
+    model = graph_of(*nodes, shapes=shapes)
+    return threads.Work(GraphFacts(model), model.graph, {"batch": batch}).multiplications
 
 
 RELU = helper.make_node("Relu", ["x"], ["y"])

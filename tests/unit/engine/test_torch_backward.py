@@ -147,6 +147,28 @@ def test_small_layers_are_left_to_ort(wrap):
     assert chosen == {"sum_over"}  # for their digits, not for their speed: see `exact_choice`
 
 
+@pytest.mark.parametrize(("rows", "by_torch"), [(8, False), (16_384, True)])
+def test_small_layers_of_many_rows_are_given_to_torch(rows, by_torch, wrap):
+    """The rows are those of the first batch, also behind a Pad, whose sizes shape inference does not know."""
+
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide, self.narrow = nn.Linear(24, 48), nn.Linear(48, 24)
+
+        def forward(self, x):
+            x = F.pad(x, (0, 0, 0, x.shape[0] % 2))
+            return self.narrow(F.gelu(self.wide(x.reshape(-1, 24))))
+
+    torch.manual_seed(2)
+    module, x = Padded(), torch.randn(rows // 4, 4, 24)
+    expected, actual, lab = trained(module, lambda module: module(x).square().mean(), ortlab.Options())
+    chosen = kernels(lab.graph("gradient")) & {"matmul", "matmul_of_rows"}
+    lab.unwrap()
+    assert chosen == ({"matmul", "matmul_of_rows"} if by_torch else set())
+    assert max(differences(expected, actual).values()) <= TOLERANCE
+
+
 def test_memory_plans_are_the_same_and_can_be_applied():
     torch.manual_seed(1)
     plans = {}
