@@ -22,6 +22,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from ortlab.engine.passes.graph_edits import (
     FLOAT_TYPES,
+    SIZES,
     GraphFacts,
     aten_operator,
     attributes_of,
@@ -30,11 +31,12 @@ from ortlab.engine.passes.graph_edits import (
     needed_nodes,
     put_calls,
 )
+from ortlab.engine.threads import Work
 
 FEWEST: Final = 2**13
 """Entries from which on PyTorch's kernel pays for the call into Python."""
 _UNKNOWN: Final = 64
-"""What a dimension counts that is not known before the step, such as that of the batch."""
+"""What a dimension counts at least that another batch may change."""
 
 _FORWARD: Final = frozenset({"LeakyRelu", "ReduceLogSumExp", "Sin", "Cos", "TopK", "GatherElements", "ATen"})
 _OTHER_LAYOUT: Final = {
@@ -73,6 +75,7 @@ class _Choice:
         self._opset = next(one.version for one in model.opset_import if one.domain in {"", "ai.onnx"})
         facts = GraphFacts(model)
         self._constant_of = facts.scalar
+        self._work = Work(facts, model.graph, SIZES.get({}))
         self._types, self._shapes, self._ranks = facts.element_types, facts.shapes, facts.ranks
         self._producers = facts.producers
         self.outputs = {value.name for value in model.graph.output}
@@ -156,9 +159,10 @@ class _Choice:
         return not known or max(known) >= FEWEST
 
     def _entries(self, name: str) -> int:
-        """Count the entries of a value, each dimension that is not known as `_UNKNOWN`."""
+        """Count the entries of a value in the first batch, or with `_UNKNOWN` for each size that may change."""
         shape = self._shapes.get(name, (None,) * self._ranks[name])
-        return math.prod(size if isinstance(size, int) else _UNKNOWN for size in shape)
+        known = math.prod(size if isinstance(size, int) else _UNKNOWN for size in shape)
+        return max(known, int(self._work.count(name)))
 
     def _scalar(self, name: str) -> float | None:
         """Return a constant of one entry, or the difference of two, as the gradient of Pow has; else None."""

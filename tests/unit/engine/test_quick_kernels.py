@@ -90,6 +90,21 @@ def test_small_nodes_stay_with_onnx_runtime(wrap):
     assert "com.microsoft.ReluGrad" in used
 
 
+@pytest.mark.parametrize(("rows", "kernel"), [(32, "ReluGrad"), (4096, "ortlab::relu_backward")])
+def test_the_rows_of_the_first_batch_count(rows, kernel, wrap):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
+    eager = copy.deepcopy(model)
+    lab = wrap(model)
+    x = torch.randn(rows, 4)
+    lab.step(lambda: train(model, x), n=1, memory=False)
+    train(eager, x)
+    for one, other in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-4)
+    used = {node.operator for node in lab.profile(n=1, progress=False).nodes}
+    assert any(operator.endswith(kernel) for operator in used)
+
+
 @pytest.mark.parametrize("exponent", [2, 2.0, 3])
 def test_a_square_is_not_raised_to_the_power_of_one(exponent, wrap):
     torch.manual_seed(1)
