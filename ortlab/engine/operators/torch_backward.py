@@ -32,6 +32,7 @@ from ortlab.engine.passes.graph_edits import (
 )
 from ortlab.engine.passes.training_graph import (
     GraphInfo,
+    add_one_by_one,
     drop_empty_sums,
     drop_expansions,
     hand_over,
@@ -75,6 +76,7 @@ class TorchBackward:
         models = self._onnx_models  # type: ignore[attr-defined]
         mend_layer_gradients(models.optimized_model)
         if self._device.type == "cpu":  # type: ignore[attr-defined]
+            add_one_by_one(models.optimized_model)
             leave_short_sums(models.optimized_model)
             drop_empty_sums(models.optimized_model)
             drop_expansions(models.optimized_model)

@@ -226,6 +226,44 @@ def _is_shape_of(shape: onnx.NodeProto, name: str, facts: GraphFacts) -> bool:
     return source == name or (known is not None and None not in known and known == facts.shapes.get(name))
 
 
+_AT_ONCE: Final = 4
+"""Parts of a gradient that an attention makes right behind one another: of query, key, value and what goes past it."""
+
+
+def add_one_by_one(model: onnx.ModelProto) -> None:
+    """Let the parts of a gradient be added as they come, two at a time; the gradient graph is changed in place."""
+    # ORT adds all parts in one Sum, and keeps each of them up to there: for what an encoder hands to the six layers of
+    # a decoder, twelve tensors of its size. PyTorch adds each to those before. A part comes the later, the longer the
+    # longest way to it is.
+    graph = model.graph
+    types = {value.name: value for value in (*graph.value_info, *graph.output)}
+    way: dict[str, int] = {}
+    backward: set[str] = set()
+    nodes: list[onnx.NodeProto] = []
+    for node in graph.node:
+        if node.op_type == _YIELD or not backward.isdisjoint(node.input):
+            backward.update(node.output)
+        length = 1 + max((way.get(name, 0) for name in node.input), default=0)
+        way.update(dict.fromkeys(node.output, length))
+        many = node.op_type == "Sum" and not node.domain and len(node.input) > _AT_ONCE
+        if not many or node.output[0] not in backward:
+            nodes.append(copied(node))
+            continue
+        latest = sorted(node.input, key=lambda name: way.get(name, 0), reverse=True)
+        first, result = latest.pop(), node.output[0]
+        for number, part in enumerate(reversed(latest), 2):
+            total = result if number == len(node.input) else f"{result}_of_{number}"
+            nodes.append(helper.make_node("Sum", [first, part], [total], name=f"{node.name}_of_{number}"))
+            if total != result and result in types:
+                typed = graph.value_info.add()
+                typed.CopyFrom(types[result])
+                typed.name = total
+            first = total
+    if len(nodes) > len(graph.node):
+        del graph.node[:]
+        graph.node.extend(nodes)
+
+
 def leave_short_sums(model: onnx.ModelProto) -> None:
     """Let PyTorch compute the sums of float16 and bfloat16 in a typed gradient graph, which is changed in place."""
     facts = GraphFacts(model)

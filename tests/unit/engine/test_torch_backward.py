@@ -461,6 +461,44 @@ def test_the_gradient_of_a_mean_is_not_copied_to_each_entry():
     assert not any(node.op_type == "Expand" and node.output[0] in products for node in graph.node)
 
 
+class Readers(nn.Module):
+    """Six layers that read one value, each behind another; the value may be returned as well."""
+
+    def __init__(self, returned: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+        self.returned = returned
+
+    def forward(self, x):
+        read = self.first(x).tanh()
+        h = read.sin()
+        for layer in self.layers:
+            h = h + layer(h * read).tanh()
+        return (h, read) if self.returned else h
+
+
+@pytest.mark.parametrize("loss", ["h", "both"])
+@pytest.mark.parametrize("returned", [False, True])
+def test_the_parts_of_a_gradient_are_added_as_they_come(returned, loss):
+    """ORT adds them at the end, and keeps each up to there."""
+    torch.manual_seed(4)
+    x = torch.randn(40, 8)
+
+    def call(module):
+        outputs = module(x) if returned else (module(x),) * 2
+        h, read = (one.square().sum() for one in outputs)
+        return h if loss == "h" else h + read
+
+    expected, actual, lab = trained(Readers(returned), call, ortlab.Options())
+    nodes = lab.graph("gradient").model.graph.node
+    lab.unwrap()
+    assert max(len(node.input) for node in nodes if node.op_type == "Sum") <= 4
+    read = {name for node in nodes for name in node.input}
+    assert all(node.output[0] in read for node in nodes if "_of_" in node.name and node.op_type == "Sum")
+    assert max(differences(expected, actual).values()) <= TOLERANCE
+
+
 @pytest.mark.parametrize("sizes", [("rows", "rows"), ("rows", "others"), (None, None)])
 def test_a_product_broadcasts_only_where_the_other_factor_has_the_shape(sizes):
     make, kind = helper.make_node, TensorProto.FLOAT
