@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 # A call into Python takes some 30 microseconds, which a small layer does not save.
 SMALLEST_WEIGHT: Final = 2**16
 """Entries of a matrix from which on PyTorch computes the products with it."""
-LEAST_WORK: Final = 2**23
-"""Multiplications of a product from which on PyTorch computes it, however small the matrix: some 0.2 ms."""
+LEAST_WORK: Final = 2**25
+"""Multiplications of a product from which on PyTorch computes it, however small the matrix: most of a millisecond."""
 
 _MATRIX: Final = 2
 _PRODUCTS: Final = frozenset({"Gemm", "MatMul", "FusedMatMul"})

@@ -147,7 +147,7 @@ def test_small_layers_are_left_to_ort(wrap):
     assert chosen == {"sum_over"}  # for their digits, not for their speed: see `exact_choice`
 
 
-@pytest.mark.parametrize(("rows", "by_torch"), [(8, False), (16_384, True)])
+@pytest.mark.parametrize(("rows", "by_torch"), [(8, False), (65_536, True)])
 def test_small_layers_of_many_rows_are_given_to_torch(rows, by_torch, wrap):
     """The rows are those of the first batch, also behind a Pad, whose sizes shape inference does not know."""
 
