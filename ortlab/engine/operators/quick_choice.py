@@ -75,7 +75,7 @@ class _Choice:
         self._opset = next(one.version for one in model.opset_import if one.domain in {"", "ai.onnx"})
         facts = GraphFacts(model)
         self._constant_of = facts.scalar
-        self._work = Work(facts, model.graph, SIZES.get({}))
+        self._work = Work(facts, model.graph, SIZES.get())
         self._types, self._shapes, self._ranks = facts.element_types, facts.shapes, facts.ranks
         self._producers = facts.producers
         self.outputs = {value.name for value in model.graph.output}

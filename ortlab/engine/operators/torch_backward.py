@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 SMALLEST_WEIGHT: Final = 2**16
 """Entries of a matrix from which on PyTorch computes the products with it."""
 LEAST_WORK: Final = 2**25
-"""Multiplications of a product from which on PyTorch computes it, however small the matrix: most of a millisecond."""
+"""Multiplications of a product, in the first batch, from which on PyTorch computes it, however small the matrix."""
 
 _MATRIX: Final = 2
 _PRODUCTS: Final = frozenset({"Gemm", "MatMul", "FusedMatMul"})
@@ -150,7 +150,7 @@ class _FasterChoice:
         self._constants = {tensor.name: tensor for tensor in model.graph.initializer}
         # ORT's Gemm refuses to add up no rows, as those of an expert that no word is sent to.
         self._rows_may_be_none = any(map(_counts_entries, model.graph.node))
-        self._work = Work(self._facts, model.graph, SIZES.get({}))
+        self._work = Work(self._facts, model.graph, SIZES.get())
         self._instead: dict[str, onnx.NodeProto] = {}
         self._yielded: list[str] = []
         self.free_outputs: list[int] = []

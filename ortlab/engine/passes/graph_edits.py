@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 import onnx
@@ -30,8 +31,8 @@ LOSSES: Final = frozenset({"SoftmaxCrossEntropyLossInternal", "SoftmaxCrossEntro
 NEEDING_GRADIENT: Final[ContextVar[frozenset[str] | None]] = ContextVar("NEEDING_GRADIENT", default=None)
 """The inputs of the graph in work whose gradient is asked for; None if that is not known: then all that are floats."""
 
-SIZES: Final[ContextVar[Mapping[str, int]]] = ContextVar("SIZES")
-"""The sizes of the input's dimensions, by symbol, in the call that the graph in work is built for; else nothing."""
+SIZES: Final[ContextVar[Mapping[str, int]]] = ContextVar("SIZES", default=MappingProxyType({}))
+"""The sizes of the input's dimensions, by symbol, in the call that the graph in work is built for; else none."""
 
 Shape: TypeAlias = tuple[int | str | None, ...]
 

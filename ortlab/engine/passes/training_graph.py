@@ -236,6 +236,8 @@ def add_one_by_one(model: onnx.ModelProto) -> None:
     # a decoder, twelve tensors of its size. PyTorch adds each to those before. A part comes the later, the longer the
     # longest way to it is.
     graph = model.graph
+    if not any(map(_is_long_sum, graph.node)):
+        return
     types = {value.name: value for value in (*graph.value_info, *graph.output)}
     way: dict[str, int] = {}
     backward: set[str] = set()
@@ -245,8 +247,7 @@ def add_one_by_one(model: onnx.ModelProto) -> None:
             backward.update(node.output)
         length = 1 + max((way.get(name, 0) for name in node.input), default=0)
         way.update(dict.fromkeys(node.output, length))
-        many = node.op_type == "Sum" and not node.domain and len(node.input) > _AT_ONCE
-        if not many or node.output[0] not in backward:
+        if not _is_long_sum(node) or node.output[0] not in backward:
             nodes.append(copied(node))
             continue
         latest = sorted(node.input, key=lambda name: way.get(name, 0), reverse=True)
@@ -259,9 +260,12 @@ def add_one_by_one(model: onnx.ModelProto) -> None:
                 typed.CopyFrom(types[result])
                 typed.name = total
             first = total
-    if len(nodes) > len(graph.node):
-        del graph.node[:]
-        graph.node.extend(nodes)
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def _is_long_sum(node: onnx.NodeProto) -> bool:
+    return node.op_type == "Sum" and not node.domain and len(node.input) > _AT_ONCE
 
 
 def leave_short_sums(model: onnx.ModelProto) -> None:
