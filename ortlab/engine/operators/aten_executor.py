@@ -218,8 +218,15 @@ def _as_tensor(output: Tensor | float) -> Tensor:
 
 @cache
 def _find(name: bytes, overload: bytes) -> Operator | CallableCall:
-    kind = CallableCall if is_torch_call(overload.decode()) else Operator
-    return kind.find(name.decode(), overload.decode())
+    called, text = name.decode(), overload.decode()
+    if is_torch_call(text):
+        call = CallableCall.find(called, text)
+        compiled_calls.describe(call, text)
+        return call
+    operator = Operator.find(called, text)
+    if operator.name.startswith("aten::"):  # what another library computes may do more than that
+        compiled_calls.describe_operator(called, text, operator.call, _BOOLEAN_TENSORS)
+    return operator
 
 
 def _is_tensor_argument(name: bytes, overload: bytes, index: int, is_input: bool) -> bool:  # noqa: FBT001

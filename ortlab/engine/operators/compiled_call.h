@@ -41,6 +41,7 @@ struct DLManagedTensor {
 constexpr std::int32_t CPU = 1;  // kDLCPU
 constexpr std::int64_t SMALL = 1 << 20;  // `torch_kernels.SMALLEST_KEPT`
 constexpr std::int64_t MANY_CHANNELS = 16;  // `torch_kernels._MANY_CHANNELS`
+constexpr std::int64_t PLANE = 2, WIDE_WINDOW = 5;  // `torch_kernels._PLANE`, `_WIDE_WINDOW`
 
 // ---- torch's C interface --------------------------------------------------------------------------------------------
 
@@ -357,6 +358,26 @@ class Call {
     inputs_[which] = nullptr;
     return true;
   }
+  // Hand a tensor to ORT, a copy of it where it lies in the memory of an input.
+  bool give_own(std::size_t i, Tensor tensor) {
+    if (!failed && is_in_an_input(tensor)) {
+      Value stack[2] = {as_value(tensor), some(CONTIGUOUS)};
+      tensor = run("aten::clone", "", stack) ? reinterpret_cast<Tensor>(stack[0]) : nullptr;
+    }
+    if (failed && tensor != nullptr) torch.drop(tensor);
+    return !failed && give(i, tensor);
+  }
+  static bool is_of(Tensor tensor, std::int32_t type) {
+    std::int32_t found = -1;
+    torch.type(tensor, &found);
+    return found == type;
+  }
+  bool has_shape_of(Tensor tensor, std::size_t i) const {
+    std::int64_t rank = 0, *sizes = nullptr;
+    torch.rank(tensor, &rank);
+    torch.sizes(tensor, &sizes);
+    return given(i) && shape(i) == Ints(sizes, sizes + rank);
+  }
   bool give_result(std::size_t i, Value value) { return give(i, reinterpret_cast<Tensor>(value)); }
   // Hand all results of torch's operator to ORT, in their order.
   bool give_results(std::size_t count, const Value* stack) {
@@ -371,6 +392,14 @@ class Call {
   bool failed = false;
 
  private:
+  bool is_in_an_input(Tensor tensor) const {
+    const char* found = static_cast<const char*>(memory(tensor));
+    for (std::size_t i = 0; i < n_inputs_; ++i) {
+      const char* start = given(i) ? data<const char>(i) : nullptr;
+      if (start != nullptr && start <= found && found < start + numel(i) * input(i).bits / 8) return true;
+    }
+    return false;
+  }
   static void describe(DLTensor* described, std::int32_t type) {
     described->lanes = 1;
     switch (type) {

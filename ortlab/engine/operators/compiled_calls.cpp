@@ -7,6 +7,13 @@
 // Python would take memory that is kept from step to step for the output (`torch_kernels.OutputBuffers`), with anything
 // out of the ordinary, and where torch raises an error, which Python then raises again with its text.
 
+#include <algorithm>
+#include <mutex>
+#include <shared_mutex>
+#include <sstream>
+#include <string>
+#include <unordered_map>
+
 #include "compiled_call.h"
 #include "dropout.h"
 
@@ -158,7 +165,44 @@ bool convolution_backward(Call& call) {
   return given;
 }
 
+bool grouped_convolution_backward(Call& call) {
+  // grad, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, wanted
+  if (!call.are_floats({0, 1, 2}) || !call.is_int(7) || !call.is_int(9) || !call.is_ints(10)) return false;
+  if ((call.given(3) && !call.is_ints(3)) || call.rank(1) < 2) return false;
+  for (std::size_t i : {4, 5, 6, 8}) {
+    if (!call.is_ints(i)) return false;
+  }
+  Ints window = call.shape(2);
+  const std::int64_t channels = window[0], dimensions = static_cast<std::int64_t>(window.size()) - 2;
+  bool is_wide = dimensions <= PLANE;
+  for (std::int64_t axis = 0; axis < dimensions; ++axis) is_wide = is_wide && window[2 + axis] >= WIDE_WINDOW;
+  const bool is_depthwise = channels == call.one_int(9) && channels == call.size(1, 1) && call.one_int(7) == 0;
+  if (is_depthwise && is_wide) return false;  // Python has kernels for these
+  Value stack[11] = {call.tensor(0), call.tensor(1), call.tensor(2),
+                     call.given(3) ? call.some(call.list(call.ints(3))) : 0, call.list(call.ints(4)),
+                     call.list(call.ints(5)), call.list(call.ints(6)), call.one_int(7) != 0, call.list(call.ints(8)),
+                     static_cast<Value>(call.one_int(9)), call.list(call.ints(10))};
+  return call.run("aten::convolution_backward", "", stack) && call.give_results(3, stack);
+}
+
 // ---- pooling --------------------------------------------------------------------------------------------------------
+
+bool adaptive_avg_pool2d_backward(Call& call) {
+  if (!call.are_floats({0, 1}) || call.rank(0) < 2) return false;
+  const std::int64_t rank = call.rank(1), rows = call.size(1, rank - 2), columns = call.size(1, rank - 1);
+  if (call.rank(0) != rank) return false;
+  if (call.size(0, rank - 2) != 1 || call.size(0, rank - 1) != 1) {
+    Value stack[2] = {call.tensor(0), call.tensor(1)};
+    return call.run("aten::_adaptive_avg_pool2d_backward", "", stack) && call.give_result(0, stack[0]);
+  }
+  Tensor entries = call.empty({});
+  if (entries == nullptr) return false;
+  *Call::floats(entries) = static_cast<float>(rows * columns);
+  Value expanded[3] = {call.tensor(0), call.list(call.shape(1)), false};
+  if (!call.run("aten::expand", "", expanded)) return !(call.kept(entries), call.failed = true);
+  Value stack[2] = {expanded[0], Call::as_value(entries)};
+  return call.run("aten::div", "Tensor", stack) && call.give_result(0, stack[0]);
+}
 
 bool max_pool2d(Call& call) {
   // x, window, stride, padding, dilation, ceil_mode
@@ -687,7 +731,9 @@ const Kernel KERNELS[] = {
     {"ortlab::rms_norm_backward", rms_norm_backward, false},
     {"ortlab::convolution", convolution, true},
     {"ortlab::convolution_backward", convolution_backward, true},
+    {"ortlab::grouped_convolution_backward", grouped_convolution_backward, true},
     {"ortlab::max_pool2d", max_pool2d, true},
+    {"ortlab::adaptive_avg_pool2d_backward", adaptive_avg_pool2d_backward, true},
     {"ortlab::lstm_layer", lstm_layer, true},
     {"ortlab::lstm_layer_backward", lstm_layer_backward, true},
     {"ortlab::relu_backward", relu_backward, false},
@@ -736,15 +782,6 @@ const Operator OPERATORS[] = {
     {"ortlab::erf", "aten::erf", "", "T", 1, false},
     {"ortlab::sigmoid", "aten::sigmoid", "", "T", 1, false},
     {"ortlab::adaptive_avg_pool2d", "aten::adaptive_avg_pool2d", "", "TL", 1, true},
-    {"embedding", "aten::embedding", "", "TTibb", 1, true},
-    {"embedding_backward", "aten::embedding_backward", "", "TTiibb", 1, true},
-    {"native_batch_norm", "aten::native_batch_norm", "", "Toooobff", 3, true},
-    {"native_batch_norm_backward", "aten::native_batch_norm_backward", "", "TTooooobfL", 3, true},
-    {"native_group_norm", "aten::native_group_norm", "", "Tooiiiif", 3, true},
-    {"native_group_norm_backward", "aten::native_group_norm_backward", "", "TTTToiiiiL", 3, true},
-    {"index_select", "aten::index_select", "", "TiT", 1, true},
-    {"max_pool2d_with_indices_backward", "aten::max_pool2d_with_indices_backward", "", "TTLLLLbT", 1, true},
-    {"convolution", "aten::convolution", "", "TToLLLbLi", 1, true},
 };
 constexpr std::size_t MOST_ARGUMENTS = 16;
 
@@ -774,12 +811,126 @@ bool compute(Call& call, const Operator& one) {
   return call.run(one.operator_name, one.overload, stack) && call.give_results(one.results, stack);
 }
 
+// ---- calls that Python has described --------------------------------------------------------------------------------
+
+// An argument of torch's operator: an input of the node by its number, or a constant.
+struct Argument {
+  bool is_optional = false;
+  char kind = 0;  // Tensor, mask, int, float, boolean, list of ints; lower case for a constant; n for "not given"
+  std::size_t input = 0;
+  std::int64_t whole = 0;
+  double real = 0;
+  Ints list;
+};
+
+// What an output has to be, lest Python makes the call: its type, and the input whose shape it has; -1 for anything.
+struct Result {
+  std::int32_t type;
+  std::int64_t like;
+};
+
+struct Description {
+  std::string operator_name, overload;
+  std::vector<Argument> arguments;
+  std::vector<Result> results;
+};
+
+std::unordered_map<std::string, Description> descriptions;  // by the name and the overload that ORT gives
+std::shared_mutex describing;
+
+std::string key_of(const char* name, const char* overload) { return std::string(name) + '\n' + overload; }
+
+// Read arguments that are separated by spaces, such as "T0 T1 ?T3 i1 f0.5 l2,2 n".
+std::vector<Argument> arguments_of(const char* text) {
+  std::vector<Argument> found;
+  std::istringstream words(text);
+  for (std::string word; words >> word;) {
+    Argument one;
+    one.is_optional = word[0] == '?';
+    one.kind = word[one.is_optional];
+    std::istringstream value(word.substr(1 + one.is_optional));
+    switch (one.kind) {
+      case 'f': value >> one.real; break;
+      case 'i': case 'b': value >> one.whole; break;
+      case 'l':
+        for (std::string entry; std::getline(value, entry, ',');) one.list.push_back(std::stoll(entry));
+        break;
+      case 'n': break;
+      default: value >> one.input; break;
+    }
+    found.push_back(one);
+  }
+  return found;
+}
+
+bool is_left_out(const Call& call, const Argument& one) {
+  return one.kind == 'n' || (one.is_optional && one.kind < 'a' && !call.given(one.input));
+}
+
+bool fits(const Call& call, const Argument& one) {
+  if (is_left_out(call, one)) return true;
+  switch (one.kind) {
+    case 'T': return call.given(one.input);
+    case 'M': return call.given(one.input) && call.type(one.input) == UINT8;
+    case 'L': return call.is_ints(one.input);
+    case 'F': return call.is_float(one.input);
+    case 'I': case 'B': return call.is_int(one.input);
+    default: return true;
+  }
+}
+
+Value value_of(Call& call, const Argument& one) {
+  switch (one.kind) {
+    case 'T': return call.tensor(one.input);
+    case 'M': return call.mask(one.input);
+    case 'L': return call.list(call.ints(one.input));
+    case 'F': return Call::number(call.one_float(one.input));
+    case 'I': return static_cast<Value>(call.one_int(one.input));
+    case 'B': return call.one_int(one.input) != 0;
+    case 'l': return call.list(one.list);
+    case 'f': return Call::number(one.real);
+    case 'b': return one.whole != 0;
+    default: return static_cast<Value>(one.whole);
+  }
+}
+
+bool compute_described(Call& call, const char* name, const char* overload) {
+  const Description* said = nullptr;
+  {
+    std::shared_lock<std::shared_mutex> reading(describing);
+    const auto found = descriptions.find(key_of(name, overload));
+    if (found == descriptions.end()) return false;
+    said = &found->second;  // which stays where it is
+  }
+  if (!call.all_on_cpu() || call.outputs() != said->results.size()) return false;
+  for (const Argument& one : said->arguments) {
+    if (!fits(call, one)) return false;
+  }
+  std::vector<Value> stack;
+  for (const Argument& one : said->arguments) {
+    const Value value = is_left_out(call, one) ? 0 : value_of(call, one);
+    stack.push_back(one.is_optional && !is_left_out(call, one) ? call.some(value) : value);
+  }
+  stack.resize(std::max(stack.size(), said->results.size()));
+  if (!call.run(said->operator_name.c_str(), said->overload.c_str(), stack.data())) return false;
+  for (std::size_t i = 0; i < said->results.size(); ++i) {
+    const Result& result = said->results[i];
+    Tensor tensor = reinterpret_cast<Tensor>(stack[i]);
+    const bool is_right = (result.type < 0 || Call::is_of(tensor, result.type)) &&
+                          (result.like < 0 || call.has_shape_of(tensor, result.like));
+    if (!is_right) call.failed = true;
+    call.give_own(i, tensor);
+  }
+  return !call.failed;
+}
+
+// ---- which it is ----------------------------------------------------------------------------------------------------
+
 bool compute(Call& call, const char* name) {
   if (!call.all_on_cpu()) return false;
   for (const Kernel& kernel : KERNELS) {
     if (std::strcmp(kernel.name, name) == 0) return (kernel.any_size || call.all_small()) && kernel.compute(call);
   }
-  if (std::strncmp(name, "aten::", 6) == 0) name += 6;
   for (const Operator& one : OPERATORS) {
     if (std::strcmp(one.name, name) == 0) return compute(call, one);
   }
@@ -788,9 +939,10 @@ bool compute(Call& call, const char* name) {
 
 void execute(const char* name, const char* overload, std::size_t n_inputs, DLManagedTensor** inputs,
              std::size_t n_outputs, DLManagedTensor** outputs) {
-  if (enabled && *overload == 0) {
+  if (enabled) {
     Call call(n_inputs, inputs, n_outputs, outputs);
-    if (compute(call, name) && !call.failed) {
+    const bool made = (*overload == 0 && compute(call, name)) || (!call.failed && compute_described(call, name, overload));
+    if (made && !call.failed) {
       call.end();
       ++computed;
       return;
@@ -805,6 +957,16 @@ void execute(const char* name, const char* overload, std::size_t n_inputs, DLMan
 extern "C" void ortlab_connect(const Torch* functions, Execute python) {
   torch = *functions;
   in_python = python;
+}
+// Let the library make a call itself from now on; see `compiled_calls.describe`.
+extern "C" void ortlab_describe(const char* name, const char* overload, const char* of_torch, const char* torch_overload,
+                                const char* arguments, const std::int64_t* results, std::size_t n_results) {
+  Description said{of_torch, torch_overload, arguments_of(arguments), {}};
+  for (std::size_t i = 0; i < n_results; ++i) {
+    said.results.push_back({static_cast<std::int32_t>(results[2 * i]), results[2 * i + 1]});
+  }
+  std::unique_lock<std::shared_mutex> writing(describing);
+  descriptions.emplace(key_of(name, overload), std::move(said));
 }
 extern "C" void ortlab_enable(bool whether) { enabled = whether; }
 extern "C" std::uint64_t ortlab_computed() { return computed; }

@@ -3,7 +3,8 @@
 ONNX Runtime calls the library for each ``ATen`` node; the library calls :mod:`~ortlab.engine.operators.aten_executor`
 for what it does not compute itself. A small model makes dozens of such calls in a step, and each takes a few
 microseconds instead of thirty or, where Python's code is not in the processor's caches, a hundred and more. Both ways
-call the same kernels of torch, so the numbers are the same bits.
+call the same kernels of torch, so the numbers are the same bits. The library knows `ortlab`'s own kernels by name; an
+operator of torch is described to it when it is first met, a `TorchCall` with its constants.
 
 It needs a C++ compiler (Linux, macOS) and PyTorch 2.13, the first with all of `_FUNCTIONS`: earlier ones write each
 error to the terminal. Without them every call goes through Python, as it does where the environment variable
@@ -13,16 +14,26 @@ error to the terminal. Without them every call goes through Python, as it does w
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 
 from ortlab.engine import libraries
+from ortlab.engine.operators.torch_calls import (
+    BOOLEAN,
+    NUMBER,
+    NUMBERS,
+    ONE_KERNEL,
+    TENSOR,
+    VALUE,
+    CallableCall,
+)
 from ortlab.errors import BuildError
 
 COMPILE_VARIABLE: Final = "ORTLAB_COMPILE"
@@ -136,6 +147,8 @@ def _connect(in_python: int) -> str:
         ctypes.c_uint64,
     ]
     library.ortlab_dropout_backward.argtypes = [*[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_float]
+    texts = [ctypes.c_char_p] * 5
+    library.ortlab_describe.argtypes = [*texts, ctypes.POINTER(ctypes.c_int64), ctypes.c_size_t]
     library.ortlab_seed(_Connected.seed)
     library.ortlab_connect(ctypes.byref(functions), in_python)
     _Connected.library = library
@@ -156,3 +169,151 @@ def _functions() -> tuple[_Torch, str]:
         elif function in _FUNCTIONS:
             return functions, function
     return functions, ""
+
+
+# ---- calls that are described to the library ---------------------------------------------------------------------
+
+
+class _Described(NamedTuple):
+    """A call in words."""
+
+    operator: Any  # of torch
+    words: list[str]  # one for each argument
+    results: list[tuple[int, int]]  # type and the input that has its shape, each -1 if that is not known
+
+
+def describe(call: CallableCall, text: str) -> None:
+    """Let the library make a call itself from now on, the one of this name and text, if it has words for it."""
+    described = None if _Connected.library is None else _described(call)
+    if described is not None:
+        _tell(call.name, text, described)
+
+
+def describe_operator(name: str, overload: str, operator: Any, booleans: Collection[str]) -> None:
+    """Let the library call an operator of torch whose arguments are the inputs; those of these names are masks."""
+    schema = operator._schema
+    if _Connected.library is None or any(one.type.kind() != "TensorType" for one in schema.returns):
+        return
+    inputs = [_Input(number, _kind_of(one, booleans)) for number, one in enumerate(schema.arguments)]
+    words = _words(schema.arguments, inputs)
+    if words:
+        _tell(name, overload, _Described(operator, words, [(-1, -1)] * len(schema.returns)))
+
+
+def _tell(name: str, overload: str, described: _Described) -> None:
+    schema = described.operator._schema
+    texts = name, overload, schema.name, schema.overload_name, " ".join(described.words)
+    numbers = [number for result in described.results for number in result]
+    in_memory = (ctypes.c_int64 * len(numbers))(*numbers)
+    _Connected.library.ortlab_describe(*(one.encode() for one in texts), in_memory, len(described.results))
+
+
+def _kind_of(argument: Any, booleans: Collection[str]) -> str:
+    kind, several = argument.type, False
+    while kind.kind() in {"OptionalType", "ListType"}:
+        several |= kind.kind() == "ListType"
+        kind = kind.getElementType()
+    if kind.kind() == "TensorType":
+        return BOOLEAN if argument.name in booleans else TENSOR
+    return NUMBERS if several else NUMBER
+
+
+class _Input(NamedTuple):
+    """An input of the node, in the place of an argument."""
+
+    number: int
+    kind: str
+
+
+_TYPES: Final = {
+    "uint8": 0, "int32": 3, "int64": 4, "float16": 5, "float32": 6, "float64": 7, "bool": 11, "bfloat16": 15,
+}  # fmt: skip
+"""Those of results, with their numbers in torch's C interface."""
+
+_KINDS: Final = {"IntType": "i", "SymIntType": "i", "FloatType": "f", "BoolType": "b"}
+_OF_LAYOUT: Final = frozenset({"dtype", "layout", "memory_format"})
+"""Arguments whose numbers torch's C interface counts otherwise."""
+
+
+def _described(one: CallableCall) -> _Described | None:
+    """Describe a call; None if the library has no words for it."""
+    call = one.call
+    plain = set(call.kinds) <= {TENSOR, BOOLEAN, NUMBER, NUMBERS} and not (
+        call.random or call.awaited or call.waits
+    )
+    if not plain or "::" in one.name.removeprefix(
+        "aten::"
+    ):  # what another library computes may do more than that
+        return None
+    first = len(call.gradients_from) if one.is_gradient else 0
+    numbers = iter(range(first, first + len(call.kinds)))
+    arguments = [
+        _constant(rest[0]) if kind == VALUE else _Input(next(numbers), kind) for kind, *rest in call.arguments
+    ]
+    operator, like = one.operator, -1
+    if one.is_gradient:
+        kernel = ONE_KERNEL.get((operator._schema.name.removeprefix("aten::"), call.overload))
+        if (
+            kernel is None
+            or set(call.kinds) != {TENSOR}
+            or call.gradient_of != (0,)
+            or call.gradients_from != (0,)
+        ):
+            return None
+        name, *arguments = kernel(_Input(0, TENSOR), *arguments)
+        operator, like = getattr(torch.ops.aten, name).default, 1
+    words = _words(operator._schema.arguments, arguments)
+    known = all(dtype in _TYPES for dtype, _ in call.results)
+    if not words or not known:
+        return None
+    return _Described(operator, words, [(_TYPES[dtype], like) for dtype, _ in call.results])
+
+
+def _constant(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _words(schema: Sequence[Any], values: Sequence[Any]) -> list[str]:
+    """Return a word for each argument, as ``arguments_of`` in the library reads it; nothing if one has none."""
+    words = []
+    for index, argument in enumerate(schema):
+        if index >= len(values) and not argument.has_default_value():
+            return []
+        word = _word(argument, values[index] if index < len(values) else argument.default_value)
+        if not word:
+            return []
+        words.append(word)
+    return words
+
+
+def _word(argument: Any, value: Any) -> str:
+    kind, optional, several = argument.type, "", False
+    while kind.kind() in {"OptionalType", "ListType"}:
+        optional = "?" if kind.kind() == "OptionalType" else optional
+        several |= kind.kind() == "ListType"
+        kind = kind.getElementType()
+    if value is None:
+        return "n" if optional else ""
+    if kind.kind() == "TensorType":
+        word = "" if several else _word_of_tensor(value)
+    else:
+        letter = "" if argument.name in _OF_LAYOUT else _KINDS.get(kind.kind(), "")
+        word = _word_of_numbers(value, letter, several=several) if letter else ""
+    return optional + word if word else ""
+
+
+def _word_of_tensor(value: Any) -> str:
+    letter = {TENSOR: "T", BOOLEAN: "M"}.get(value.kind) if isinstance(value, _Input) else None
+    return f"{letter}{value.number}" if letter else ""
+
+
+def _word_of_numbers(value: Any, letter: str, *, several: bool) -> str:
+    if isinstance(value, _Input):
+        fits = value.kind == (NUMBERS if several else NUMBER) and not (several and letter == "f")
+        return f"{'L' if several else letter.upper()}{value.number}" if fits else ""
+    if several:
+        whole = isinstance(value, list) and all(isinstance(one, int) for one in value)
+        return f"l{','.join(str(int(one)) for one in value)}" if whole else ""
+    if isinstance(value, list) or not math.isfinite(value):
+        return ""
+    return f"{letter}{float(value) if letter == 'f' else int(value)}"

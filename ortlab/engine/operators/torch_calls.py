@@ -25,7 +25,6 @@ from functools import cache, cached_property
 from typing import Any, Final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ortlab.engine.border import storages, unshared
@@ -33,10 +32,6 @@ from ortlab.engine.operators.torch_kernels import broadcast
 
 _aten: Final = torch.ops.aten
 _NOTHING: Final = nullcontext()
-
-
-def _elu(grad: Tensor, x: Tensor, alpha: float, scale: float, input_scale: float) -> tuple[Tensor]:
-    return (_aten.elu_backward(grad, alpha, scale, input_scale, False, x),)  # noqa: FBT003 - not from the result
 
 
 def _cumsum(grad: Tensor, x: Tensor, dim: int, **_: Any) -> tuple[Tensor]:
@@ -97,20 +92,10 @@ def _im2col(grad: Tensor, x: Tensor, *windows: Sequence[int]) -> tuple[Tensor]:
     return (_aten.col2im(grad, x.shape[-2:], *windows),)
 
 
-def _roll(grad: Tensor, _: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> tuple[Tensor]:
-    return (grad.roll([-shift for shift in shifts], list(dims)),)
-
-
 def _mse(grad: Tensor, x: Tensor, target: Tensor, reduction: int = 1) -> tuple[Tensor]:
     # Its operands were of one shape in the trace; the exported graph broadcasts them no more (`layer_symbolics`).
     every = x.expand(broadcast(x.shape, target.shape))
     return (_aten.mse_loss_backward(grad, every, target, reduction).sum_to_size(x.shape),)
-
-
-def _smooth_l1(
-    grad: Tensor, x: Tensor, target: Tensor, reduction: int = 1, beta: float = 1.0
-) -> tuple[Tensor]:
-    return (_aten.smooth_l1_loss_backward(grad, x, target, reduction, beta),)
 
 
 def _bce_with_logits(
@@ -144,34 +129,51 @@ def _log_sigmoid(grad: Tensor, x: Tensor) -> tuple[Tensor]:
     return (_aten.log_sigmoid_backward(grad, x, torch.exp(-x.abs())),)
 
 
+ONE_KERNEL: Final[dict[tuple[str, str], Callable[..., tuple[Any, ...]]]] = {
+    ("elu", "default"): lambda grad, x, *how: ("elu_backward", grad, *how, False, x),
+    ("flip", "default"): lambda grad, _, dims: ("flip", grad, dims),
+    ("hardshrink", "default"): lambda grad, x, size: ("hardshrink_backward", grad, x, size),
+    ("hardswish", "default"): lambda grad, x: ("hardswish_backward", grad, x),
+    ("hardtanh", "default"): lambda grad, x, low, high: ("hardtanh_backward", grad, x, low, high),
+    ("leaky_relu", "default"): lambda grad, x, slope: ("leaky_relu_backward", grad, x, slope, False),
+    ("logit", "default"): lambda grad, x, eps: ("logit_backward", grad, x, eps),
+    ("mish", "default"): lambda grad, x: ("mish_backward", grad, x),
+    ("mse_loss", "default"): lambda grad, x, target, how=1: ("mse_loss_backward", grad, x, target, how),
+    ("pixel_shuffle", "default"): lambda grad, _, factor: ("pixel_unshuffle", grad, factor),
+    ("relu6", "default"): lambda grad, x: ("hardtanh_backward", grad, x, 0, 6),
+    ("roll", "default"): lambda grad, _, shifts, dims=(): ("roll", grad, [-one for one in shifts], list(dims)),
+    ("smooth_l1_loss", "default"): lambda grad, x, target, how=1, beta=1.0: (
+        "smooth_l1_loss_backward", grad, x, target, how, beta
+    ),
+    ("softshrink", "default"): lambda grad, x, size: ("softshrink_backward", grad, x, size),
+}  # fmt: skip
+"""By operator and overload: the operator of torch that computes the gradient of the first tensor, and its arguments."""
+
+
+def _by_kernel(kernel: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Tensor]]:
+    def formula(*arguments: Any) -> tuple[Tensor]:
+        operator, *given = kernel(*arguments)
+        return (getattr(_aten, operator)(*given),)
+
+    return formula
+
+
 FORMULAS: Final[dict[tuple[str, str], Callable[..., tuple[Tensor, ...]]]] = {
+    **{key: _by_kernel(kernel) for key, kernel in ONE_KERNEL.items()},
     ("_grouped_mm", "default"): _grouped_mm,
     ("binary_cross_entropy_with_logits", "default"): _bce_with_logits,
     ("cumsum", "default"): _cumsum,
-    ("elu", "default"): _elu,
-    ("flip", "default"): lambda grad, _, dims: (grad.flip(dims),),
     ("grid_sampler", "default"): _grid_sampler,
-    ("hardshrink", "default"): lambda grad, x, size: (_aten.hardshrink_backward(grad, x, size),),
-    ("hardtanh", "default"): lambda grad, x, low, high: (_aten.hardtanh_backward(grad, x, low, high),),
-    ("hardswish", "default"): lambda grad, x: (_aten.hardswish_backward(grad, x),),
     ("im2col", "default"): _im2col,
     ("kl_div", "default"): _kl_div,
-    ("leaky_relu", "default"): lambda grad, x, slope: (_aten.leaky_relu_backward(grad, x, slope, False),),  # noqa: FBT003 - x is no result
     ("log1p", "default"): lambda grad, x: (grad / (x + 1),),
     ("log_sigmoid", "default"): _log_sigmoid,
-    ("logit", "default"): lambda grad, x, eps: (_aten.logit_backward(grad, x, eps),),
     ("max", "other"): _maximum,
     ("maximum", "default"): _maximum,
     ("min", "other"): _minimum,
     ("minimum", "default"): _minimum,
-    ("mish", "default"): lambda grad, x: (_aten.mish_backward(grad, x),),
     ("mse_loss", "default"): _mse,
-    ("pixel_shuffle", "default"): lambda grad, _, factor: (F.pixel_unshuffle(grad, factor),),
-    ("relu6", "default"): lambda grad, x: (_aten.hardtanh_backward(grad, x, 0, 6),),
     ("rms_norm", "default"): _rms_norm,
-    ("roll", "default"): _roll,
-    ("smooth_l1_loss", "default"): _smooth_l1,
-    ("softshrink", "default"): lambda grad, x, size: (_aten.softshrink_backward(grad, x, size),),
     ("upsample_bilinear2d", "vec"): _bilinear,
 }
 """By operator, without its namespace ``aten::``, and overload.
@@ -264,7 +266,7 @@ class CallableCall:
 
     def is_tensor(self, index: int, *, is_input: bool) -> bool:
         """Say whether an input or output is a tensor, or else a value that ORT keeps on the CPU."""
-        index -= len(self.call.gradients_from) if self._is_gradient else 0
+        index -= len(self.call.gradients_from) if self.is_gradient else 0
         # Behind its arguments, the gradient of a call that draws gets the state of the generator.
         is_argument = is_input and 0 <= index < len(self.call.kinds)
         return not is_argument or self.call.kinds[index] not in {NUMBER, NUMBERS}
@@ -274,7 +276,7 @@ class CallableCall:
         # No output shares memory with an input or with another output, because ORT may overwrite any buffer whose last
         # reader has run.
         with _plain():
-            outputs = self._gradient(tensors) if self._is_gradient else self._forward(tensors)
+            outputs = self._gradient(tensors) if self.is_gradient else self._forward(tensors)
         owned = storages(tensors)
         return tuple(None if output is None else unshared(output.detach(), owned) for output in outputs)
 
@@ -321,7 +323,7 @@ class CallableCall:
 
     def _results(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         given, named = self._given_arguments(tensors)
-        results = self._operator(*given, **named)
+        results = self.operator(*given, **named)
         several = results if isinstance(results, tuple | list) else (results,)
         return [_crossing(result, dtype) for result, dtype in zip(several, self._dtypes, strict=True)]
 
@@ -334,18 +336,20 @@ class CallableCall:
     # What is the same in each call takes longer to find than a small operator to run.
 
     @cached_property
-    def _is_gradient(self) -> bool:
+    def is_gradient(self) -> bool:
+        """Whether it computes the gradient of the operator."""
         return self.name.endswith(_GRADIENT)
 
     @cached_property
-    def _operator(self) -> Any:
+    def operator(self) -> Any:
+        """The operator of torch, or the one whose gradient it computes."""
         namespace, _, base = self.name.removesuffix(_GRADIENT).rpartition("::")
         return getattr(getattr(getattr(torch.ops, namespace or "aten"), base), self.call.overload)
 
     @cached_property
     def _names(self) -> tuple[str, ...]:
         """The names of the operator's last arguments, those that have to be given by name."""
-        return tuple(one.name for one in self._operator._schema.arguments if one.kwarg_only)
+        return tuple(one.name for one in self.operator._schema.arguments if one.kwarg_only)
 
     @cached_property
     def _dtypes(self) -> tuple[torch.dtype, ...]:
@@ -380,13 +384,13 @@ def crossing_type(dtype: str, rank: int) -> tuple[str, int]:
 
 def draws(operator: str, text: str) -> bool:
     """Say whether a call draws numbers from torch's generators."""
-    return torch.Tag.nondeterministic_seeded in CallableCall.find(operator, text)._operator.tags
+    return torch.Tag.nondeterministic_seeded in CallableCall.find(operator, text).operator.tags
 
 
 def is_elementwise(operator: str, call: TorchCall) -> bool:
     """Say whether a call works on each element of its only tensor, whose shape its result has."""
     tensors = [kind for kind in call.kinds if kind not in {NUMBER, NUMBERS}]
-    return tensors == [TENSOR] and torch.Tag.pointwise in CallableCall(operator, call)._operator.tags
+    return tensors == [TENSOR] and torch.Tag.pointwise in CallableCall(operator, call).operator.tags
 
 
 def _given(tensor: Tensor | None) -> Tensor:
