@@ -30,6 +30,7 @@ from ortlab.engine.diagnosis import explain_execution_failure
 from ortlab.engine.operators import compiled_calls
 from ortlab.engine.operators.dropout import drawn_dropouts, with_quick_dropouts
 from ortlab.engine.operators.torch_backward import TorchBackward
+from ortlab.engine.passes.graph_edits import has_inner_graphs
 from ortlab.engine.passes.training_graph import leaving_alone
 from ortlab.engine.patching import with_attributes
 from ortlab.engine.recompute_plans import PROBE_ANYWHERE
@@ -207,6 +208,7 @@ class _SessionOptions:
         self.time_tracker.starts_[ORTModuleInitPhase.CREATE_SESSION] = began  # type: ignore[attr-defined]
         if hasattr(self._execution_agent, "run_backward"):
             self._take_seeds()
+            self._share_cores()
             self._execution_agent = _ExplainingAgent(
                 self._execution_agent, self.collecting, self.options, self.lines
             )
@@ -255,6 +257,13 @@ class _SessionOptions:
             drawn = drawn_dropouts(self._onnx_models.optimized_model)  # type: ignore[attr-defined]
             if drawn:
                 self._execution_agent = _SeededAgent(self._execution_agent, drawn)
+
+    def _share_cores(self) -> None:
+        """Let PyTorch's threads make room for those of the session, unless Python's code runs in the midst of it."""
+        graph = self._onnx_models.optimized_model.graph  # type: ignore[attr-defined]
+        runs_python = any("PythonOp" in node.op_type for node in graph.node) or has_inner_graphs(graph)
+        if self.threads > 1 and not runs_python:
+            self._execution_agent = _SharingAgent(self._execution_agent, self.threads)
 
     @contextmanager
     def _leaving_alone(self, kept: Kept) -> Iterator[None]:
@@ -309,6 +318,28 @@ class _SeededAgent(_WrappedAgent):
     def run_forward(self, feeds: Any, fetches: Any, state: Any, cache: Any = None) -> None:
         C.set_seed(compiled_calls.library().ortlab_take_seeds(self._drawn))
         self._agent.run_forward(feeds, fetches, state, cache)
+
+
+class _SharingAgent(_WrappedAgent):
+    """Its session has several threads, which need the cores that PyTorch's threads wait on; see `compiled_calls`."""
+
+    def __init__(self, agent: Any, threads: int) -> None:
+        super().__init__(agent)
+        self._threads = threads
+
+    def run_forward(self, feeds: Any, fetches: Any, state: Any, cache: Any = None) -> None:
+        try:
+            compiled_calls.begin_run(id(self), self._threads)
+            self._agent.run_forward(feeds, fetches, state, cache)
+        finally:
+            compiled_calls.end_run()
+
+    def run_backward(self, feeds: Any, fetches: Any, state: Any) -> None:
+        try:
+            compiled_calls.begin_run(id(self) + 1, self._threads)
+            self._agent.run_backward(feeds, fetches, state)
+        finally:
+            compiled_calls.end_run()
 
 
 class _ExplainingAgent(_WrappedAgent):

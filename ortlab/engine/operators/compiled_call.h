@@ -85,6 +85,9 @@ struct Torch {
   void (*record)(bool);
   // torch's own C++ function, which may be missing: its C interface loses the memory of a string argument.
   Reference (*gelu_backward)(const Reference&, const Reference&, Text);
+  // A region of OpenMP, of as many threads as torch has; missing where torch has another OpenMP than libgomp.
+  void (*start_region)(void (*)(void*), void*, unsigned);
+  void (*end_region)();
 };
 
 Torch torch;

@@ -8,11 +8,20 @@
 // out of the ordinary, and where torch raises an error, which Python then raises again with its text.
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <climits>
 #include <mutex>
 #include <shared_mutex>
 #include <sstream>
 #include <string>
 #include <unordered_map>
+
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include "compiled_call.h"
 #include "dropout.h"
@@ -924,6 +933,75 @@ bool compute_described(Call& call, const char* name, const char* overload) {
   return !call.failed;
 }
 
+// ---- the rest of torch's threads ------------------------------------------------------------------------------------
+
+// Behind each kernel of torch, the threads of OpenMP wait for the next one in a loop, some 4 ms long (GOMP_SPINCOUNT of
+// libgomp). They take the cores that ONNX Runtime's threads need for its own kernels. So where these take long, torch's
+// threads are put to sleep: in a region of OpenMP, which ends with the next call. How long it takes behind each call
+// was measured in the step before.
+
+using Clock = std::chrono::steady_clock;
+
+struct Gap {
+  double microseconds = 0;
+  bool is_rest = false;
+};
+
+// Microseconds from which on a rest is worth its while, and after one, which about halves them; to wake the threads
+// takes some 50, and more for each.
+constexpr double WORTH_A_REST = 150, WORTH_ANOTHER = 50, A_THREAD = 4;
+constexpr std::size_t MOST_GAPS = 10000;
+
+thread_local std::atomic<std::uint32_t> resting{0};
+thread_local bool shares_cores = false;
+thread_local double of_threads = 0;
+thread_local Clock::time_point since;
+thread_local Gap* gap = nullptr;
+thread_local std::unordered_map<std::uintptr_t, Gap> gaps;  // by where the name of the node before them is in memory
+
+void sleep_until_over(void* at) {
+#ifdef __linux__
+  auto* lasts = static_cast<std::atomic<std::uint32_t>*>(at);
+  while (lasts->load() != 0) syscall(SYS_futex, lasts, FUTEX_WAIT_PRIVATE, 1, nullptr, nullptr, 0);
+#endif
+}
+
+void begin_gap(std::uintptr_t key) {
+  gap = &gaps[key];
+  since = Clock::now();
+  if (!gap->is_rest) return;
+  resting = 1;
+  torch.start_region(&sleep_until_over, &resting, 0);
+}
+
+void end_gap() {
+  if (gap == nullptr) return;
+  gap->microseconds = std::chrono::duration<double, std::micro>(Clock::now() - since).count();
+  if (gap->is_rest) {
+    resting = 0;
+#ifdef __linux__
+    syscall(SYS_futex, &resting, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+#endif
+    torch.end_region();
+  }
+  gap->is_rest = gap->microseconds > of_threads + (gap->is_rest ? WORTH_ANOTHER : WORTH_A_REST);
+  gap = nullptr;
+}
+
+// A turn of torch in a run.
+class Turn {
+ public:
+  explicit Turn(const char* name) : key_(reinterpret_cast<std::uintptr_t>(name)) {
+    if (shares_cores) end_gap();
+  }
+  ~Turn() {
+    if (shares_cores) begin_gap(key_);
+  }
+
+ private:
+  std::uintptr_t key_;
+};
+
 // ---- which it is ----------------------------------------------------------------------------------------------------
 
 bool compute(Call& call, const char* name) {
@@ -939,6 +1017,7 @@ bool compute(Call& call, const char* name) {
 
 void execute(const char* name, const char* overload, std::size_t n_inputs, DLManagedTensor** inputs,
              std::size_t n_outputs, DLManagedTensor** outputs) {
+  const Turn turn(name);
   if (enabled) {
     Call call(n_inputs, inputs, n_outputs, outputs);
     const bool made = (*overload == 0 && compute(call, name)) || (!call.failed && compute_described(call, name, overload));
@@ -967,6 +1046,26 @@ extern "C" void ortlab_describe(const char* name, const char* overload, const ch
   }
   std::unique_lock<std::shared_mutex> writing(describing);
   descriptions.emplace(key_of(name, overload), std::move(said));
+}
+// This thread begins a run of ONNX Runtime with several threads, has ended it.
+extern "C" void ortlab_end_run() {
+  if (shares_cores) end_gap();
+  shares_cores = false;
+}
+extern "C" void ortlab_begin_run(std::uintptr_t key, std::uint32_t threads) {
+#ifdef __linux__
+  ortlab_end_run();  // of a run that was interrupted
+  if (torch.start_region == nullptr || torch.end_region == nullptr) return;
+  if (gaps.size() > MOST_GAPS) gaps.clear();  // sessions end and begin
+  of_threads = A_THREAD * threads;
+  shares_cores = true;
+  begin_gap(key);
+#endif
+}
+// How many rests the last steps of this thread have had.
+extern "C" std::uint64_t ortlab_rests() {
+  return static_cast<std::uint64_t>(
+      std::count_if(gaps.begin(), gaps.end(), [](const auto& one) { return one.second.is_rest; }));
 }
 extern "C" void ortlab_enable(bool whether) { enabled = whether; }
 extern "C" std::uint64_t ortlab_computed() { return computed; }

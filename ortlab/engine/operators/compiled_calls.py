@@ -6,6 +6,9 @@ microseconds instead of thirty or, where Python's code is not in the processor's
 call the same kernels of torch, so the numbers are the same bits. The library knows `ortlab`'s own kernels by name; an
 operator of torch is described to it when it is first met, a `TorchCall` with its constants.
 
+Since every call comes through it, the library also knows when ONNX Runtime computes by itself, and for how long. Then it
+lets torch's threads sleep, which would wait for the next call on the cores that ONNX Runtime's threads need.
+
 It needs a C++ compiler (Linux, macOS) and PyTorch 2.13, the first with all of `_FUNCTIONS`: earlier ones write each
 error to the terminal. Without them every call goes through Python, as it does where the environment variable
 `ORTLAB_COMPILE` is 0.
@@ -64,11 +67,13 @@ _FUNCTIONS: Final = (
 _GELU_BACKWARD: Final = (
     "_ZN2at4_ops13gelu_backward4callERKNS_6TensorES4_St17basic_string_viewIcSt11char_traitsIcEE"
 )
-"""``at::_ops::gelu_backward::call``, the last function of ``struct Torch``, which may be missing."""
+"""``at::_ops::gelu_backward::call``."""
+_MAY_BE_MISSING: Final = (_GELU_BACKWARD, "GOMP_parallel_start", "GOMP_parallel_end")
+"""The last functions of ``struct Torch``."""
 
 
 class _Torch(ctypes.Structure):
-    _fields_: ClassVar = [(name, ctypes.c_void_p) for name in (*_FUNCTIONS, _GELU_BACKWARD)]
+    _fields_: ClassVar = [(name, ctypes.c_void_p) for name in (*_FUNCTIONS, *_MAY_BE_MISSING)]
 
 
 class _Connected:
@@ -106,6 +111,23 @@ def seed(value: int) -> None:
     _Connected.seed = value
     if _Connected.library is not None:
         _Connected.library.ortlab_seed(value)
+
+
+def begin_run(key: int, threads: int) -> None:
+    """Let torch's threads sleep where ONNX Runtime, with threads of its own, computes for long; up to `end_run`."""
+    if _Connected.library is not None:
+        _Connected.library.ortlab_begin_run(key, threads)
+
+
+def end_run() -> None:
+    """End what `begin_run` has begun in this thread, if anything."""
+    if _Connected.library is not None:
+        _Connected.library.ortlab_end_run()
+
+
+def rests() -> int:
+    """Return after how many calls, and before how many runs, of this thread torch's threads sleep."""
+    return 0 if _Connected.library is None else int(_Connected.library.ortlab_rests())
 
 
 @contextmanager
@@ -147,6 +169,8 @@ def _connect(in_python: int) -> str:
         ctypes.c_uint64,
     ]
     library.ortlab_dropout_backward.argtypes = [*[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_float]
+    library.ortlab_begin_run.argtypes = [ctypes.c_size_t, ctypes.c_uint32]
+    library.ortlab_rests.restype = ctypes.c_uint64
     texts = [ctypes.c_char_p] * 5
     library.ortlab_describe.argtypes = [*texts, ctypes.POINTER(ctypes.c_int64), ctypes.c_size_t]
     library.ortlab_seed(_Connected.seed)
@@ -163,7 +187,7 @@ def _functions() -> tuple[_Torch, str]:
         loaded = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
     except OSError:
         return functions, name
-    for function in (*_FUNCTIONS, _GELU_BACKWARD):
+    for function in (*_FUNCTIONS, *_MAY_BE_MISSING):
         if hasattr(loaded, function):
             setattr(functions, function, ctypes.cast(getattr(loaded, function), ctypes.c_void_p).value)
         elif function in _FUNCTIONS:

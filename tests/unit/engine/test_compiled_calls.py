@@ -7,6 +7,9 @@ import ctypes
 import gc
 import re
 import subprocess
+import sys
+import threading
+import time
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from forked import python
 from torch import nn
 
 import ortlab
-from ortlab.engine import libraries
+from ortlab.engine import libraries, sessions
 from ortlab.engine.border import give_pointer, take_error, take_pointer, unreadable_pointer
 from ortlab.engine.operators import (
     aten_executor,
@@ -679,3 +682,107 @@ def test_without_the_library_python_is_called_and_the_reason_said(environment, w
 def test_an_older_torch_is_named(monkeypatch):
     monkeypatch.setattr(compiled_calls, "_FUNCTIONS", (*compiled_calls._FUNCTIONS, "torch_of_tomorrow"))
     assert "has no torch_of_tomorrow" in compiled_calls._connect(0)
+
+
+class Busy(nn.Module):
+    """What ONNX Runtime computes for milliseconds, before and behind calls of torch."""
+
+    def __init__(self, middle=None):
+        super().__init__()
+        self.before, self.middle, self.after = nn.Linear(256, 1024), middle or nn.Mish(), nn.Linear(1024, 256)
+
+    def forward(self, x):
+        return self.after(self.middle(self.before(x))).softmax(-1)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(_ctx, grad):
+        return grad * 2
+
+
+class Doubling(nn.Module):
+    def forward(self, x):
+        return Doubled.apply(x)
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def in_region():
+    return ctypes.CDLL(torch._C.__file__).omp_in_parallel()
+
+
+def rests_in(model, steps=4):
+    """Train in a thread of its own; return how often torch's rest in a step, and the gradients of the last one."""
+    found = []
+
+    def train():
+        torch.manual_seed(0)
+        x = torch.randn(1024, 256)
+        for _ in range(steps):
+            model.zero_grad()
+            model(x).square().sum().backward()
+        assert in_region() == 0
+        found.extend((compiled_calls.rests(), [one.grad.clone() for one in model.parameters()]))
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    rests, gradients = found
+    return rests, gradients
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PyTorch has libgomp on Linux only")
+@pytest.mark.usefixtures("two_threads")
+def test_the_threads_of_torch_sleep_while_onnxruntime_computes_for_long(monkeypatch):
+    torch.manual_seed(0)
+    model = Busy()
+    twin = copy.deepcopy(model)
+    ortlab.wrap(model)
+    rests, gradients = rests_in(model)
+    assert rests > 1
+    monkeypatch.setattr(sessions._SessionOptions, "_share_cores", lambda _: None)
+    ortlab.wrap(twin)
+    none, expected = rests_in(twin)
+    assert none == 0
+    for one, other in zip(gradients, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_they_do_not_sleep_where_onnxruntime_has_one_thread_or_runs_code_of_python():
+    small = nn.Linear(4, 4)
+    ortlab.wrap(small)
+    small(torch.randn(2, 4)).sum().backward()
+    with_python = Busy(Doubling())
+    ortlab.wrap(with_python)
+    assert rests_in(with_python)[0] == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PyTorch has libgomp on Linux only")
+@pytest.mark.usefixtures("two_threads")
+def test_a_run_that_was_cut_off_ends_their_sleep(compiled):
+    library = compiled_calls.library()
+    slept = []
+    for _ in range(2):  # the second knows how long the first took
+        library.ortlab_begin_run(12345, 2)
+        slept.append(in_region())
+        time.sleep(0.01)
+        called(compiled, "aten::exp", [X], 1)
+        assert in_region() == 0
+    assert slept == [0, 1]
+    library.ortlab_begin_run(12345, 2)  # the one before has no end
+    assert in_region() == 1
+    for _ in range(2):
+        compiled_calls.end_run()
+        assert in_region() == 0
