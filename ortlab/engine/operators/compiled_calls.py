@@ -6,8 +6,8 @@ microseconds instead of thirty or, where Python's code is not in the processor's
 call the same kernels of torch, so the numbers are the same bits. The library knows `ortlab`'s own kernels by name; an
 operator of torch is described to it when it is first met, a `TorchCall` with its constants.
 
-Since every call comes through it, the library also knows when ONNX Runtime computes by itself, and for how long. Then it
-lets torch's threads sleep, which would wait for the next call on the cores that ONNX Runtime's threads need.
+Since every call comes through it, the library also knows when ONNX Runtime computes by itself, and for how long. Then
+it lets torch's threads sleep, which would wait for the next call on the cores that ONNX Runtime's threads need.
 
 It needs a C++ compiler (Linux, macOS) and PyTorch 2.13, the first with all of `_FUNCTIONS`: earlier ones write each
 error to the terminal. Without them every call goes through Python, as it does where the environment variable
