@@ -208,7 +208,10 @@ bool adaptive_avg_pool2d_backward(Call& call) {
   if (entries == nullptr) return false;
   *Call::floats(entries) = static_cast<float>(rows * columns);
   Value expanded[3] = {call.tensor(0), call.list(call.shape(1)), false};
-  if (!call.run("aten::expand", "", expanded)) return !(call.kept(entries), call.failed = true);
+  if (!call.run("aten::expand", "", expanded)) {
+    torch.drop(entries);
+    return false;
+  }
   Value stack[2] = {expanded[0], Call::as_value(entries)};
   return call.run("aten::div", "Tensor", stack) && call.give_result(0, stack[0]);
 }
@@ -1047,7 +1050,7 @@ extern "C" void ortlab_describe(const char* name, const char* overload, const ch
   std::unique_lock<std::shared_mutex> writing(describing);
   descriptions.emplace(key_of(name, overload), std::move(said));
 }
-// This thread begins a run of ONNX Runtime with several threads, has ended it.
+// A run of ONNX Runtime that has several threads ends in this thread, or begins; its key is no name's place in memory.
 extern "C" void ortlab_end_run() {
   if (shares_cores) end_gap();
   shares_cores = false;
@@ -1062,7 +1065,7 @@ extern "C" void ortlab_begin_run(std::uintptr_t key, std::uint32_t threads) {
   begin_gap(key);
 #endif
 }
-// How many rests the last steps of this thread have had.
+// Behind how many calls, and at how many beginnings of runs, torch's threads sleep for the runs of this thread.
 extern "C" std::uint64_t ortlab_rests() {
   return static_cast<std::uint64_t>(
       std::count_if(gaps.begin(), gaps.end(), [](const auto& one) { return one.second.is_rest; }));

@@ -262,12 +262,9 @@ _OF_LAYOUT: Final = frozenset({"dtype", "layout", "memory_format"})
 def _described(one: CallableCall) -> _Described | None:
     """Describe a call; None if the library has no words for it."""
     call = one.call
-    plain = set(call.kinds) <= {TENSOR, BOOLEAN, NUMBER, NUMBERS} and not (
-        call.random or call.awaited or call.waits
-    )
-    if not plain or "::" in one.name.removeprefix(
-        "aten::"
-    ):  # what another library computes may do more than that
+    own = "::" not in one.name.removeprefix("aten::")  # what another library computes may do more than that
+    special = call.random or call.awaited or call.waits
+    if not own or special or not set(call.kinds) <= {TENSOR, BOOLEAN, NUMBER, NUMBERS}:
         return None
     first = len(call.gradients_from) if one.is_gradient else 0
     numbers = iter(range(first, first + len(call.kinds)))
