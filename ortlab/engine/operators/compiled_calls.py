@@ -216,12 +216,18 @@ def describe(call: CallableCall, text: str) -> None:
 def describe_operator(name: str, overload: str, operator: Any, booleans: Collection[str]) -> None:
     """Let the library call an operator of torch whose arguments are the inputs; those of these names are masks."""
     schema = operator._schema
-    if _Connected.library is None or any(one.type.kind() != "TensorType" for one in schema.returns):
+    if _Connected.library is None or not _gives_tensors(operator, len(schema.returns)):
         return
     inputs = [_Input(number, _kind_of(one, booleans)) for number, one in enumerate(schema.arguments)]
     words = _words(schema.arguments, inputs)
     if words:
         _tell(name, overload, _Described(operator, words, [(-1, -1)] * len(schema.returns)))
+
+
+def _gives_tensors(operator: Any, count: int) -> bool:
+    """Say whether an operator returns so many tensors, and not a list of them."""
+    returns = operator._schema.returns
+    return len(returns) == count and all(one.type.kind() == "TensorType" for one in returns)
 
 
 def _tell(name: str, overload: str, described: _Described) -> None:
@@ -285,7 +291,7 @@ def _described(one: CallableCall) -> _Described | None:
         operator, like = getattr(torch.ops.aten, name).default, 1
     words = _words(operator._schema.arguments, arguments)
     known = all(dtype in _TYPES for dtype, _ in call.results)
-    if not words or not known:
+    if not words or not known or not _gives_tensors(operator, len(call.results)):
         return None
     return _Described(operator, words, [(_TYPES[dtype], like) for dtype, _ in call.results])
 

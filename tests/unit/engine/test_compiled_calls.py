@@ -475,6 +475,9 @@ LARGE = random(600, 600)
 LEFT = {
     "a Scalar, for which torch's C interface has no word": ("softplus", [X, number(1.0), number(20.0)], 1),
     "a Scalar among constants": described([X], "elu", "tensor", (1.0,), (1.0,), (1.0,)),
+    "a list of tensors": described(
+        [X], "split", "tensor", (4,), (-1,), overload="Tensor", results=(("float32", 3),) * 2
+    ),
     "a gradient that several kernels compute": described(
         [GRAD, X], "cumsum", "tensor", (1,), (None,), **FIRST
     ),
