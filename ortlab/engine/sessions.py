@@ -260,9 +260,11 @@ class _SessionOptions:
 
     def _share_cores(self) -> None:
         """Let PyTorch's threads make room for those of the session, unless Python's code runs in the midst of it."""
+        if self.threads <= 1:
+            return
         graph = self._onnx_models.optimized_model.graph  # type: ignore[attr-defined]
         runs_python = any("PythonOp" in node.op_type for node in graph.node) or has_inner_graphs(graph)
-        if self.threads > 1 and not runs_python:
+        if not runs_python:
             self._execution_agent = _SharingAgent(self._execution_agent, self.threads)
 
     @contextmanager

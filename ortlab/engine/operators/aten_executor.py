@@ -37,7 +37,7 @@ from ortlab.engine.border import (
     unreadable_pointer,
 )
 from ortlab.engine.operators import compiled_calls
-from ortlab.engine.operators.torch_calls import CallableCall, is_torch_call
+from ortlab.engine.operators.torch_calls import CallableCall, argument_type, is_torch_call
 from ortlab.engine.operators.torch_kernels import KERNELS
 from ortlab.engine.passes.graph_edits import NAMESPACE
 
@@ -186,14 +186,11 @@ class Operator:
 
 
 def _argument(argument: Any) -> Argument:
-    """Read an argument of a TorchScript schema; ``Optional`` may wrap a list and a list's elements."""
-    kind, is_list = argument.type, False
-    while kind.kind() in {"OptionalType", "ListType"}:
-        is_list |= kind.kind() == "ListType"
-        kind = kind.getElementType()
+    """Read an argument of a TorchScript schema."""
+    kind, _, is_list = argument_type(argument)
     return Argument(
         name=argument.name,
-        kind=kind.kind(),
+        kind=kind,
         is_list=is_list,
         keyword_only=argument.kwarg_only,
         default=argument.default_value if argument.has_default_value() else None,

@@ -773,57 +773,7 @@ const Kernel KERNELS[] = {
     {"ortlab::add_embedding_gradient", add_embedding_gradient, true},
 };
 
-// An operator of torch whose arguments are the inputs, in their order; its results are new tensors.
-struct Operator {
-  const char* name;
-  const char* operator_name;
-  const char* overload;
-  // A letter an argument: Tensor, optional tensor, int, float, boolean; L is a list of int or bool.
-  const char* arguments;
-  std::size_t results;
-  bool any_size;
-};
-
-const Operator OPERATORS[] = {
-    {"ortlab::silu_backward", "aten::silu_backward", "", "TT", 1, false},
-    {"ortlab::sigmoid_backward", "aten::sigmoid_backward", "", "TT", 1, false},
-    {"ortlab::tanh_backward", "aten::tanh_backward", "", "TT", 1, false},
-    {"ortlab::divided", "aten::div", "Tensor", "TT", 1, true},
-    {"ortlab::sqrt", "aten::sqrt", "", "T", 1, false},
-    {"ortlab::tanh", "aten::tanh", "", "T", 1, false},
-    {"ortlab::erf", "aten::erf", "", "T", 1, false},
-    {"ortlab::sigmoid", "aten::sigmoid", "", "T", 1, false},
-    {"ortlab::adaptive_avg_pool2d", "aten::adaptive_avg_pool2d", "", "TL", 1, true},
-};
-constexpr std::size_t MOST_ARGUMENTS = 16;
-
-bool compute(Call& call, const Operator& one) {
-  const std::size_t arguments = std::strlen(one.arguments);
-  if (call.outputs() != one.results || !(one.any_size || call.all_small())) return false;
-  for (std::size_t i = 0; i < arguments; ++i) {
-    const char kind = one.arguments[i];
-    const bool fits = kind == 'o'   ? true
-                      : kind == 'T' ? call.given(i)
-                      : kind == 'L' ? call.is_ints(i)
-                      : kind == 'f' ? call.is_float(i)
-                                    : call.is_int(i);
-    if (!fits) return false;
-  }
-  Value stack[MOST_ARGUMENTS];
-  for (std::size_t i = 0; i < arguments; ++i) {
-    switch (one.arguments[i]) {
-      case 'T': stack[i] = call.tensor(i); break;
-      case 'o': stack[i] = call.optional_tensor(i); break;
-      case 'L': stack[i] = call.list(call.ints(i)); break;
-      case 'f': stack[i] = Call::number(call.one_float(i)); break;
-      case 'b': stack[i] = call.one_int(i) != 0; break;
-      default: stack[i] = static_cast<Value>(call.one_int(i)); break;
-    }
-  }
-  return call.run(one.operator_name, one.overload, stack) && call.give_results(one.results, stack);
-}
-
-// ---- calls that Python has described --------------------------------------------------------------------------------
+// ---- operators of torch ----------------------------------------------------------------------------------------------
 
 // An argument of torch's operator: an input of the node by its number, or a constant.
 struct Argument {
@@ -906,27 +856,20 @@ Value value_of(Call& call, const Argument& one) {
   }
 }
 
-bool compute_described(Call& call, const char* name, const char* overload) {
-  const Description* said = nullptr;
-  {
-    std::shared_lock<std::shared_mutex> reading(describing);
-    const auto found = descriptions.find(key_of(name, overload));
-    if (found == descriptions.end()) return false;
-    said = &found->second;  // which stays where it is
-  }
-  if (!call.all_on_cpu() || call.outputs() != said->results.size()) return false;
-  for (const Argument& one : said->arguments) {
+bool compute(Call& call, const Description& said) {
+  if (call.outputs() != said.results.size()) return false;
+  for (const Argument& one : said.arguments) {
     if (!fits(call, one)) return false;
   }
   std::vector<Value> stack;
-  for (const Argument& one : said->arguments) {
+  for (const Argument& one : said.arguments) {
     const Value value = is_left_out(call, one) ? 0 : value_of(call, one);
     stack.push_back(one.is_optional && !is_left_out(call, one) ? call.some(value) : value);
   }
-  stack.resize(std::max(stack.size(), said->results.size()));
-  if (!call.run(said->operator_name.c_str(), said->overload.c_str(), stack.data())) return false;
-  for (std::size_t i = 0; i < said->results.size(); ++i) {
-    const Result& result = said->results[i];
+  stack.resize(std::max(stack.size(), said.results.size()));
+  if (!call.run(said.operator_name.c_str(), said.overload.c_str(), stack.data())) return false;
+  for (std::size_t i = 0; i < said.results.size(); ++i) {
+    const Result& result = said.results[i];
     Tensor tensor = reinterpret_cast<Tensor>(stack[i]);
     const bool is_right = (result.type < 0 || Call::is_of(tensor, result.type)) &&
                           (result.like < 0 || call.has_shape_of(tensor, result.like));
@@ -936,19 +879,46 @@ bool compute_described(Call& call, const char* name, const char* overload) {
   return !call.failed;
 }
 
+// A kernel of `torch_kernels.py` that is one operator of torch, with one result.
+struct Named {
+  Named(const char* name, const char* of_torch, const char* overload, const char* arguments, bool any_size)
+      : name(name), said{of_torch, overload, arguments_of(arguments), {{-1, -1}}}, any_size(any_size) {}
+  const char* name;
+  Description said;
+  bool any_size;
+};
+
+const Named NAMED[] = {
+    {"ortlab::silu_backward", "aten::silu_backward", "", "T0 T1", false},
+    {"ortlab::sigmoid_backward", "aten::sigmoid_backward", "", "T0 T1", false},
+    {"ortlab::tanh_backward", "aten::tanh_backward", "", "T0 T1", false},
+    {"ortlab::divided", "aten::div", "Tensor", "T0 T1", true},
+    {"ortlab::sqrt", "aten::sqrt", "", "T0", false},
+    {"ortlab::tanh", "aten::tanh", "", "T0", false},
+    {"ortlab::erf", "aten::erf", "", "T0", false},
+    {"ortlab::sigmoid", "aten::sigmoid", "", "T0", false},
+    {"ortlab::adaptive_avg_pool2d", "aten::adaptive_avg_pool2d", "", "T0 L1", true},
+};
+
+bool compute_described(Call& call, const char* name, const char* overload) {
+  const Description* said = nullptr;
+  {
+    std::shared_lock<std::shared_mutex> reading(describing);
+    const auto found = descriptions.find(key_of(name, overload));
+    if (found == descriptions.end()) return false;
+    said = &found->second;  // which stays where it is
+  }
+  return compute(call, *said);
+}
+
 // ---- the rest of torch's threads ------------------------------------------------------------------------------------
 
-// Behind each kernel of torch, the threads of OpenMP wait for the next one in a loop, some 4 ms long (GOMP_SPINCOUNT of
+// Behind each kernel of torch, the threads of OpenMP wait for the next one in a loop, for milliseconds (GOMP_SPINCOUNT of
 // libgomp). They take the cores that ONNX Runtime's threads need for its own kernels. So where these take long, torch's
 // threads are put to sleep: in a region of OpenMP, which ends with the next call. How long it takes behind each call
 // was measured in the step before.
 
 using Clock = std::chrono::steady_clock;
-
-struct Gap {
-  double microseconds = 0;
-  bool is_rest = false;
-};
 
 // Microseconds from which on a rest is worth its while, and after one, which about halves them; to wake the threads
 // takes some 50, and more for each.
@@ -959,8 +929,9 @@ thread_local std::atomic<std::uint32_t> resting{0};
 thread_local bool shares_cores = false;
 thread_local double of_threads = 0;
 thread_local Clock::time_point since;
-thread_local Gap* gap = nullptr;
-thread_local std::unordered_map<std::uintptr_t, Gap> gaps;  // by where the name of the node before them is in memory
+thread_local bool* is_rest = nullptr;  // of the gap that lasts
+// Whether torch's threads sleep in each gap, by where the name of the node before it is in memory.
+thread_local std::unordered_map<std::uintptr_t, bool> gaps;
 
 void sleep_until_over(void* at) {
 #ifdef __linux__
@@ -970,25 +941,25 @@ void sleep_until_over(void* at) {
 }
 
 void begin_gap(std::uintptr_t key) {
-  gap = &gaps[key];
+  is_rest = &gaps[key];
   since = Clock::now();
-  if (!gap->is_rest) return;
+  if (!*is_rest) return;
   resting = 1;
   torch.start_region(&sleep_until_over, &resting, 0);
 }
 
 void end_gap() {
-  if (gap == nullptr) return;
-  gap->microseconds = std::chrono::duration<double, std::micro>(Clock::now() - since).count();
-  if (gap->is_rest) {
+  if (is_rest == nullptr) return;
+  const double took = std::chrono::duration<double, std::micro>(Clock::now() - since).count();
+  if (*is_rest) {
     resting = 0;
 #ifdef __linux__
     syscall(SYS_futex, &resting, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
 #endif
     torch.end_region();
   }
-  gap->is_rest = gap->microseconds > of_threads + (gap->is_rest ? WORTH_ANOTHER : WORTH_A_REST);
-  gap = nullptr;
+  *is_rest = took > of_threads + (*is_rest ? WORTH_ANOTHER : WORTH_A_REST);
+  is_rest = nullptr;
 }
 
 // A turn of torch in a run.
@@ -1008,12 +979,11 @@ class Turn {
 // ---- which it is ----------------------------------------------------------------------------------------------------
 
 bool compute(Call& call, const char* name) {
-  if (!call.all_on_cpu()) return false;
   for (const Kernel& kernel : KERNELS) {
     if (std::strcmp(kernel.name, name) == 0) return (kernel.any_size || call.all_small()) && kernel.compute(call);
   }
-  for (const Operator& one : OPERATORS) {
-    if (std::strcmp(one.name, name) == 0) return compute(call, one);
+  for (const Named& one : NAMED) {
+    if (std::strcmp(one.name, name) == 0) return (one.any_size || call.all_small()) && compute(call, one.said);
   }
   return false;
 }
@@ -1023,7 +993,8 @@ void execute(const char* name, const char* overload, std::size_t n_inputs, DLMan
   const Turn turn(name);
   if (enabled) {
     Call call(n_inputs, inputs, n_outputs, outputs);
-    const bool made = (*overload == 0 && compute(call, name)) || (!call.failed && compute_described(call, name, overload));
+    const bool made = call.all_on_cpu() && ((*overload == 0 && compute(call, name)) ||
+                                            (!call.failed && compute_described(call, name, overload)));
     if (made && !call.failed) {
       call.end();
       ++computed;
@@ -1068,7 +1039,7 @@ extern "C" void ortlab_begin_run(std::uintptr_t key, std::uint32_t threads) {
 // Behind how many calls, and at how many beginnings of runs, torch's threads sleep for the runs of this thread.
 extern "C" std::uint64_t ortlab_rests() {
   return static_cast<std::uint64_t>(
-      std::count_if(gaps.begin(), gaps.end(), [](const auto& one) { return one.second.is_rest; }));
+      std::count_if(gaps.begin(), gaps.end(), [](const auto& one) { return one.second; }));
 }
 extern "C" void ortlab_enable(bool whether) { enabled = whether; }
 extern "C" std::uint64_t ortlab_computed() { return computed; }

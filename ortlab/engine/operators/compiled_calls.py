@@ -36,6 +36,7 @@ from ortlab.engine.operators.torch_calls import (
     TENSOR,
     VALUE,
     CallableCall,
+    argument_type,
 )
 from ortlab.errors import BuildError
 
@@ -239,11 +240,8 @@ def _tell(name: str, overload: str, described: _Described) -> None:
 
 
 def _kind_of(argument: Any, booleans: Collection[str]) -> str:
-    kind, several = argument.type, False
-    while kind.kind() in {"OptionalType", "ListType"}:
-        several |= kind.kind() == "ListType"
-        kind = kind.getElementType()
-    if kind.kind() == "TensorType":
+    kind, _, several = argument_type(argument)
+    if kind == "TensorType":
         return BOOLEAN if argument.name in booleans else TENSOR
     return NUMBERS if several else NUMBER
 
@@ -314,19 +312,15 @@ def _words(schema: Sequence[Any], values: Sequence[Any]) -> list[str]:
 
 
 def _word(argument: Any, value: Any) -> str:
-    kind, optional, several = argument.type, "", False
-    while kind.kind() in {"OptionalType", "ListType"}:
-        optional = "?" if kind.kind() == "OptionalType" else optional
-        several |= kind.kind() == "ListType"
-        kind = kind.getElementType()
+    kind, is_optional, several = argument_type(argument)
     if value is None:
-        return "n" if optional else ""
-    if kind.kind() == "TensorType":
+        return "n" if is_optional else ""
+    if kind == "TensorType":
         word = "" if several else _word_of_tensor(value)
     else:
-        letter = "" if argument.name in _OF_LAYOUT else _KINDS.get(kind.kind(), "")
+        letter = "" if argument.name in _OF_LAYOUT else _KINDS.get(kind, "")
         word = _word_of_numbers(value, letter, several=several) if letter else ""
-    return optional + word if word else ""
+    return ("?" if is_optional else "") + word if word else ""
 
 
 def _word_of_tensor(value: Any) -> str:

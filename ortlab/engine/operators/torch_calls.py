@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -172,7 +172,7 @@ FORMULAS: Final[dict[tuple[str, str], Callable[..., tuple[Tensor, ...]]]] = {
     ("maximum", "default"): _maximum,
     ("min", "other"): _minimum,
     ("minimum", "default"): _minimum,
-    ("mse_loss", "default"): _mse,
+    ("mse_loss", "default"): _mse,  # of one that is broadcast, too
     ("rms_norm", "default"): _rms_norm,
     ("upsample_bilinear2d", "vec"): _bilinear,
 }
@@ -374,6 +374,24 @@ class CallableCall:
                 yield _given(next(inputs)).reshape(-1).tolist()
             else:
                 yield _crossed(next(inputs), kind)
+
+
+class ArgumentType(NamedTuple):
+    """The type of an argument in the schema of an operator."""
+
+    kind: str  # of the value, or of the list's elements: "TensorType", "IntType", "FloatType" ...
+    is_optional: bool
+    is_list: bool
+
+
+def argument_type(argument: Any) -> ArgumentType:
+    """Read the type of an argument; ``Optional`` may wrap a list and a list's elements."""
+    kind, is_optional, is_list = argument.type, False, False
+    while kind.kind() in {"OptionalType", "ListType"}:
+        is_optional |= kind.kind() == "OptionalType"
+        is_list |= kind.kind() == "ListType"
+        kind = kind.getElementType()
+    return ArgumentType(kind.kind(), is_optional, is_list)
 
 
 def crossing_type(dtype: str, rank: int) -> tuple[str, int]:
