@@ -2,10 +2,11 @@
 //
 // ONNX Runtime calls one C function for each ATen node of a graph (`aten_executor.py` has its signature). In Python such
 // a call takes some 30 microseconds; here it takes a few. Each kernel below computes what the function of its name in
-// `torch_kernels.py`, or torch's operator, computes, with the same kernels of torch and so the same bits. It returns
-// false where it is not sure to, before it has changed anything, and the call goes to Python: on another device, where
-// Python would take memory that is kept from step to step for the output (`torch_kernels.OutputBuffers`), with anything
-// out of the ordinary, and where torch raises an error, which Python then raises again with its text.
+// `torch_kernels.py`, or torch's operator, computes, with the same kernels of torch and so the same bits; only that of
+// `depthwise.h` is ours, and rounds its own way. A kernel returns false where it is not sure to do so, before it has
+// changed anything, and the call goes to Python: on another device, where Python would take memory that is kept from
+// step to step for the output (`torch_kernels.OutputBuffers`), with anything out of the ordinary, and where torch raises
+// an error, which Python then raises again with its text.
 
 #include <algorithm>
 #include <atomic>
@@ -24,6 +25,7 @@
 #endif
 
 #include "compiled_call.h"
+#include "depthwise.h"
 #include "dropout.h"
 
 namespace {
@@ -174,19 +176,59 @@ bool convolution_backward(Call& call) {
   return given;
 }
 
+// The places of a window's numbers among the inputs.
+constexpr std::size_t STRIDE = 4, PADDING = 5, DILATION = 6;
+
+depthwise::Axis axis_of(const Call& call, std::int64_t axis) {
+  if (axis < 0) return {1, 1, 1, 1, 0, 1};  // the rows of what has columns only
+  const std::size_t at = static_cast<std::size_t>(axis);
+  return {call.size(1, 2 + axis), call.size(0, 2 + axis), call.size(2, 2 + axis),
+          call.ints(STRIDE)[at], call.ints(PADDING)[at], call.ints(DILATION)[at]};
+}
+
+bool depthwise_backward(Call& call) {
+  const Ints wanted = call.ints(10);
+  const std::int64_t columns = call.rank(1) - 3;
+  Tensor of_weight = wanted[1] != 0 ? call.empty(call.shape(2)) : nullptr;
+  if (call.failed) return false;
+  if (wanted[1] != 0) {
+    depthwise::OfWeight gradient(call.data<float>(0), call.data<float>(1), call.size(1, 0), call.size(1, 1),
+                                 axis_of(call, columns - 1), axis_of(call, columns));
+    gradient.compute(Call::floats(of_weight));
+    call.give(1, of_weight);
+  }
+  if (wanted[0] != 0) {
+    Value stack[11] = {call.tensor(0), call.tensor(1), call.tensor(2), 0, call.list(call.ints(STRIDE)),
+                       call.list(call.ints(PADDING)), call.list(call.ints(DILATION)), 0, call.list(call.ints(8)),
+                       static_cast<Value>(call.one_int(9)), call.list(Ints{1, 0, 0})};
+    if (!call.run("aten::convolution_backward", "", stack)) return false;
+    call.give_result(0, stack[0]);
+    Call::drop_result(stack[1]);
+    Call::drop_result(stack[2]);
+  }
+  if (wanted[2] != 0) {
+    Ints axes = {0};
+    for (std::int64_t axis = 2; axis < call.rank(0); ++axis) axes.push_back(axis);
+    Value stack[4] = {call.tensor(0), call.some(call.list(axes)), 0, 0};
+    if (!call.run("aten::sum", "dim_IntList", stack)) return false;
+    call.give_result(2, stack[0]);
+  }
+  return !call.failed;
+}
+
 bool grouped_convolution_backward(Call& call) {
   // grad, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, wanted
   if (!call.are_floats({0, 1, 2}) || !call.is_int(7) || !call.is_int(9) || !call.is_ints(10)) return false;
   if ((call.given(3) && !call.is_ints(3)) || call.rank(1) < 2) return false;
-  for (std::size_t i : {4, 5, 6, 8}) {
+  for (std::size_t i : {STRIDE, PADDING, DILATION, std::size_t{8}}) {
     if (!call.is_ints(i)) return false;
   }
   Ints window = call.shape(2);
   const std::int64_t channels = window[0], dimensions = static_cast<std::int64_t>(window.size()) - 2;
-  bool is_wide = dimensions <= PLANE;
+  bool is_wide = 0 < dimensions && dimensions <= PLANE;
   for (std::int64_t axis = 0; axis < dimensions; ++axis) is_wide = is_wide && window[2 + axis] >= WIDE_WINDOW;
   const bool is_depthwise = channels == call.one_int(9) && channels == call.size(1, 1) && call.one_int(7) == 0;
-  if (is_depthwise && is_wide) return false;  // Python has kernels for these
+  if (is_depthwise && is_wide) return call.numel(1) != 0 && depthwise_backward(call);
   Value stack[11] = {call.tensor(0), call.tensor(1), call.tensor(2),
                      call.given(3) ? call.some(call.list(call.ints(3))) : 0, call.list(call.ints(4)),
                      call.list(call.ints(5)), call.list(call.ints(6)), call.one_int(7) != 0, call.list(call.ints(8)),

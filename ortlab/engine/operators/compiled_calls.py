@@ -3,8 +3,9 @@
 ONNX Runtime calls the library for each ``ATen`` node; the library calls :mod:`~ortlab.engine.operators.aten_executor`
 for what it does not compute itself. A small model makes dozens of such calls in a step, and each takes a few
 microseconds instead of thirty or, where Python's code is not in the processor's caches, a hundred and more. Both ways
-call the same kernels of torch, so the numbers are the same bits. The library knows `ortlab`'s own kernels by name; an
-operator of torch is described to it when it is first met, a `TorchCall` with its constants.
+call the same kernels of torch, so the numbers are the same bits, but for one kernel that is ours (``depthwise.h``). The
+library knows `ortlab`'s own kernels by name; an operator of torch is described to it when it is first met, a
+`TorchCall` with its constants.
 
 Since every call comes through it, the library also knows when ONNX Runtime computes by itself, and for how long. Then
 it lets torch's threads sleep, which would wait for the next call on the cores that ONNX Runtime's threads need.

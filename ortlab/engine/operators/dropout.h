@@ -9,15 +9,7 @@
 #include <atomic>
 #include <cstdint>
 
-// Compile a function for several processors; the library chooses when it is loaded.
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__has_attribute)
-#if __has_attribute(target_clones)
-#define FOR_EACH_PROCESSOR __attribute__((target_clones("avx512f", "avx2", "default")))
-#endif
-#endif
-#ifndef FOR_EACH_PROCESSOR
-#define FOR_EACH_PROCESSOR
-#endif
+#include "compiled_call.h"
 
 namespace dropout {
 

@@ -28,9 +28,6 @@ _MANY_CHANNELS: Final = 16  # as many as fit into a register
 _WIDE_WINDOW: Final = 5
 """Entries of each side of a depthwise convolution's window from which on channels last are quicker."""
 
-_NARROW: Final = 32
-"""Columns up to which all products of two rows take less time than a convolution's."""
-
 # --- memory for their outputs, kept from step to step -------------------------------------------------------------
 
 SMALLEST_KEPT: Final = 2**20
@@ -496,49 +493,25 @@ def grouped_convolution_backward(  # noqa: PLR0913, PLR0917 - the arguments of t
     wanted: list[bool],
 ) -> Any:
     """Return the gradients of input, weight and bias of a convolution, as ``aten::convolution_backward`` does."""
-    # For the weight of a depthwise convolution with a wide window, oneDNN has a kernel in the layout with channels last
-    # only, and without it takes two to four times as long; for windows of three it is the other way round. On narrow
-    # images, as in ConvNeXt, products of matrices take half of that kernel's time.
+    # For the weight of a depthwise convolution with a wide window the compiled library has a kernel (`depthwise.h`).
+    # Without it, oneDNN has one in the layout with channels last only, and in another takes two to four times as long;
+    # for windows of three it is the other way round.
     backward = torch.ops.aten.convolution_backward.default
     shape = stride, padding, dilation, transposed, output_padding, groups
     window = weight.shape[2:]
     is_depthwise = weight.shape[0] == groups == x.shape[1] and not transposed
     if not is_depthwise or len(window) > _PLANE or min(window) < _WIDE_WINDOW:
         return backward(grad, x, weight, bias_sizes, *shape, wanted)
-    of_input, _, _ = backward(grad, x, weight, None, *shape, [True, False, False])
-    of_bias = grad.sum([axis for axis in range(grad.dim()) if axis != 1])
+    of_input = backward(grad, x, weight, None, *shape, [True, False, False])[0] if wanted[0] else None
+    of_bias = grad.sum([axis for axis in range(grad.dim()) if axis != 1]) if wanted[2] else None
+    if not wanted[1]:
+        return of_input, None, of_bias
     if len(window) < _PLANE:
         grad, x, weight = (one.unsqueeze(2) for one in (grad, x, weight))
         shape = [1, *stride], [0, *padding], [1, *dilation], transposed, [0, *output_padding], groups
-    steps, padding = shape[0] + shape[2], shape[1]
-    if set(steps) == {1} and grad.shape[-1] <= _NARROW and max(padding) < _NARROW:
-        of_weight = _depthwise_weight_gradient(grad, x, weight.shape[2:], padding)
-    else:
-        grad, x = (one.contiguous(memory_format=torch.channels_last) for one in (grad, x))
-        _, of_weight, _ = backward(grad, x, weight, None, *shape, [False, True, False])
+    grad, x = (one.contiguous(memory_format=torch.channels_last) for one in (grad, x))
+    _, of_weight, _ = backward(grad, x, weight, None, *shape, [False, True, False])
     return of_input, of_weight.reshape(weight.shape[0], 1, *window).contiguous(), of_bias
-
-
-def _depthwise_weight_gradient(
-    grad: Tensor, x: Tensor, window: Sequence[int], padding: Sequence[int]
-) -> Tensor:
-    """Return the gradient of a depthwise convolution's weight, shape (channels, rows, columns) of the window."""
-    # For each row of the window, one product of matrices a channel multiplies each column of the gradient with each of
-    # the input; an entry of the window is the sum along a diagonal of it. Padding takes no part: zero times infinity.
-    rows, columns = window
-    above, left = padding
-    grad, x = (one.permute(1, 2, 0, 3).contiguous() for one in (grad, x))
-    channels, height, _, width = grad.shape
-    products = grad.new_zeros((rows, channels, width, x.shape[3] + 2 * left))
-    for row in range(rows):
-        first, end = max(above - row, 0), min(height, x.shape[1] + above - row)
-        if first < end:
-            one, other = grad[:, first:end], x[:, first + row - above : end + row - above]
-            inner = products[row, :, :, left : left + x.shape[3]]
-            inner.copy_(torch.bmm(one.flatten(1, 2).transpose(1, 2), other.flatten(1, 2)))
-    each, channel, down, along = products.stride()
-    diagonals = products.as_strided((channels, rows, width, columns), (channel, each, down + along, along))
-    return diagonals.sum(2)
 
 
 @kernel(

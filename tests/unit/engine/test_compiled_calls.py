@@ -463,6 +463,78 @@ def test_the_same_bits_as_through_python(compiled, call):
             torch.testing.assert_close(result, one, rtol=0, atol=0, equal_nan=True)
 
 
+def depthwise_gradients(compiled, grad, x, weight, window, wanted=(1, 1, 1)):
+    """Return what the library computes for a depthwise convolution; `window` has stride, padding and dilation."""
+    channels = x.shape[1]
+    moves = [numbers(*one) for one in window]
+    rest = flag(0), numbers(*[0] * len(window[0])), number(channels), flag(wanted)
+    inputs = [grad, x, weight, numbers(channels), *moves, *rest]
+    before = compiled_calls.computed()
+    results, _ = called(compiled, "ortlab::grouped_convolution_backward", inputs, 3)
+    assert compiled_calls.computed() == before + 1
+    return results
+
+
+# Shapes of images, and the window with its stride, padding and dilation.
+WIDE_WINDOWS = {
+    "of ConvNeXt": ((2, 40, 14, 14), (7, 7), (1, 1), (3, 3), (1, 1)),
+    "sides unlike": ((2, 8, 12, 12), (5, 8), (1, 1), (1, 6), (1, 1)),
+    "wider than the image": ((3, 33, 2, 3), (15, 9), (1, 1), (7, 4), (1, 1)),
+    "beside the image": ((2, 4, 6, 6), (5, 5), (3, 3), (8, 8), (1, 1)),
+    "stride and dilation": ((17, 8, 12, 12), (5, 5), (2, 1), (2, 4), (1, 2)),
+    "an image in several bands": ((2, 3, 90, 75), (5, 7), (1, 1), (2, 3), (1, 1)),
+    "bands, stride and dilation": ((1, 3, 150, 160), (5, 6), (2, 2), (5, 1), (3, 2)),
+    "one dimension": ((2, 70, 31), (9,), (3,), (2,), (1,)),
+}
+
+
+@pytest.mark.parametrize("case", WIDE_WINDOWS)
+def test_gradients_of_wide_depthwise_windows_are_pytorchs(compiled, case):
+    shape, window, *moves = WIDE_WINDOWS[case]
+    x, weight, bias = random(*shape), random(shape[1], 1, *window), random(shape[1])
+    inputs = [one.double().requires_grad_() for one in (x, weight, bias)]
+    convolution = {1: nn.functional.conv1d, 2: nn.functional.conv2d}[len(window)]
+    output = convolution(*inputs, *moves, groups=shape[1])
+    grad = random(*output.shape)
+    expected = [one.float() for one in torch.autograd.grad(output, inputs, grad.double())]
+    found = depthwise_gradients(compiled, grad, x, weight, moves)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    _, again, none = depthwise_gradients(compiled, grad, x, weight, moves, (1, 1, 0))
+    assert torch.equal(again, found[1])
+    assert none is None
+
+
+def test_the_number_of_threads_changes_no_bit_of_a_depthwise_gradient(compiled):
+    x, grad, weight = random(5, 70, 9, 9), random(5, 70, 9, 9), random(70, 1, 5, 5)
+    threads = torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            found.append(depthwise_gradients(compiled, grad, x, weight, ((1, 1), (2, 2), (1, 1)))[1])
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("where", [(0, 0), (0, 5), (11, 11), (6, 6)])
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_what_is_not_finite_reaches_the_weights_that_it_stands_under(compiled, where, value):
+    x, grad, weight = random(2, 2, 12, 12), random(2, 2, 12, 12), random(2, 1, 5, 5)
+    x[0, 0][where] = grad[1, 1][where] = value
+    found = depthwise_gradients(compiled, grad, x, weight, ((1, 1), (2, 2), (1, 1)))
+    expected = torch.zeros(2, 1, 5, 5)
+    padded = nn.functional.pad(x, (2, 2, 2, 2), value=0.0)
+    inside = nn.functional.pad(torch.ones(12, 12, dtype=torch.bool), (2, 2, 2, 2), value=False)
+    for row in range(5):
+        for column in range(5):
+            part = (..., slice(row, row + 12), slice(column, column + 12))
+            expected[:, 0, row, column] = (grad * padded[part])[..., inside[part]].sum((0, 2))
+    torch.testing.assert_close(found[1], expected, rtol=1e-5, atol=1e-4, equal_nan=True)
+
+
 def test_every_call_of_the_library_is_compared():
     source = libraries.COMPILED_CALLS.read_text(encoding="utf-8")
     names = set(re.findall(r'^    \{"([\w:]+)"', source, re.MULTILINE))
