@@ -30,9 +30,10 @@ from ortlab.engine.devices import device_made_current
 from ortlab.engine.execution_view import ExecutionView
 from ortlab.engine.functions.export import own_backwards
 from ortlab.engine.kept_builds import BuiltGraph, Export
+from ortlab.engine.operators.long_attention import with_long_attentions
 from ortlab.engine.operators.symbolics import ATEN_CROSS_ENTROPY
 from ortlab.engine.passes import chunked_loss
-from ortlab.engine.passes.graph_edits import SIZES
+from ortlab.engine.passes.graph_edits import NEEDING_GRADIENT, SIZES
 from ortlab.engine.passes.label_density import valid_label_counts
 from ortlab.engine.passes.shapes import with_sizes
 from ortlab.engine.patching import set_to
@@ -312,11 +313,18 @@ class Execution(ExecutionView):
     # ---- parts ------------------------------------------------------------------------------------------------
 
     def _info_for_graph(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if not self.options.static_shape:
+        model, sizes = self._info._post_export_processed_model, self._sizes_of(args, kwargs)
+        made = model
+        if self.options.static_shape:
+            made = with_sizes(made, sizes)
+        if self.options.aten_backward and self._export.device.type == "cpu":
+            needing = frozenset(self._info.onnx_graph_input_names_require_grad)
+            with set_to(NEEDING_GRADIENT, needing):
+                made = with_long_attentions(made, sizes)
+        if made is model:
             return self._info
         info = copy.copy(self._info)
-        model = info._post_export_processed_model
-        info._post_export_processed_model = with_sizes(model, self._sizes_of(args, kwargs))
+        info._post_export_processed_model = made
         return info
 
     @contextmanager

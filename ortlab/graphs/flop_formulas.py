@@ -206,10 +206,12 @@ _OPERATORS: Final[dict[Formula, tuple[str, ...]]] = {
     _attention: ("Attention",),
     _projected_attention: ("MultiHeadAttention",),
     _dot_product_attention: (
+        "attention",
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_efficient_attention",
     ),
     _dot_product_attention_gradient: (
+        "attention_backward",
         "_scaled_dot_product_flash_attention_for_cpu_backward",
         "_scaled_dot_product_efficient_attention_backward",
     ),

@@ -12,7 +12,7 @@ from typing import Final, Protocol
 
 PRODUCTS: Final = frozenset(
     """Conv ConvTranspose Einsum FusedConv FusedGemm FusedMatMul Gemm MatMul
-    addmm bmm convolution gemm grouped_linear linear matmul matmul_transposed""".split()  # noqa: SIM905
+    addmm attention bmm convolution gemm grouped_linear linear matmul matmul_transposed""".split()  # noqa: SIM905
 )
 """The operators that do most of a model's arithmetic, of ONNX and of torch."""
 

@@ -78,11 +78,10 @@ class Compute:
         default=True,
         effect=Effect.GRAPH,
         help=(
-            "On the CPU, PyTorch's kernels compute the gradients of large linear layers, LayerNorm, Gelu, Relu, "
-            "softmax, indexing and masks, and sums, means, convolutions, tanh and sigmoid, where ORT is slower, less "
-            "exact or rounds otherwise. "
-            "Saves a fifth of a step with a large vocabulary. Memory plans stay the same; memory rises by up to a "
-            "tenth, less if `cpu_memory_arena` is off."
+            "On the CPU, PyTorch's kernels compute attention over 1,024 positions and more, the gradients of large "
+            "linear layers, norms, activations, softmax and indexing, and sums, means and convolutions, where ORT is "
+            "slower, less exact or rounds otherwise. Saves a fifth of a step with a large vocabulary. Plans stay the "
+            "same but in such attention; memory rises by up to a tenth, less if `cpu_memory_arena` is off."
         ),
         when="you want ONNX Runtime's own gradients, or the last tenth of memory",
         unless="time matters: off is slower for most models on a CPU",
@@ -498,8 +497,8 @@ class Experimental:
         env="ORTMODULE_ATEN_SDPA_FALLBACK",
         help=(
             "Exports `scaled_dot_product_attention` as one call to PyTorch's fused attention instead of in pieces. "
-            "Saves time and memory with long sequences. On the CPU only where attention has no dropout; a message "
-            "names what stays in pieces."
+            "Saves time and memory with long sequences. On the CPU only where attention has no dropout, and there "
+            "`aten_backward` takes 1,024 positions and more anyway; a message names what stays in pieces."
         ),
         when="sequences are long, so that attention's scores are much of the peak",
         unless="on a CPU attention drops out: it stays in pieces there",

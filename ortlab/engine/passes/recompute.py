@@ -58,14 +58,14 @@ WITHOUT_VALUES: Final = frozenset({"Shape", "Size"})
 """Operators that need no values of what they read; ORT runs them right behind the node that makes it."""
 
 _PURE_CALLS: Final = frozenset(
-    """abs adaptive_avg_pool2d add addmm bmm cat clamp constant_pad_nd contiguous div divided exp expand gelu gemm
-    layer_norm leaky_relu linear log log_sum_exp masked_fill matmul matmul_transposed mean
+    """abs adaptive_avg_pool2d add addmm attention bmm cat clamp constant_pad_nd contiguous div divided exp expand gelu
+    gemm layer_norm leaky_relu linear log log_sum_exp masked_fill matmul matmul_transposed mean
     mean_over mean_over_space mul native_group_norm neg permute pow relu repeat reshape rsqrt select sigmoid silu
     slice softmax split sqrt squeeze stack sub sum sum_over tanh transpose unsqueeze view where convolution copy_of
     cos gather_elements grouped_linear im2col roll sin""".split()  # noqa: SIM905
 )
 """Operators of torch, and of ortlab's kernels, that return the same for the same operands and write nothing; others,
-attention with its dropout among them, are left alone."""
+PyTorch's attention with its dropout among them, are left alone."""
 
 _APART: Final = "_apart"
 """Ends the names of what goes through a node that hands it on, on the way to who reads it."""

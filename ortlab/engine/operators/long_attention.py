@@ -1,0 +1,269 @@
+"""Attention over long sequences as one call of PyTorch's fused kernel, which never holds all scores at once.
+
+Written out, as torch's exporter and many models have it, attention makes scores of every position for every other one,
+for each head: 4 heads of 4,096 positions take 256 MiB, more than once, and time to read and write. The fused kernel
+keeps a number a position, makes the scores again in the backward, and leaves out those behind a causal mask, which are
+half of them. For short sequences the pieces are quicker, and memory plans can recompute them; so only attention of
+`LONG` positions and more is taken, counted for the batch that a graph is built for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+import onnx
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from torch import Tensor
+
+from ortlab.engine.operators.torch_kernels import kernel
+from ortlab.engine.passes.graph_edits import (
+    GraphFacts,
+    attributes_of,
+    has_inner_graphs,
+    kernel_call,
+    needed_nodes,
+    nodes_of,
+    put_calls,
+)
+from ortlab.memory.symbolic_sizes import shape_at
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+LONG: Final = 1024
+"""Positions from which on the fused kernel takes no longer than the pieces, causal or not."""
+
+_NEVER: Final = -1e30
+"""What is added to a score, or less, leaves nothing of the score in float32."""
+
+_RANK: Final = 4  # batch, heads, positions, features
+_MASKS: Final = (2, _RANK)
+
+# --- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@kernel("(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale) -> (Tensor, Tensor, Tensor)")
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Any:
+    """Return softmax(scale * query @ key.T + mask) @ value, the logarithm of each row's sum, and the mask to keep.
+
+    Of a causal mask no entry is kept, and a single one, 0, where there is none. Query, key and value have the shape
+    (batch, heads, positions, features).
+    """
+    causal = mask is not None and _is_causal(mask)
+    kept = query.new_zeros(0 if causal else 1) if mask is None or causal else mask.clone()
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    output, sums = flash(query, key, value, 0.0, causal, attn_mask=None if causal else mask, scale=scale)
+    blind = _blind(kept)
+    return output if blind is None else output.masked_fill(blind, torch.nan), sums, kept
+
+
+@kernel(
+    "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor output, Tensor sums, Tensor kept, float scale) "
+    "-> (Tensor, Tensor, Tensor)"
+)
+def attention_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    sums: Tensor,
+    kept: Tensor,
+    scale: float,
+) -> Any:
+    """Return the gradients of query, key and value, from what `attention` has returned."""
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    causal, mask = kept.numel() == 0, kept if kept.numel() > 1 else None
+    given = grad, query, key, value, output, sums
+    of_query, of_key, of_value = backward(*given, 0.0, causal, attn_mask=mask, scale=scale)
+    blind = _blind(kept)
+    if blind is None:
+        return of_query, of_key, of_value
+    reached = blind.any(-2, keepdim=True)
+    return of_query.masked_fill(blind, torch.nan), *(
+        one.masked_fill(reached, torch.nan) for one in (of_key, of_value)
+    )
+
+
+def _blind(mask: Tensor) -> Tensor | None:
+    """Return which rows of a mask see nothing at all, None if each sees something."""
+    # The softmax of such a row is not a number, where torch's kernel makes it 0.
+    if mask.numel() <= 1:
+        return None
+    blind = mask.amax(-1, keepdim=True) == -torch.inf
+    return blind if blind.any() else None
+
+
+def _is_causal(mask: Tensor) -> bool:
+    """Say whether a mask adds 0 up to each row's own position, and hides all behind it."""
+    rows, columns = mask.shape[-2:]
+    never = float(mask.flatten()[columns - 1])
+    if rows != columns or rows == 1 or not never <= _NEVER:
+        return False
+    causal = mask.new_full((rows, columns), never).triu_(1)
+    return all(torch.equal(one, causal) for one in mask.reshape(-1, rows, columns))
+
+
+# --- the graph -------------------------------------------------------------------------------------------------------
+
+
+def with_long_attentions(model: onnx.ModelProto, sizes: Mapping[str, int]) -> onnx.ModelProto:
+    """Return an exported graph whose long attentions are calls, for these sizes; the graph itself if it has none."""
+    if has_inner_graphs(model.graph):
+        return model
+    search = _Search(model, sizes)
+    found = [one for node in nodes_of(model, "Softmax") if (one := search.attention_of(node)) is not None]
+    if not found:
+        return model
+    by_last = {one.last.output[0]: one for one in found}
+    nodes: list[onnx.NodeProto] = []
+    types: dict[str, int] = {}
+    for node in model.graph.node:
+        one = by_last.get(node.output[0])
+        if one is None:
+            nodes.append(node)
+            continue
+        call = _call(one)
+        types.update(dict.fromkeys(call.output[1:], TensorProto.FLOAT))
+        nodes += [*one.added, call]
+    made = onnx.ModelProto()
+    made.CopyFrom(model)
+    put_calls(made, needed_nodes(nodes, {value.name for value in model.graph.output}), types)
+    return made
+
+
+class _Attention(NamedTuple):
+    """An attention: what it reads, the nodes that make that, and the last of its own nodes."""
+
+    inputs: list[str]  # query, key, value and mask, "" if there is none
+    scale: float
+    added: list[onnx.NodeProto]
+    last: onnx.NodeProto
+
+
+def _call(one: _Attention) -> onnx.NodeProto:
+    output = one.last.output[0]
+    scale = numpy_helper.from_array(np.array(one.scale, np.float32), f"{output}_scale_value")
+    one.added.append(helper.make_node("Constant", [], [f"{output}_scale"], value=scale))
+    outputs = [output, f"{output}_sums", f"{output}_kept"]
+    return kernel_call("attention", [*one.inputs, f"{output}_scale"], outputs, one.last)
+
+
+class _Search:
+    """Looks for attention that is written out: softmax(scale * query @ key.T + mask) @ value."""
+
+    def __init__(self, model: onnx.ModelProto, sizes: Mapping[str, int]) -> None:
+        self._facts = GraphFacts(model)
+        self._outputs = {value.name for value in model.graph.output}
+        self._sizes = sizes
+
+    def attention_of(self, softmax: onnx.NodeProto) -> _Attention | None:
+        """Return the attention that a softmax belongs to; None if it is short, or none that torch's kernel computes."""
+        facts = self._facts
+        last = self._only_reader(softmax.output[0])
+        is_mixing = last is not None and last.op_type == "MatMul" and last.input[0] == softmax.output[0]
+        if last is None or not is_mixing or not self._is_long(softmax):
+            return None
+        added: list[onnx.NodeProto] = []
+        mask, scores = self._mask(softmax.input[0], last, added)
+        scale, scores = self._scale(scores)
+        product = self._made_by(scores, "MatMul")
+        if product is None:
+            return None
+        query, value = product.input[0], last.input[1]
+        if not self._are_alike(query, product.input[1], value):
+            return None
+        key = self._turned(product.input[1], last, added)
+        if len({name in facts.differentiable for name in (query, product.input[1], value)}) > 1:
+            return None
+        return _Attention([query, key, value, mask], scale, added, last)
+
+    def _is_long(self, softmax: onnx.NodeProto) -> bool:
+        stated = [size for size in self._facts.shapes.get(softmax.output[0], ()) if size is not None]
+        shape = shape_at(stated, self._sizes) or ()
+        along = attributes_of(softmax).get("axis", -1) % _RANK
+        return len(shape) == _RANK and along == _RANK - 1 and min(shape[-2:]) >= LONG
+
+    def _are_alike(self, query: str, turned_key: str, value: str) -> bool:
+        """Say whether all are of float32, with the same batch, heads and features: torch's kernel broadcasts none."""
+        facts, names = self._facts, (query, turned_key, value)
+        shapes = [facts.shapes.get(name, ()) for name in names]
+        if any(len(shape) != _RANK for shape in shapes):
+            return False
+        types = {facts.element_types.get(name) for name in names}
+        features = {shapes[0][3], shapes[1][2], shapes[2][3]}
+        return types == {TensorProto.FLOAT} and len({shape[:2] for shape in shapes}) == len(features) == 1
+
+    def _mask(self, scores: str, last: onnx.NodeProto, added: list[onnx.NodeProto]) -> tuple[str, str]:
+        """Return what is added to the scores as a mask, "" if nothing is, and the scores before."""
+        facts, node = self._facts, self._made_by(scores, "Add", "Where")
+        if node is None:
+            return "", scores
+        if node.op_type == "Add":
+            for mask, before in (node.input, node.input[::-1]):
+                fits = facts.ranks.get(mask) in _MASKS and facts.element_types.get(mask) == TensorProto.FLOAT
+                if (
+                    fits
+                    and mask not in facts.differentiable
+                    and self._made_by(before, "MatMul", "Mul", "Div")
+                ):
+                    return mask, before
+            return "", ""
+        condition, *branches = node.input
+        for hides, (filled, before) in enumerate((branches, branches[::-1])):
+            never = facts.scalar(filled)
+            if never is not None and never <= _NEVER and facts.ranks.get(condition) in _MASKS:
+                zero = f"{last.output[0]}_zero"
+                value = numpy_helper.from_array(np.array(0, np.float32), f"{zero}_value")
+                added.append(helper.make_node("Constant", [], [zero], value=value))
+                mask = f"{last.output[0]}_mask"
+                chosen = [zero, filled] if hides else [filled, zero]
+                added.append(helper.make_node("Where", [condition, *chosen], [mask], name=f"{mask}_Where"))
+                return mask, before
+        return "", ""
+
+    def _scale(self, scores: str) -> tuple[float, str]:
+        """Return the constants that the scores are multiplied with, as one, and the scores before."""
+        scale = 1.0
+        while (node := self._made_by(scores, "Mul", "Div")) is not None:
+            number = self._facts.scalar(node.input[1])
+            scores = node.input[0]
+            if number is None and node.op_type == "Mul":
+                number, scores = self._facts.scalar(node.input[0]), node.input[1]
+            if number is None:
+                return scale, ""
+            scale *= number if node.op_type == "Mul" else 1 / number
+        return scale, scores
+
+    def _turned(self, name: str, last: onnx.NodeProto, added: list[onnx.NodeProto]) -> str:
+        """Return the key, of which a value is the transpose."""
+        made = self._facts.producers.get(name)
+        output = f"{last.output[0]}_key{len(added)}"
+        if made is not None and made.op_type in {"Mul", "Div"} and self._facts.ranks.get(made.input[1]) == 0:
+            before = self._turned(made.input[0], last, added)
+            added.append(
+                helper.make_node(
+                    made.op_type, [before, made.input[1]], [output], name=f"{output}_{made.op_type}"
+                )
+            )
+            return output
+        source, axes = name, [0, 1, 2, 3]
+        if made is not None and made.op_type == "Transpose":
+            source, axes = made.input[0], list(attributes_of(made)["perm"])
+        axes[2:] = axes[3], axes[2]
+        if axes == sorted(axes):
+            return source
+        added.append(helper.make_node("Transpose", [source], [output], name=f"{output}_Transpose", perm=axes))
+        return output
+
+    def _made_by(self, name: str, *operators: str) -> onnx.NodeProto | None:
+        """Return the node that makes a value, if it is one of these and nobody else reads the value."""
+        node = self._facts.producers.get(name)
+        fits = node is not None and node.op_type in operators and self._only_reader(name) is not None
+        return node if fits else None
+
+    def _only_reader(self, name: str) -> onnx.NodeProto | None:
+        readers = self._facts.readers.get(name, [])
+        return readers[0] if len(readers) == 1 and name not in self._outputs else None
