@@ -48,11 +48,11 @@ _MASKS: Final = (2, _RANK)
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Any:
     """Return softmax(scale * query @ key.T + mask) @ value, the logarithm of each row's sum, and the mask to keep.
 
-    Of a causal mask no entry is kept, and a single one, 0, where there is none. Query, key and value have the shape
-    (batch, heads, positions, features).
+    Of a causal mask an empty vector is kept, and an empty matrix where there is none. Query, key and value have the
+    shape (batch, heads, positions, features).
     """
     causal = mask is not None and _is_causal(mask)
-    kept = query.new_zeros(0 if causal else 1) if mask is None or causal else mask.clone()
+    kept = mask.clone() if mask is not None and not causal else query.new_empty((0,) if causal else (0, 0))
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     output, sums = flash(query, key, value, 0.0, causal, attn_mask=None if causal else mask, scale=scale)
     blind = _blind(kept)
@@ -75,7 +75,7 @@ def attention_backward(
 ) -> Any:
     """Return the gradients of query, key and value, from what `attention` has returned."""
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    causal, mask = kept.numel() == 0, kept if kept.numel() > 1 else None
+    causal, mask = kept.dim() == 1, kept if kept.numel() else None
     given = grad, query, key, value, output, sums
     of_query, of_key, of_value = backward(*given, 0.0, causal, attn_mask=mask, scale=scale)
     blind = _blind(kept)
@@ -90,7 +90,7 @@ def attention_backward(
 def _blind(mask: Tensor) -> Tensor | None:
     """Return which rows of a mask see nothing at all, None if each sees something."""
     # The softmax of such a row is not a number, where torch's kernel makes it 0.
-    if mask.numel() <= 1:
+    if mask.numel() == 0:
         return None
     blind = mask.amax(-1, keepdim=True) == -torch.inf
     return blind if blind.any() else None
@@ -128,9 +128,15 @@ def with_long_attentions(model: onnx.ModelProto, sizes: Mapping[str, int]) -> on
         call = _call(one)
         types.update(dict.fromkeys(call.output[1:], TensorProto.FLOAT))
         nodes += [*one.added, call]
+    # The pieces go; what nothing has read before, such as a call that only does something, stays.
+    outputs = {value.name for value in model.graph.output}
+    before, after = (
+        {node.output[0] for node in needed_nodes(some, outputs)} for some in (model.graph.node, nodes)
+    )
+    left = [node for node in nodes if node.output[0] in after or node.output[0] not in before]
     made = onnx.ModelProto()
     made.CopyFrom(model)
-    put_calls(made, needed_nodes(nodes, {value.name for value in model.graph.output}), types)
+    put_calls(made, left, types)
     return made
 
 
@@ -240,22 +246,24 @@ class _Search:
     def _turned(self, name: str, last: onnx.NodeProto, added: list[onnx.NodeProto]) -> str:
         """Return the key, of which a value is the transpose."""
         made = self._facts.producers.get(name)
-        output = f"{last.output[0]}_key{len(added)}"
         if made is not None and made.op_type in {"Mul", "Div"} and self._facts.ranks.get(made.input[1]) == 0:
-            before = self._turned(made.input[0], last, added)
-            added.append(
-                helper.make_node(
-                    made.op_type, [before, made.input[1]], [output], name=f"{output}_{made.op_type}"
-                )
-            )
-            return output
+            inputs = [self._turned(made.input[0], last, added), made.input[1]]
+            return self._add(made.op_type, inputs, last, added)
         source, axes = name, [0, 1, 2, 3]
         if made is not None and made.op_type == "Transpose":
             source, axes = made.input[0], list(attributes_of(made)["perm"])
         axes[2:] = axes[3], axes[2]
         if axes == sorted(axes):
             return source
-        added.append(helper.make_node("Transpose", [source], [output], name=f"{output}_Transpose", perm=axes))
+        return self._add("Transpose", [source], last, added, perm=axes)
+
+    @staticmethod
+    def _add(
+        operator: str, inputs: list[str], last: onnx.NodeProto, added: list[onnx.NodeProto], **attributes: Any
+    ) -> str:
+        """Add a node that makes a key; return its name."""
+        output = f"{last.output[0]}_key{len(added)}"
+        added.append(helper.make_node(operator, inputs, [output], name=f"{output}_{operator}", **attributes))
         return output
 
     def _made_by(self, name: str, *operators: str) -> onnx.NodeProto | None:
