@@ -20,6 +20,7 @@ from torch import Tensor
 from ortlab.engine.operators.torch_kernels import kernel
 from ortlab.engine.passes.graph_edits import (
     GraphFacts,
+    Shape,
     attributes_of,
     has_inner_graphs,
     kernel_call,
@@ -119,14 +120,17 @@ def with_long_attentions(model: onnx.ModelProto, sizes: Mapping[str, int]) -> on
         return model
     by_last = {one.last.output[0]: one for one in found}
     nodes: list[onnx.NodeProto] = []
-    types: dict[str, int] = {}
+    told: list[onnx.ValueInfoProto] = []
     for node in model.graph.node:
         one = by_last.get(node.output[0])
         if one is None:
             nodes.append(node)
             continue
         call = _call(one)
-        types.update(dict.fromkeys(call.output[1:], TensorProto.FLOAT))
+        shapes = {**one.shapes, call.output[1]: one.rows, call.output[2]: None if one.inputs[3] else (0, 0)}
+        told += [
+            helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()
+        ]
         nodes += [*one.added, call]
     # The pieces go; what nothing has read before, such as a call that only does something, stays.
     outputs = {value.name for value in model.graph.output}
@@ -136,7 +140,8 @@ def with_long_attentions(model: onnx.ModelProto, sizes: Mapping[str, int]) -> on
     left = [node for node in nodes if node.output[0] in after or node.output[0] not in before]
     made = onnx.ModelProto()
     made.CopyFrom(model)
-    put_calls(made, left, types)
+    put_calls(made, left)
+    made.graph.value_info.extend(told)
     return made
 
 
@@ -145,7 +150,9 @@ class _Attention(NamedTuple):
 
     inputs: list[str]  # query, key, value and mask, "" if there is none
     scale: float
+    rows: Shape  # batch, heads, positions
     added: list[onnx.NodeProto]
+    shapes: dict[str, Shape | None]  # of what they make
     last: onnx.NodeProto
 
 
@@ -181,10 +188,14 @@ class _Search:
         query, value = product.input[0], last.input[1]
         if not self._are_alike(query, product.input[1], value):
             return None
+        shapes = {one.output[0]: facts.shapes.get(one.input[0]) for one in added if one.op_type == "Where"}
+        before = len(added)
         key = self._turned(product.input[1], last, added)
+        batch, heads, features, positions = facts.shapes[product.input[1]]
+        shapes |= {node.output[0]: (batch, heads, positions, features) for node in added[before:]}
         if len({name in facts.differentiable for name in (query, product.input[1], value)}) > 1:
             return None
-        return _Attention([query, key, value, mask], scale, added, last)
+        return _Attention([query, key, value, mask], scale, facts.shapes[query][:3], added, shapes, last)
 
     def _is_long(self, softmax: onnx.NodeProto) -> bool:
         stated = [size for size in self._facts.shapes.get(softmax.output[0], ()) if size is not None]

@@ -141,6 +141,8 @@ def test_long_attention_is_one_call_and_trains_as_pytorch(case, short_is_long, w
     used = operators(lab)
     assert "ortlab::attention" in used
     assert "ortlab::attention_backward" in used
+    unknown = {one.operator: one.output for one in lab.activations().unknown}
+    assert unknown in ({}, {"ortlab::attention": 2})  # whether a mask is causal is seen when it runs
     assert not [name for name in used if "oftmax" in name]
     lab.set(aten_backward=False).rerun(memory=False, progress=False)
     assert "Softmax" in operators(lab)
