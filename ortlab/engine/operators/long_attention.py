@@ -175,8 +175,8 @@ class _Search:
     def attention_of(self, softmax: onnx.NodeProto) -> _Attention | None:
         """Return the attention that a softmax belongs to; None if it is short, or none that torch's kernel computes."""
         facts = self._facts
-        last = self._only_reader(softmax.output[0])
-        is_mixing = last is not None and last.op_type == "MatMul" and last.input[0] == softmax.output[0]
+        last, probabilities = self._reader(softmax.output[0])
+        is_mixing = last is not None and last.op_type == "MatMul" and last.input[0] == probabilities
         if last is None or not is_mixing or not self._is_long(softmax):
             return None
         added: list[onnx.NodeProto] = []
@@ -280,9 +280,27 @@ class _Search:
     def _made_by(self, name: str, *operators: str) -> onnx.NodeProto | None:
         """Return the node that makes a value, if it is one of these and nobody else reads the value."""
         node = self._facts.producers.get(name)
-        fits = node is not None and node.op_type in operators and self._only_reader(name) is not None
+        while node is not None and self._hands_on(node) and self._is_read_once(name):
+            name = node.input[0]
+            node = self._facts.producers.get(name)
+        fits = node is not None and node.op_type in operators and self._is_read_once(name)
         return node if fits else None
 
-    def _only_reader(self, name: str) -> onnx.NodeProto | None:
-        readers = self._facts.readers.get(name, [])
-        return readers[0] if len(readers) == 1 and name not in self._outputs else None
+    def _reader(self, name: str) -> tuple[onnx.NodeProto | None, str]:
+        """Return the only node that reads a value, None if there is another, and the name by which it does."""
+        while self._is_read_once(name):
+            node = self._facts.readers[name][0]
+            if not self._hands_on(node):
+                return node, name
+            name = node.output[0]
+        return None, name
+
+    def _is_read_once(self, name: str) -> bool:
+        return len(self._facts.readers.get(name, [])) == 1 and name not in self._outputs
+
+    def _hands_on(self, node: onnx.NodeProto) -> bool:
+        """Say whether a node returns what it is given, as a dropout that drops nothing does."""
+        if node.op_type != "Dropout":
+            return node.op_type == "Identity"
+        drops_nothing = 0 in map(self._facts.scalar, node.input[1:])
+        return drops_nothing and not any(self._facts.readers.get(mask) for mask in node.output[1:])

@@ -65,6 +65,12 @@ def added(model, query, key, value, mask):
     return nn.Softmax(-1)(scores(query, key) + bias) @ value
 
 
+def as_in_transformers(query, key, value, dropout):
+    weights = (query @ key.transpose(2, 3)) * 0.4 + torch.full((1, 1, LENGTH, LENGTH), -9e37).triu(1)
+    weights = F.softmax(weights, dim=-1, dtype=torch.float32).to(query.dtype)
+    return F.dropout(weights, dropout, training=True) @ value
+
+
 sdpa = F.scaled_dot_product_attention
 TAKEN = {
     "sdpa": lambda model, q, k, v, mask: sdpa(q, k, v),
@@ -79,6 +85,7 @@ TAKEN = {
     "written out, keys turned in one go and scaled": lambda model, q, k, v, mask: (
         torch.softmax(q @ (k.transpose(1, 2).permute(0, 2, 3, 1) * 0.4 / torch.tensor(1.5)), -1) @ v
     ),
+    "written out, as in transformers": lambda model, q, k, v, mask: as_in_transformers(q, k, v, 0.0),
     "written out, masked_fill": masked_out,
     "written out, added mask": added,
     "written out, chosen": lambda model, q, k, v, mask: (
@@ -87,6 +94,7 @@ TAKEN = {
 }
 LEFT = {
     "dropout": lambda model, q, k, v, mask: sdpa(q, k, v, dropout_p=0.5),
+    "dropout, written out": lambda model, q, k, v, mask: as_in_transformers(q, k, v, 0.5),
     "a learned bias": lambda model, q, k, v, mask: sdpa(q, k, v, attn_mask=model.bias),
     "probabilities that are returned": lambda model, q, k, v, mask: (
         (p := scores(q, k).softmax(-1)) @ v,
