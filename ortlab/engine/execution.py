@@ -183,7 +183,8 @@ class Execution(ExecutionView):
         ):
             for level, text in chunked_loss.messages(self._info, sizes):
                 self.log.add(level, ORTLAB, text)
-            manager._initialize_graph_builder(self._info_for_graph(args, kwargs))
+            info = self._info_for_graph(sizes)
+            manager._initialize_graph_builder(info)
             manager._detect_from_inputs(tuple(args), dict(kwargs))
             config = manager._get_graph_transformer_config()
             try:
@@ -192,7 +193,7 @@ class Execution(ExecutionView):
                 if not config.enable_compute_optimizer:
                     raise
                 config.enable_compute_optimizer = False
-                manager._initialize_graph_builder(self._info_for_graph(args, kwargs))
+                manager._initialize_graph_builder(info)
                 try:
                     manager._build_graph(config)
                 except RuntimeError:
@@ -312,9 +313,8 @@ class Execution(ExecutionView):
 
     # ---- parts ------------------------------------------------------------------------------------------------
 
-    def _info_for_graph(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        model, sizes = self._info._post_export_processed_model, self._sizes_of(args, kwargs)
-        made = model
+    def _info_for_graph(self, sizes: Mapping[str, int]) -> Any:
+        made = model = self._info._post_export_processed_model
         if self.options.static_shape:
             made = with_sizes(made, sizes)
         if self.options.aten_backward and self._export.device.type == "cpu":

@@ -53,9 +53,8 @@ class Work:
         self.multiplications = sum(map(self._of, graph.node))
 
     def _shape(self, name: str) -> tuple[int, ...] | None:
-        stated = self._facts.shapes.get(name, (None,))
-        known = [size for size in stated if size is not None]
-        return shape_at(known, self._sizes) if len(known) == len(stated) else None
+        stated = self._facts.shapes.get(name)
+        return None if stated is None else shape_at(stated, self._sizes)
 
     def count(self, name: str) -> float:
         """Return the number of entries of a value, 0 where nothing is known of it."""

@@ -176,8 +176,17 @@ bool convolution_backward(Call& call) {
   return given;
 }
 
-// The places of a window's numbers among the inputs.
-constexpr std::size_t STRIDE = 4, PADDING = 5, DILATION = 6;
+// Inputs are grad, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups and wanted.
+constexpr std::size_t STRIDE = 4, PADDING = 5, DILATION = 6, OUTPUT_PADDING = 8;
+
+// Give those gradients that are asked for, of input, weight and bias, as torch computes them.
+bool convolution_gradients(Call& call, const Ints& asked) {
+  Value stack[11] = {call.tensor(0), call.tensor(1), call.tensor(2),
+                     call.given(3) ? call.some(call.list(call.ints(3))) : 0, call.list(call.ints(STRIDE)),
+                     call.list(call.ints(PADDING)), call.list(call.ints(DILATION)), call.one_int(7) != 0,
+                     call.list(call.ints(OUTPUT_PADDING)), static_cast<Value>(call.one_int(9)), call.list(asked)};
+  return call.run("aten::convolution_backward", "", stack) && call.give_results(3, stack);
+}
 
 depthwise::Axis axis_of(const Call& call, std::int64_t axis) {
   if (axis < 0) return {1, 1, 1, 1, 0, 1};  // the rows of what has columns only
@@ -186,54 +195,40 @@ depthwise::Axis axis_of(const Call& call, std::int64_t axis) {
           call.ints(STRIDE)[at], call.ints(PADDING)[at], call.ints(DILATION)[at]};
 }
 
-bool depthwise_backward(Call& call) {
-  const Ints wanted = call.ints(10);
-  const std::int64_t columns = call.rank(1) - 3;
-  Tensor of_weight = wanted[1] != 0 ? call.empty(call.shape(2)) : nullptr;
-  if (call.failed) return false;
+bool depthwise_backward(Call& call, const Ints& wanted) {
   if (wanted[1] != 0) {
+    const std::int64_t columns = call.rank(1) - 3;
+    Tensor of_weight = call.empty(call.shape(2));
+    if (call.failed) return false;
     depthwise::OfWeight gradient(call.data<float>(0), call.data<float>(1), call.size(1, 0), call.size(1, 1),
                                  axis_of(call, columns - 1), axis_of(call, columns));
     gradient.compute(Call::floats(of_weight));
-    call.give(1, of_weight);
+    if (!call.give(1, of_weight)) return false;
   }
-  if (wanted[0] != 0) {
-    Value stack[11] = {call.tensor(0), call.tensor(1), call.tensor(2), 0, call.list(call.ints(STRIDE)),
-                       call.list(call.ints(PADDING)), call.list(call.ints(DILATION)), 0, call.list(call.ints(8)),
-                       static_cast<Value>(call.one_int(9)), call.list(Ints{1, 0, 0})};
-    if (!call.run("aten::convolution_backward", "", stack)) return false;
-    call.give_result(0, stack[0]);
-    Call::drop_result(stack[1]);
-    Call::drop_result(stack[2]);
-  }
+  // Of the bias, torch's operator would compute the weight's gradient as well.
   if (wanted[2] != 0) {
     Ints axes = {0};
     for (std::int64_t axis = 2; axis < call.rank(0); ++axis) axes.push_back(axis);
     Value stack[4] = {call.tensor(0), call.some(call.list(axes)), 0, 0};
-    if (!call.run("aten::sum", "dim_IntList", stack)) return false;
-    call.give_result(2, stack[0]);
+    if (!call.run("aten::sum", "dim_IntList", stack) || !call.give_result(2, stack[0])) return false;
   }
-  return !call.failed;
+  return wanted[0] == 0 || convolution_gradients(call, {1, 0, 0});
 }
 
 bool grouped_convolution_backward(Call& call) {
-  // grad, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, wanted
   if (!call.are_floats({0, 1, 2}) || !call.is_int(7) || !call.is_int(9) || !call.is_ints(10)) return false;
   if ((call.given(3) && !call.is_ints(3)) || call.rank(1) < 2) return false;
-  for (std::size_t i : {STRIDE, PADDING, DILATION, std::size_t{8}}) {
+  for (std::size_t i : {STRIDE, PADDING, DILATION, OUTPUT_PADDING}) {
     if (!call.is_ints(i)) return false;
   }
-  Ints window = call.shape(2);
+  const Ints window = call.shape(2), wanted = call.ints(10);
+  if (wanted.size() != 3) return false;
   const std::int64_t channels = window[0], dimensions = static_cast<std::int64_t>(window.size()) - 2;
   bool is_wide = 0 < dimensions && dimensions <= PLANE;
   for (std::int64_t axis = 0; axis < dimensions; ++axis) is_wide = is_wide && window[2 + axis] >= WIDE_WINDOW;
   const bool is_depthwise = channels == call.one_int(9) && channels == call.size(1, 1) && call.one_int(7) == 0;
-  if (is_depthwise && is_wide) return call.numel(1) != 0 && depthwise_backward(call);
-  Value stack[11] = {call.tensor(0), call.tensor(1), call.tensor(2),
-                     call.given(3) ? call.some(call.list(call.ints(3))) : 0, call.list(call.ints(4)),
-                     call.list(call.ints(5)), call.list(call.ints(6)), call.one_int(7) != 0, call.list(call.ints(8)),
-                     static_cast<Value>(call.one_int(9)), call.list(call.ints(10))};
-  return call.run("aten::convolution_backward", "", stack) && call.give_results(3, stack);
+  if (is_depthwise && is_wide) return call.numel(1) != 0 && depthwise_backward(call, wanted);
+  return convolution_gradients(call, wanted);
 }
 
 // ---- pooling --------------------------------------------------------------------------------------------------------

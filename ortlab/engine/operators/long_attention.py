@@ -112,10 +112,11 @@ def _is_causal(mask: Tensor) -> bool:
 
 def with_long_attentions(model: onnx.ModelProto, sizes: Mapping[str, int]) -> onnx.ModelProto:
     """Return an exported graph whose long attentions are calls, for these sizes; the graph itself if it has none."""
-    if has_inner_graphs(model.graph):
+    softmaxes = nodes_of(model, "Softmax")
+    if not softmaxes or has_inner_graphs(model.graph):
         return model
     search = _Search(model, sizes)
-    found = [one for node in nodes_of(model, "Softmax") if (one := search.attention_of(node)) is not None]
+    found = [one for node in softmaxes if (one := search.attention_of(node)) is not None]
     if not found:
         return model
     by_last = {one.last.output[0]: one for one in found}
@@ -169,7 +170,6 @@ class _Search:
 
     def __init__(self, model: onnx.ModelProto, sizes: Mapping[str, int]) -> None:
         self._facts = GraphFacts(model)
-        self._outputs = {value.name for value in model.graph.output}
         self._sizes = sizes
 
     def attention_of(self, softmax: onnx.NodeProto) -> _Attention | None:
@@ -198,8 +198,7 @@ class _Search:
         return _Attention([query, key, value, mask], scale, facts.shapes[query][:3], added, shapes, last)
 
     def _is_long(self, softmax: onnx.NodeProto) -> bool:
-        stated = [size for size in self._facts.shapes.get(softmax.output[0], ()) if size is not None]
-        shape = shape_at(stated, self._sizes) or ()
+        shape = shape_at(self._facts.shapes.get(softmax.output[0], ()), self._sizes) or ()
         along = attributes_of(softmax).get("axis", -1) % _RANK
         return len(shape) == _RANK and along == _RANK - 1 and min(shape[-2:]) >= LONG
 
@@ -280,23 +279,17 @@ class _Search:
     def _made_by(self, name: str, *operators: str) -> onnx.NodeProto | None:
         """Return the node that makes a value, if it is one of these and nobody else reads the value."""
         node = self._facts.producers.get(name)
-        while node is not None and self._hands_on(node) and self._is_read_once(name):
-            name = node.input[0]
-            node = self._facts.producers.get(name)
-        fits = node is not None and node.op_type in operators and self._is_read_once(name)
-        return node if fits else None
+        while node is not None and self._facts.only_reader(name) is not None:
+            if not self._hands_on(node):
+                return node if node.op_type in operators else None
+            node = self._facts.producers.get(name := node.input[0])
+        return None
 
     def _reader(self, name: str) -> tuple[onnx.NodeProto | None, str]:
         """Return the only node that reads a value, None if there is another, and the name by which it does."""
-        while self._is_read_once(name):
-            node = self._facts.readers[name][0]
-            if not self._hands_on(node):
-                return node, name
+        while (node := self._facts.only_reader(name)) is not None and self._hands_on(node):
             name = node.output[0]
-        return None, name
-
-    def _is_read_once(self, name: str) -> bool:
-        return len(self._facts.readers.get(name, [])) == 1 and name not in self._outputs
+        return node, name
 
     def _hands_on(self, node: onnx.NodeProto) -> bool:
         """Say whether a node returns what it is given, as a dropout that drops nothing does."""

@@ -145,7 +145,6 @@ class _FasterChoice:
         self._model = model
         self._facts = GraphFacts(model)
         self._producers: dict[str, onnx.NodeProto] = dict(self._facts.producers)
-        self._readers = self._facts.readers
         self._outputs = {value.name for value in model.graph.output}
         self._constants = {tensor.name: tensor for tensor in model.graph.initializer}
         # ORT's Gemm refuses to add up no rows, as those of an expert that no word is sent to.
@@ -206,7 +205,7 @@ class _FasterChoice:
         if shape is None or not (self._is_large(shape, a, 0) or self._rows_may_be_none):
             return
         rows = [self._before_flattening(name, width) for name, width in zip((a, b), shape, strict=True)]
-        reader = self._only_reader(node.output[0])
+        reader = self._facts.only_reader(node.output[0])
         if reader is not None and _turns_a_matrix(reader):
             rows, node = rows[::-1], reader
         self._call("matmul_of_rows", rows, node)
@@ -218,14 +217,14 @@ class _FasterChoice:
             return
         producer = self._producers.get(grad)
         masked = []
-        if producer is not None and producer.op_type == "Where" and self._only_reader(grad) is node:
+        if producer is not None and producer.op_type == "Where" and self._facts.only_reader(grad) is node:
             # Attention puts 0 in the place of what is not a number; ORT's Where takes one number at a time.
             mask, zero, unmasked = producer.input
             if self._is_zero(zero) and self._facts.shapes.get(unmasked) == self._facts.shapes.get(grad):
                 grad, masked = unmasked, [mask]
         producer = self._producers.get(grad)
         owned = self._makes_memory(grad) or (producer is not None and producer.op_type in _MASKED)
-        over = owned and self._only_reader(grad) is not None
+        over = owned and self._facts.only_reader(grad) is not None
         self._call(
             "softmax_backward_over" if over else "softmax_backward", [grad, probabilities, *masked], node
         )
@@ -236,7 +235,7 @@ class _FasterChoice:
             self._call("rotary_backward", rotation, node)
             return
         for total, other in (node.input, node.input[::-1]):
-            if self._only_reader(total) is not node or self._only_reader(other) is not node:
+            if self._facts.only_reader(total) is not node or self._facts.only_reader(other) is not node:
                 continue
             source = self._source(other)
             if source in self._yielded and self._facts.ranks.get(total, 0) > 0:
@@ -297,7 +296,7 @@ class _FasterChoice:
     def _maker(self, name: str, operator: str) -> onnx.NodeProto | None:
         """Return the node behind Identities that makes a value, which nothing else reads, if it is of this kind."""
         producer = self._producers.get(self._source(name))
-        alone = self._only_reader(name) is not None
+        alone = self._facts.only_reader(name) is not None
         return producer if alone and producer is not None and producer.op_type == operator else None
 
     def _width(self, name: str) -> int:
@@ -312,10 +311,6 @@ class _FasterChoice:
         rows = self._work.count(other) / max(sizes[axis], 1)
         return prod(sizes) >= SMALLEST_WEIGHT or prod(sizes) * rows >= LEAST_WORK
 
-    def _only_reader(self, name: str) -> onnx.NodeProto | None:
-        readers = self._readers.get(name, [])
-        return readers[0] if len(readers) == 1 and name not in self._outputs else None
-
     def _before_flattening(self, name: str, width: int | str | None) -> str:
         """Return the input of the Reshape that makes a matrix, if its last dimension is `width`; else the matrix."""
         producer = self._producers.get(name)
@@ -326,7 +321,7 @@ class _FasterChoice:
     def _source(self, name: str) -> str:
         """Follow a value back through Identities, as far as nothing else reads it."""
         while (producer := self._producers.get(name)) is not None and producer.op_type == "Identity":
-            if self._only_reader(producer.input[0]) is None:
+            if self._facts.only_reader(producer.input[0]) is None:
                 break
             name = producer.input[0]
         return name
@@ -341,7 +336,7 @@ class _FasterChoice:
             return ()
         data, shape = producer.input
         sizes = self._producers.get(shape)
-        if sizes is None or sizes.op_type != "Shape" or self._only_reader(data) is None:
+        if sizes is None or sizes.op_type != "Shape" or self._facts.only_reader(data) is None:
             return ()
         return (data, shape) if self._makes_memory(data) else ()
 
@@ -355,7 +350,7 @@ class _FasterChoice:
         if squeeze is None or squeeze.op_type != "Squeeze":
             return False
         total = self._producers.get(squeeze.input[0])
-        if total is None or total.op_type != "ReduceSum" or self._only_reader(total.output[0]) is None:
+        if total is None or total.op_type != "ReduceSum" or self._facts.only_reader(total.output[0]) is None:
             return False
         axes = self._numbers(total.input[1:])
         if (

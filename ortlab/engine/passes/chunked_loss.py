@@ -134,7 +134,7 @@ _NO_LOSS: Final = (
 
 
 def _success(one: Replaced, unmade: Sequence[str], sizes: Mapping[str, int]) -> str:
-    shape = shape_at([axis for axis in one.rows if axis is not None], sizes) if one.rows else None
+    shape = shape_at(one.rows, sizes) if one.rows else None
     if shape is None:
         text = f"The loss is computed in blocks of rows: logits of {one.classes} classes never exist."
     else:
@@ -159,7 +159,7 @@ def block_bytes(info: Any, sizes: Mapping[str, int]) -> tuple[int, ...]:
     findings: Findings | None = getattr(info, SWITCH, None)
     found = []
     for one in findings.replaced if findings else ():
-        shape = shape_at([axis for axis in one.rows if axis is not None], sizes) if one.rows else None
+        shape = shape_at(one.rows, sizes) if one.rows else None
         step = rows_of_block(one.width)
         width = helper.tensor_dtype_to_np_dtype(one.element_type).itemsize
         rows = step if shape is None else min(prod(shape), step)

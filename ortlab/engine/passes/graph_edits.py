@@ -34,7 +34,7 @@ NEEDING_GRADIENT: Final[ContextVar[frozenset[str] | None]] = ContextVar("NEEDING
 SIZES: Final[ContextVar[Mapping[str, int]]] = ContextVar("SIZES", default=MappingProxyType({}))
 """The sizes of the input's dimensions, by symbol, in the call that the graph in work is built for; else none."""
 
-Shape: TypeAlias = tuple[int | str | None, ...]
+Shape: TypeAlias = tuple[int | str, ...]
 
 
 class GraphFacts:
@@ -54,8 +54,9 @@ class GraphFacts:
                     size.dim_param or (size.dim_value if size.HasField("dim_value") else None)
                     for size in tensor.shape.dim
                 )
-                if None not in sizes:
-                    self.shapes[value.name] = sizes
+                known = tuple(size for size in sizes if size is not None)
+                if len(known) == len(sizes):
+                    self.shapes[value.name] = known
         self._constants = {tensor.name: tensor for tensor in graph.initializer}
         for initializer in graph.initializer:
             self.shapes[initializer.name] = tuple(initializer.dims)
@@ -71,9 +72,10 @@ class GraphFacts:
         self.producers = {name: node for node in graph.node for name in node.output}
         # Values that a node or the caller of the graph reads.
         self.consumed = {name for node in graph.node for name in node.input}
-        self.consumed.update(value.name for value in graph.output)
+        self._outputs = {value.name for value in graph.output}
+        self.consumed |= self._outputs
         self._graph = graph
-        self.leading_out = self.leading_to(value.name for value in graph.output)
+        self.leading_out = self.leading_to(self._outputs)
         for node in graph.node:
             if aten_operator(node) != STOP and not self.differentiable.isdisjoint(node.input):
                 self.differentiable.update(name for name in node.output if name and self._is_float(name))
@@ -86,6 +88,11 @@ class GraphFacts:
             for name in node.input:
                 found.setdefault(name, []).append(node)
         return found
+
+    def only_reader(self, name: str) -> onnx.NodeProto | None:
+        """Return the node that reads a value, None if several do, none, or the caller of the graph."""
+        readers = self.readers.get(name, [])
+        return readers[0] if len(readers) == 1 and name not in self._outputs else None
 
     def source(self, name: str, behind: Collection[str]) -> str:
         """Follow a value back through nodes of these operators, to what the first of them reads."""

@@ -65,8 +65,6 @@ class _Search:
 
     def __init__(self, model: onnx.ModelProto) -> None:
         self._facts = GraphFacts(model)
-        self._outputs = {value.name for value in model.graph.output}
-        self._readers = self._facts.readers
 
     def norm_of(self, mean: onnx.NodeProto) -> _Norm | None:
         """Return the normalisation that takes this mean, None if there is none: w * (x / sqrt(mean(x ** 2) + e))."""
@@ -112,13 +110,13 @@ class _Search:
         is_square = (node.op_type == "Pow" and self._facts.scalar(node.input[1]) == 2) or (  # noqa: PLR2004
             node.op_type == "Mul" and first == self._plain(node.input[1])
         )
-        return first if is_square and self._only_reader(node.output[0]) is not None else ""
+        return first if is_square and self._facts.only_reader(node.output[0]) is not None else ""
 
     def _next(self, nodes: list[onnx.NodeProto], *operators: str) -> onnx.NodeProto | None:
         """Return the only node that reads the result of the last one, through needless casts, and add it, and these."""
         passed: list[onnx.NodeProto] = []
         node = nodes[-1]
-        while (reader := self._only_reader(node.output[0])) is not None:
+        while (reader := self._facts.only_reader(node.output[0])) is not None:
             if reader.op_type in operators and not reader.domain:
                 nodes += [*passed, reader]
                 return reader
@@ -127,10 +125,6 @@ class _Search:
             passed.append(reader)
             node = reader
         return None
-
-    def _only_reader(self, name: str) -> onnx.NodeProto | None:
-        readers = self._readers.get(name, [])
-        return readers[0] if len(readers) == 1 and name not in self._outputs else None
 
     def _plain(self, name: str) -> str:
         """Follow a value back through casts to the type that it has."""

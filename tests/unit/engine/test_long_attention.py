@@ -5,10 +5,10 @@ import copy
 import math
 
 import pytest
+import small_transformers
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from ortlab.engine.operators import long_attention
 
@@ -236,29 +236,20 @@ def test_a_mask_may_be_broadcast(length, shape):
 
 
 def llama():
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        use_cache=False,
-    )
     torch.manual_seed(1)
-    return LlamaForCausalLM(config)
+    return small_transformers.llama(heads=4, num_key_value_heads=2)
 
 
 def test_a_llama_trains_with_padding_and_without_in_one_graph(short_is_long, wrap):
     eager = llama()
     model = copy.deepcopy(eager)
     lab = wrap(model, log_level="ERROR")
-    words = torch.randint(0, 64, (BATCH, LENGTH))
+    batch = small_transformers.batch_of(BATCH, LENGTH)
     digests = []
     for mask in (torch.ones(BATCH, LENGTH, dtype=torch.long), padded().long()):
         for one in (model, eager):
             one.zero_grad()
-            one(input_ids=words, attention_mask=mask, labels=words).loss.backward()
+            one(attention_mask=mask, **batch).loss.backward()
         assert_same_gradients(model, eager)
         digests.append(lab.graph("execution").digest)
     assert digests[0] == digests[1]
@@ -268,16 +259,10 @@ def test_a_llama_trains_with_padding_and_without_in_one_graph(short_is_long, wra
 def test_layers_with_long_attention_can_be_recomputed(short_is_long, wrap):
     model = llama()
     lab = wrap(model, log_level="ERROR")
-    words = torch.randint(0, 64, (BATCH, LENGTH))
-
-    def step():
-        model.zero_grad()
-        loss = model(input_ids=words, labels=words).loss
-        loss.backward()
-        return loss
-
+    step = small_transformers.step_of(model, small_transformers.batch_of(BATCH, LENGTH))
     lab.step(step, n=1, memory=False, progress=False)
     before = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
     lab.set(recompute="layers")
     lab.step(step, n=1, memory=False, progress=False)
     used = operators(lab)
