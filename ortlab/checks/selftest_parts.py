@@ -186,7 +186,7 @@ _LEFT_ALONE: Final = {
     "save_onnx": "it writes into the folder that it is run in",
     "save_onnx_path": "it takes a folder",
     "save_onnx_prefix": "it takes a file's name",
-    "skip_check": "it leaves out checks, and changes no figure",
+    "skip_check": "ortlab makes these checks itself, whatever it says",
     "triton_config_file": "it takes a file",
     "triton_debug": "it writes into the folder that it is run in",
     "tuning": "it takes minutes",

@@ -30,13 +30,13 @@ def load() -> ModuleType:
 
 def _load() -> ModuleType:
     from ortlab.engine import (
-        backward_guard,
         devices,
         exporter,
         extensions,
         graph_optimizers,
         installation,
         repairs,
+        retrieved_parameters,
     )
     from ortlab.engine.build_environment import build_environment
     from ortlab.engine.operators import gradients, symbolics, untrained_operators
@@ -63,7 +63,7 @@ def _load() -> ModuleType:
     graph_passes.install()
     chunked_loss.install()
     graph_optimizers.install()
-    backward_guard.install()
+    retrieved_parameters.install()
     repairs.install_all()
     taps.install()  # last: what it adds to the outputs of a trace stands behind what the repairs add
     module: ModuleType = ortmodule

@@ -41,7 +41,7 @@ from ortlab.engine.recompute_words import recomputed_graph
 from ortlab.engine.sessions import make_manager, register_operators, released_agent
 from ortlab.engine.threads import threads_for
 from ortlab.engine.tracing.autograd import TensorHooks, check_hooks, masks_indexed_plainly
-from ortlab.engine.tracing.graph_inputs import FIXED_ONES
+from ortlab.engine.tracing.graph_inputs import FIXED_ONES, Inputs
 from ortlab.engine.tracing.guards import Reads, reads_noted
 from ortlab.engine.tracing.sizes import SizeGuards
 from ortlab.engine.tracing.source_lines import source_lines
@@ -157,8 +157,7 @@ class Execution(ExecutionView):
         """Go on from an export of this module, made by this execution or another one."""
         manager = self._manager
         transition = manager._graph_transition_manager
-        # Copies, since ORTModule's own input checks may change what they hold.
-        transition._exported_model_info = copy.copy(export.exported)
+        transition._exported_model_info = export.exported
         transition._model_info_for_export = export.inputs
         transition._post_export_processed_model_info = copy.copy(export.processed)
         transition._post_export_processed_model_info._flattened_module = manager._flattened_module
@@ -282,7 +281,11 @@ class Execution(ExecutionView):
         collecting = self._manager.collecting
         timed = self._profile.timing("model") if self._profile else nullcontext()
         with timed, device_made_current(self._export.device), collecting() if collecting else nullcontext():
-            outputs = self._manager.forward(*args, **kwargs)
+            if self.options.zero_stage3:
+                kwargs = dict(kwargs)
+                self._manager._append_pull_weight_trigger_as_input(kwargs, self._manager._device)
+            inputs = Inputs(self._info, args, kwargs, self._manager._device)
+            outputs = inputs.returned(self._manager.run(inputs.by_name.values()))
         if self._profile is not None:
             self._profile.watch(outputs)
         return outputs
@@ -308,8 +311,6 @@ class Execution(ExecutionView):
         info = self._info
         if info is not None:
             info._buffer_for_ort_runs = None
-            for name in ("_ortlab_averages", "_ortlab_written"):
-                vars(info).pop(name, None)
 
     # ---- parts ------------------------------------------------------------------------------------------------
 
@@ -355,8 +356,8 @@ class Execution(ExecutionView):
             yield said
 
     def _leave_out_frozen_parameters(self, transition: Any) -> None:
-        # ORTModule asks for the gradients of all parameters at first, and would notice the frozen ones at the second
-        # step (GraphTransitionManager._reprocess_check) if the default skip-check policy did not skip that.
+        # ORTModule asks for the gradients of all parameters at first, and looks for frozen ones in the second step
+        # (GraphTransitionManager._reprocess_check), unless its policy of checks leaves that out, as by default.
         exported = transition._exported_model_info
         wanted = {
             name

@@ -7,11 +7,9 @@ all are idempotent. Faults of operators are repaired in `ortlab.engine.operators
 
 from __future__ import annotations
 
-import copy
 import sys
 import warnings
 from contextvars import ContextVar
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -33,7 +31,7 @@ from ortlab.errors import BuildError
 from ortlab.records.activation_statistics import SAMPLES, TensorStatistics
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from io import TextIOWrapper
 
 
@@ -43,7 +41,6 @@ def install_all() -> None:
     graph_inputs.install_buffers()
     carried.install()  # around the repair of buffers, which puts these back
     gradient_stops.install()
-    graph_inputs.install_writes()
     outputs.install()
     guards.install()
     source_lines.install()
@@ -60,7 +57,6 @@ def install_all() -> None:
     build_log.install()
     autograd.install()
     install_seed()
-    install_buffer_inputs()
 
 
 # --- errors -----------------------------------------------------------------------------------------------------
@@ -290,50 +286,6 @@ def _avoid_seed_zero(original: Callable[[int], None]) -> Callable[[int], None]:
         original(seed * _SPREAD % _MINSTD_MODULUS or _INSTEAD_OF_ZERO)
 
     return set_seed
-
-
-# --- input checks -------------------------------------------------------------------------------------------------
-
-
-def install_buffer_inputs() -> None:
-    """Let models with buffers, and calls with numbers, run with ORTModule's input checks switched on."""
-    # ``_graph_transition_manager._reprocess_check`` asserts that each graph input is an argument or a parameter, and
-    # asks each argument whether it requires a gradient; the buffers of a model are graph inputs too, and so are
-    # numbers.
-    from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
-
-    replace(GraphTransitionManager, "_reprocess_check", _count_buffers_in)
-
-
-def _count_buffers_in(original: Callable[..., Any]) -> Callable[..., Any]:
-    def reprocess_check(flatten_module: Any, *args: Any, model_info_for_export: Any, **kwargs: Any) -> Any:
-        info = copy.copy(model_info_for_export)
-        info.onnx_graph_input_data_accessor_user_defined = {
-            name: partial(_argument, access)
-            for name, access in info.onnx_graph_input_data_accessor_user_defined.items()
-        }
-        module = _ParametersAndBuffers(flatten_module)
-        return original(module, *args, model_info_for_export=info, **kwargs)
-
-    return reprocess_check
-
-
-def _argument(access: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Return an argument or, instead of a number, an empty tensor, which needs no gradient either."""
-    value = access(args, kwargs)
-    return value if isinstance(value, torch.Tensor) else torch.empty(0)
-
-
-class _ParametersAndBuffers:
-    """A module as `_reprocess_check` sees it: its buffers are parameters that need no gradient."""
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-
-    def named_parameters(self) -> Iterator[tuple[str, Any]]:
-        """Yield the names and tensors of the parameters, then of the buffers."""
-        yield from self._module.named_parameters()
-        yield from self._module.named_buffers()
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------

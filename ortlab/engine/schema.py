@@ -209,7 +209,8 @@ class ModuleReader:
             [*chain.from_iterable(self._not_kept)],
             [*map(type, self._parts)],
             [*map(len, self._sized)],
-            [*map(tuple, self._named)],
+            [*map(len, self._named)],
+            [*chain.from_iterable(self._named)],
             [*map(_FACTS, self._tensors)],
             [*map(sys.modules.__contains__, self._awaited)],
         )

@@ -11,7 +11,7 @@ import copy
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ import onnx
 import torch
 
 from ortlab.engine import build_environment, load
-from ortlab.engine.backward_guard import GuardedBackward
+from ortlab.engine.autograd_node import AutogradNode
 from ortlab.engine.border import border_watched, take_error
 from ortlab.engine.build_environment import building_with
 from ortlab.engine.build_log import ortmodule_logger, runtime_lines, runtime_messages, user_code
@@ -143,6 +143,7 @@ class _SessionOptions:
     recomputes = False
     threads = 0  # that its kernels get; 0 for as many as PyTorch has (`ortlab.engine.threads`)
     asks_for_plans = False  # whether it is made only to ask ONNX Runtime for its plans
+    runs_python = True  # whether Python's code may run in the midst of it: a Function's
     drops_by_itself = True  # whether ONNX Runtime's own kernels compute its dropouts
     optimized_before = False  # whether another session has optimized the graph that it is made of
     explains_places = False
@@ -207,6 +208,9 @@ class _SessionOptions:
         # What a session took to be created of which this one is made counts, too.
         self.time_tracker.starts_[ORTModuleInitPhase.CREATE_SESSION] = began  # type: ignore[attr-defined]
         if hasattr(self._execution_agent, "run_backward"):
+            graph = self._onnx_models.optimized_model.graph  # type: ignore[attr-defined]
+            # What runs in an inner graph is not looked for.
+            self.runs_python = any("PythonOp" in one.op_type for one in graph.node) or has_inner_graphs(graph)
             self._take_seeds()
             self._share_cores()
             self._execution_agent = _ExplainingAgent(
@@ -260,11 +264,7 @@ class _SessionOptions:
 
     def _share_cores(self) -> None:
         """Let PyTorch's threads make room for those of the session, unless Python's code runs in the midst of it."""
-        if self.threads <= 1:
-            return
-        graph = self._onnx_models.optimized_model.graph  # type: ignore[attr-defined]
-        runs_python = any("PythonOp" in node.op_type for node in graph.node) or has_inner_graphs(graph)
-        if not runs_python:
+        if self.threads > 1 and not self.runs_python:
             self._execution_agent = _SharingAgent(self._execution_agent, self.threads)
 
     @contextmanager
@@ -398,7 +398,7 @@ def released_agent(agent: Any) -> Any:
     return None if agent is None else _ReleasedAgent()
 
 
-class _Training(_SessionOptions, TorchBackward, GuardedBackward, TrainingManager):  # type: ignore[misc] # untyped base
+class _Training(_SessionOptions, TorchBackward, AutogradNode, TrainingManager):  # type: ignore[misc] # untyped base
     """ORTModule's training manager, which ortlab drives stage by stage."""
 
     def probe_memory(self, probe: str) -> Answer:
@@ -435,6 +435,15 @@ class _Training(_SessionOptions, TorchBackward, GuardedBackward, TrainingManager
 
 class _Inference(_SessionOptions, InferenceManager):  # type: ignore[misc] # untyped base
     """ORTModule's inference manager, which ortlab drives stage by stage."""
+
+    def run(self, inputs: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Run the session."""
+        model, device = self._onnx_models.optimized_model, self._device
+        outputs: tuple[torch.Tensor, ...]
+        outputs, _ = InferenceManager.execution_session_run_forward(
+            self._execution_agent, model, device, *inputs
+        )
+        return outputs
 
 
 class _FlattenedModule(_io._FlattenedModule):  # type: ignore[misc] # untyped base

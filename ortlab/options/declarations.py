@@ -344,12 +344,12 @@ class Export:
         env="ORTMODULE_SKIPCHECK_POLICY",
         choices=("DEVICE", "BUILD_GRADIENT", "EXECUTION_AGENT"),
         help=(
-            "Which checks every step after the first leaves out: has the device changed, has the model or "
-            "its input changed, must the session be made again. Saves a little time per step; empty checks "
-            "all."
+            "Which of its own checks ORTModule leaves out in a step: has the device changed, has the model or its "
+            "input, must the session be made again. ortlab asks all of this in each call, whatever stands here: it is "
+            "kept for scripts that set it."
         ),
-        when="something about the model or its device changes between steps, and a step must notice",
-        unless="nothing does: the checks cost time in each step",
+        when="a script for ORTModule sets it",
+        unless="you write for ortlab: it changes nothing",
     )
     fallback: bool = switch(
         default=False,

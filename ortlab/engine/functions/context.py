@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -154,7 +153,7 @@ def release(context: FunctionContext) -> None:
 
 def release_all() -> None:
     """Free what every waiting context saved; for the end of the process."""
-    _release_serials(list(_waiting))
+    release_serials(list(_waiting))
 
 
 def waiting() -> int:
@@ -162,7 +161,8 @@ def waiting() -> int:
     return len(_waiting)
 
 
-def _release_serials(serials: Sequence[int]) -> None:
+def release_serials(serials: Sequence[int]) -> None:
+    """Free what the contexts of these numbers saved, those that still wait."""
     for serial in serials:
         context = _waiting.pop(serial, None)
         if context is not None:
@@ -179,21 +179,7 @@ def contexts_made() -> Iterator[list[int]]:
     try:
         yield serials
     except BaseException:
-        _release_serials(serials)
+        release_serials(serials)
         raise
     finally:
         _passes.stack.pop()
-
-
-def tie_contexts_to_pass(run_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``TrainingManager.execution_session_run_forward``: contexts live as long as the pass's run state."""
-    # The ``_RunStateInfo`` that it returns is held by the autograd node of ORTModule's outputs and by nobody else.
-
-    def run_forward_and_own(*args: Any, **kwargs: Any) -> Any:
-        with contexts_made() as serials:
-            outputs, run_info = run_forward(*args, **kwargs)
-        if serials:
-            weakref.finalize(run_info, _release_serials, serials).atexit = False
-        return outputs, run_info
-
-    return run_forward_and_own

@@ -27,7 +27,6 @@ from typing import Any, Final
 import torch
 from torch.autograd import Function
 
-from ortlab.engine.functions.context import tie_contexts_to_pass
 from ortlab.engine.functions.runner import boolean_arguments
 from ortlab.engine.patching import replace
 from ortlab.engine.tracing.source_lines import model_line
@@ -162,12 +161,10 @@ def _register_supplements(name: str, cls: Any) -> None:
 def install() -> None:
     """Apply all of it to ORTModule's exporter; idempotent."""
     from onnxruntime.training.ortmodule import _custom_autograd_function_exporter as exporter
-    from onnxruntime.training.ortmodule._training_manager import TrainingManager
 
     replace(exporter, "get_fully_qualified_class_name", unique_names)
     replace(exporter, "register_torch_autograd_function", register_any_function)
     replace(exporter, "_default_export", export_any_function)
-    replace(TrainingManager, "execution_session_run_forward", tie_contexts_to_pass)
     replace(torch._C, "_jit_pass_lower_all_tuples", name_inner_functions)
 
 

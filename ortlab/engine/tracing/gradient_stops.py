@@ -61,13 +61,11 @@ def install() -> None:
     from onnxruntime.training.ortmodule._custom_op_symbolic_registry import CustomOpSymbolicRegistry
     from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
     from onnxruntime.training.ortmodule._io import _FlattenedModule
-    from onnxruntime.training.ortmodule._training_manager import TrainingManager
 
     CustomOpSymbolicRegistry.register("detach", "", _detach)
     CustomGradientRegistry.register_custom_stop_gradient_edges([0], ATEN, "ATen", STOP, "")
     replace(_FlattenedModule, "forward", _trace_with_gradients)
     replace(GraphTransitionManager, "_get_exported_model", _ask_functions)
-    replace(TrainingManager, "_create_autofunction_class", _mark_outputs_without_gradient)
 
 
 def _detach(g: Any, x: Any) -> Any:
@@ -107,25 +105,6 @@ def _ask_functions(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
 
     return get_exported_model
-
-
-def _mark_outputs_without_gradient(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wrap ``TrainingManager._create_autofunction_class``."""
-    # Its Function calls ``ctx.mark_non_differentiable`` once per output, and each call replaces what the one before
-    # said. All but the last of these outputs then require a gradient, and a loss that uses one fails in the backward.
-
-    def create_autofunction_class(self: Any) -> Any:
-        base = original(self)
-
-        def forward(ctx: Any, *inputs: Any) -> Any:
-            outputs = base.forward(ctx, *inputs)
-            silent = self._graph_info.output_grad_indices_non_differentiable
-            ctx.mark_non_differentiable(*(outputs[index] for index in silent))
-            return outputs
-
-        return type(base.__name__, (base,), {"forward": staticmethod(forward)})
-
-    return create_autofunction_class
 
 
 # --- in the trace -------------------------------------------------------------------------------------------------

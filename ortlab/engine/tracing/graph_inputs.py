@@ -24,9 +24,12 @@ from ortlab.errors import BuildError, ExecutionError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from typing import TypeAlias
 
     import onnx
     import torch
+
+    _Average: TypeAlias = tuple[Any, torch.Tensor, torch.Tensor]  # of a normalisation: mean and variance
 
 
 # ---- arguments: numbers and sizes -----------------------------------------------------------------------------------
@@ -117,15 +120,6 @@ class WritingPart(Part):
         from onnxruntime.training.ortmodule import _graph_transition_manager as transitions
 
         return transitions.unflatten_data_using_schema(tensors, self.returned)
-
-
-def install_writes() -> None:
-    """Write to the arguments of each call. Calling it again changes nothing."""
-    from onnxruntime.training.ortmodule._graph_transition_manager import PostExportProcessedModelInfo
-
-    # The two calls that ORTModule makes right before and right after each run of a graph.
-    replace(PostExportProcessedModelInfo, "construct_inputs", _copy_before_run)
-    replace(PostExportProcessedModelInfo, "restore_outputs", _write_after_run)
 
 
 class Stops(Protocol):
@@ -223,41 +217,6 @@ def _part_of(schema: Any) -> WritingPart | None:
     return schema
 
 
-def _copy_before_run(original: Callable[..., Any]) -> Callable[..., Any]:
-    def construct_inputs(self: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *more: Any) -> Any:
-        found = original(self, args, kwargs, *more)
-        part = _part_of(self.module_forward_output_schema)
-        self._ortlab_written = []
-        if part is not None:
-            readers = self.onnx_graph_input_data_accessor_user_defined
-            names = list(readers)
-            for number, place in enumerate(part.places):
-                tensor = readers[names[place]](args, kwargs)
-                _refuse_shared(tensor, args, kwargs)
-                self._ortlab_written.append((tensor, part.index + number))
-                if found.get(names[place]) is tensor:
-                    found[names[place]] = tensor.clone()
-            for number, name in enumerate(part.state, len(part.places)):
-                present = attrgetter(name)(self._flattened_module)
-                self._ortlab_written.append((present.detach(), part.index + number))
-                if name in found:
-                    found[name] = present.clone()
-        return found
-
-    return construct_inputs
-
-
-def _write_after_run(original: Callable[..., Any]) -> Callable[..., Any]:
-    def restore_outputs(self: Any, tensors: Sequence[torch.Tensor], *more: Any) -> Any:
-        restored = original(self, tensors, *more)
-        for tensor, index in self._ortlab_written:
-            tensor.copy_(tensors[index])
-        self._ortlab_written = []
-        return restored
-
-    return restore_outputs
-
-
 def _refuse_shared(written: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Refuse a call in which another argument shares the memory of one that is written to."""
     if any(one is not written and memory(one) == memory(written) for one in tensors_of(args, kwargs)) or (
@@ -281,15 +240,9 @@ def _refuse_shared(written: torch.Tensor, args: Sequence[Any], kwargs: Mapping[s
 
 def install_buffers() -> None:
     """Keep the buffers of exported modules right. Calling it again changes nothing."""
-    from onnxruntime.training.ortmodule._graph_transition_manager import (
-        GraphTransitionManager,
-        PostExportProcessedModelInfo,
-    )
+    from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
 
     replace(GraphTransitionManager, "_export_model", _leave_no_traces)
-    # The two calls that ORTModule makes right before and right after each run of a graph.
-    replace(PostExportProcessedModelInfo, "construct_inputs", _before_run)
-    replace(PostExportProcessedModelInfo, "restore_outputs", _after_run)
 
 
 # ---- buffers: the export --------------------------------------------------------------------------------------------
@@ -443,7 +396,7 @@ def _kind(tensor: torch.Tensor) -> str:
 def _last_batch_only(module: torch.nn.Module) -> Iterator[None]:
     """Export batch normalisations with ``momentum=None`` as if it were 1."""
     # With None, torch computes the momentum anew for each batch, in Python; a trace makes it a constant. With 1 the
-    # graph leaves the statistics of the batch in the buffers, and `_after_run` forms the cumulative average.
+    # graph leaves the statistics of the batch in the buffers, and `_count_batch` forms the cumulative average.
     import torch
 
     cumulative = [
@@ -497,32 +450,86 @@ def _statistics(info: Any) -> list[tuple[torch.nn.modules.batchnorm._BatchNorm, 
     return found
 
 
-def _before_run(original: Callable[..., Any]) -> Callable[..., Any]:
-    def construct_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self._ortlab_averages = [
-            (part, mean.clone(), variance.clone())
-            for part, _ in _statistics(self)
-            if part.momentum is None
-            and (mean := part.running_mean) is not None
-            and (variance := part.running_var) is not None
-        ]
-        return original(self, *args, **kwargs)
-
-    return construct_inputs
+def _averages(info: Any) -> list[_Average]:
+    """Return the statistics of those normalisations that average over all batches, as they are before a run."""
+    return [
+        (part, mean.clone(), variance.clone())
+        for part, _ in _statistics(info)
+        if part.momentum is None
+        and (mean := part.running_mean) is not None
+        and (variance := part.running_var) is not None
+    ]
 
 
-def _after_run(original: Callable[..., Any]) -> Callable[..., Any]:
-    def restore_outputs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        import torch
+def _count_batch(info: Any, averages: Sequence[_Average]) -> None:
+    """Count the batch of a run in each normalisation, and form the cumulative averages."""
+    statistics = _statistics(info)
+    if not statistics:
+        return
+    import torch
 
-        with torch.no_grad():
-            for part, times in _statistics(self):
-                if part.num_batches_tracked is not None:
-                    part.num_batches_tracked.add_(times)
-            for part, mean, variance in self._ortlab_averages:
-                share = 1 / float(part.num_batches_tracked)
-                part.running_mean.copy_(mean.lerp_(part.running_mean, share))
-                part.running_var.copy_(variance.lerp_(part.running_var, share))
-        return original(self, *args, **kwargs)
+    with torch.no_grad():
+        for part, times in statistics:
+            if part.num_batches_tracked is not None:
+                part.num_batches_tracked.add_(times)
+        for part, mean, variance in averages:
+            share = 1 / float(part.num_batches_tracked)
+            part.running_mean.copy_(mean.lerp_(part.running_mean, share))
+            part.running_var.copy_(variance.lerp_(part.running_var, share))
 
-    return restore_outputs
+
+# ---- a run ----------------------------------------------------------------------------------------------------------
+
+
+class Inputs:
+    """What a run of a graph is fed, and what has to be done with its outputs."""
+
+    def __init__(
+        self, info: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
+    ) -> None:
+        self._info = info
+        self._averages = _averages(info)
+        self._written: list[tuple[torch.Tensor, int]] = []
+        self.by_name: dict[str, torch.Tensor] = _fed(info, args, kwargs, device)
+        part = _part_of(info.module_forward_output_schema)
+        if part is not None:
+            self._copy_written(part, args, kwargs)
+
+    def _copy_written(self, part: WritingPart, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Feed copies of what the forward writes to, and note where the values are to be written."""
+        readers = self._info.onnx_graph_input_data_accessor_user_defined
+        names = list(readers)
+        for number, place in enumerate(part.places):
+            tensor: torch.Tensor = readers[names[place]](args, kwargs)
+            _refuse_shared(tensor, args, kwargs)
+            self._written.append((tensor, part.index + number))
+            if self.by_name.get(names[place]) is tensor:
+                self.by_name[names[place]] = tensor.clone()
+        for number, name in enumerate(part.state, len(part.places)):
+            present = attrgetter(name)(self._info._flattened_module)
+            self._written.append((present.detach(), part.index + number))
+            if name in self.by_name:
+                self.by_name[name] = present.clone()
+
+    def returned(self, outputs: Sequence[torch.Tensor]) -> Any:
+        """Write what the forward writes, and return what it returns."""
+        _count_batch(self._info, self._averages)
+        restored = self._info.restore_outputs(outputs)
+        for tensor, index in self._written:
+            tensor.copy_(outputs[index])
+        return restored
+
+
+def _fed(
+    info: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Return the inputs of a graph, as ``PostExportProcessedModelInfo.construct_inputs`` does."""
+    held: dict[str, torch.Tensor] | None = info._buffer_for_ort_runs
+    made_here = info.is_mem_efficient_grad_management_enabled or info.onnx_graph_input_const_as_tensor
+    if held is None or made_here:
+        found: dict[str, torch.Tensor] = info.construct_inputs(args, kwargs, True, device)  # noqa: FBT003 - ORT's
+        return found
+    readers = info.onnx_graph_input_data_accessor_user_defined
+    for name in info.onnx_graph_input_names_user_defined:
+        held[name] = readers[name](args, kwargs)
+    return held

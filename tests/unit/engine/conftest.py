@@ -7,6 +7,7 @@ import importlib
 import sys
 import warnings
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -25,9 +26,16 @@ def ortmodule():
 
 @pytest.fixture
 def with_ort(ortmodule, monkeypatch):
-    """Return a function that makes a module run on ORT, without any fallback to PyTorch."""
+    """Return a function that makes a module run on ORT and ortlab's node of autograd, without any fallback."""
+    from onnxruntime.training.ortmodule import _graph_execution_manager_factory as factory
     from onnxruntime.training.ortmodule._fallback import _FallbackPolicy
 
+    from ortlab.engine.autograd_node import AutogradNode
+
+    class Manager(AutogradNode, factory.TrainingManager):
+        lines: ClassVar = {}
+
+    monkeypatch.setattr(factory, "TrainingManager", Manager)
     monkeypatch.setattr(ortmodule, "ORTMODULE_FALLBACK_POLICY", _FallbackPolicy.FALLBACK_DISABLE)
     options = ortmodule.DebugOptions(log_level=ortmodule.LogLevel.ERROR)
     return lambda module: ortmodule.ORTModule(module, options)

@@ -1,4 +1,6 @@
-"""A backward pass of a wrapped model refuses what PyTorch refuses, and gives no gradient where PyTorch gives none.
+"""A step of a training session: forward, the node of autograd between its halves, backward.
+
+The backward refuses what PyTorch refuses, and gives no gradient where PyTorch gives none.
 
 The autograd node of 1.19.2 (``_training_manager.py``, `_ORTModuleFunction`) tells autograd of one output, and of no
 input, that its backward reads it. So where a weight, a batch or an output is written to between forward and backward,
@@ -9,37 +11,38 @@ Where no gradient comes for an output, as for one of two heads, 1.19.2 takes zer
 a gradient of zeros: an optimizer with momentum or weight decay then moves weights that it leaves alone in PyTorch. And
 where the derivative behind such an output is infinite, as that of a logarithm of 0, zero times infinity is not a number
 and goes on into what the loss does reach: then the backward is refused.
-
-With `mem_efficient_grad_mgmt`, 1.19.2 makes the parameters outputs of an autograd Function whose backward accumulates
-the gradient at once (``_mem_efficient_grad_mgmt.py``), so that gradients reach PyTorch one by one while the backward
-graph still runs. It cannot be built, since ``_graph_transition_manager._post_export_process`` passes the
-parameters where the device is expected; and the Function keeps the parameters that the module had when it was exported,
-so that one that has been replaced since is trained no more.
 """
+
+# ruff: noqa: E402 - onnxruntime.training can be imported only after load() has prepared torch for it
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from contextvars import ContextVar
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
+from torch._C import _from_dlpack as from_dlpack
+from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
+from ortlab.engine import load
+from ortlab.engine.functions.context import contexts_made, release_serials
 from ortlab.engine.passes.graph_edits import GraphFacts, aten_operator, attributes_of, has_inner_graphs
-from ortlab.engine.patching import replace, set_to
+from ortlab.engine.patching import set_to
+from ortlab.engine.retrieved_parameters import RETRIEVES, UNASKED
 from ortlab.engine.tracing.graph_inputs import advanced_by_graph
 from ortlab.errors import ExecutionError
 
+load()
+
+from onnxruntime.capi import _pybind_state as C
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Collection, Mapping
 
     import onnx
-
 
 _SAME_MEMORY: Final = frozenset(
     {"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
@@ -47,9 +50,6 @@ _SAME_MEMORY: Final = frozenset(
 """Operators whose output may be their input's memory, or that an optimizer of the session may look through."""
 
 _WITHOUT_VALUES: Final = frozenset({"Shape", "Size"})
-
-_RETRIEVES: Final = b".RetrieveParameter_"
-"""In the names of the Functions with which a graph fetches its parameters itself."""
 
 
 class _Unasked(NamedTuple):
@@ -79,59 +79,117 @@ _STEEP: Final = frozenset(
 """Operators whose derivative may be infinite."""
 
 
-class GuardedBackward:
-    """Mixin of ORTModule's training manager: its autograd nodes refuse in backward what PyTorch refuses."""
+class AutogradNode:
+    """Mixin of ORTModule's training manager: runs its session, between whose halves stands a node of autograd."""
 
     recomputes = False
+    runs_python = True  # whether Python's code may run in the midst of the session: a Function's
     lines: Mapping[str, str]
     # Of the graph that is built, by which outputs a gradient was given for.
     _known_unasked: tuple[onnx.ModelProto, dict[tuple[bool, ...], _Unasked]]
-    _onnx_models: Any
+    _known_reads: tuple[onnx.ModelProto, list[tuple[int, str]]]
+    _device: torch.device
+    _execution_agent: Any
+    _gradient_accumulation_manager: Any
+    _gradient_map: Sequence[int]
     _graph_info: Any
     _graph_transition_manager: Any
+    _onnx_models: Any
+
+    def run(self, inputs: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Run the session's forward; the backward of what it returns runs the session's backward."""
+        self._gradient_accumulation_manager.maybe_update_cache_before_run()
+        outputs: tuple[torch.Tensor, ...] = self._forward_class.apply(*inputs)  # type: ignore[attr-defined]
+        return outputs
 
     def _create_autofunction_class(self) -> type:
-        function: Any = super()._create_autofunction_class()  # type: ignore[misc] # untyped base
         manager = self
 
-        class _ORTModuleFunction(function):  # type: ignore[misc] # the name says in `grad_fn` who ran the forward
+        class _ORTModuleFunction(torch.autograd.Function):  # the name says in `grad_fn` who ran the forward
             @staticmethod
             def forward(ctx: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-                outputs: tuple[torch.Tensor, ...] = function.forward(ctx, *inputs)
-                read = manager._read(inputs)
-                ctx.versions = [
-                    (name, weakref.ref(tensor), tensor._version)
-                    for name, tensor in read
-                    if not tensor.is_inference()  # which has none, and which autograd refuses to keep
-                ]
-                kept = manager._graph_info.module_output_indices_requires_save_for_backward
-                ctx.save_for_backward(
-                    *(outputs[index] for index in kept if index < len(outputs)),
-                    *(tensor for _, tensor in read),
-                )
-                return outputs
+                return manager._run_forward(ctx, inputs)
 
             @staticmethod
             def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-                if not hasattr(ctx.run_info, "state"):
-                    raise _used_up()
-                try:
-                    _ = ctx.saved_tensors
-                except RuntimeError as error:
-                    raise _changed(ctx.versions, error) from error
-                # 1.19.2 would read them again, which torch.utils.checkpoint refuses.
-                read = SimpleNamespace(run_info=ctx.run_info, saved_tensors=())
-                unasked = manager._unasked_by(gradients)
-                with set_to(_unasked, unasked.retrieved) if unasked.retrieved else nullcontext():
-                    found = function.backward(read, *gradients)
-                if unasked is not _NOTHING:
-                    found = unasked.left_out_of(found)
+                found = manager._run_backward(ctx, gradients)
                 if torch.is_grad_enabled():  # create_graph=True
                     anchor = torch.zeros((), requires_grad=True)
                     return _FirstDerivative.apply(anchor, *found)  # type: ignore[no-untyped-call]
                 return found
 
         return _ORTModuleFunction
+
+    # ---- the two halves of a run -------------------------------------------------------------------------------
+
+    # As `_ORTModuleFunction` of 1.19.2, whose checks and look-ups take a small model a tenth of its step.
+
+    def _run_forward(self, ctx: Any, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        ctx.run = run = _Run()
+        cached = self._gradient_accumulation_manager
+        fetches = C.OrtValueVector()
+        if self.runs_python:
+            with contexts_made() as serials:
+                self._execution_agent.run_forward(_feeds(inputs), fetches, run.state, cached.cache)
+            if serials:
+                weakref.finalize(run, release_serials, serials).atexit = False
+        else:
+            self._execution_agent.run_forward(_feeds(inputs), fetches, run.state, cached.cache)
+        outputs: tuple[torch.Tensor, ...] = (
+            cached.extract_outputs_and_maybe_update_cache(fetches, self._device)
+            if cached.enabled
+            else _tensors(fetches)
+        )
+        run.outputs = [(one.shape, one.dtype) for one in outputs]
+        ctx.set_materialize_grads(False)  # a gradient that is not given stays None
+        facts, read = self._graph_info, self._read(inputs)
+        ctx.versions = [
+            (name, weakref.ref(one), one._version)
+            for name, one in read
+            if not one.is_inference()  # which has none, and which autograd refuses to keep
+        ]
+        # ONNX Runtime keeps what its backward reads; autograd is told of it so that it sees what is written to.
+        ctx.save_for_backward(
+            *[
+                outputs[index]
+                for index in facts.module_output_indices_requires_save_for_backward
+                if index < len(outputs)
+            ],
+            *[one for _, one in read],
+        )
+        silent = facts.output_grad_indices_non_differentiable
+        if silent:  # told all at once: each call replaces what the one before said
+            ctx.mark_non_differentiable(*[outputs[index] for index in silent])
+        return outputs
+
+    def _run_backward(self, ctx: Any, gradients: Sequence[torch.Tensor | None]) -> Any:
+        run: _Run = ctx.run
+        if run.state is None:
+            raise _used_up()
+        try:
+            _ = ctx.saved_tensors
+        except RuntimeError as error:
+            raise _changed(ctx.versions, error) from error
+        unasked, silent = self._unasked_by(gradients), self._graph_info.output_grad_indices_non_differentiable
+        given = [
+            self._missing(index, *run.outputs[index]) if one is None else one
+            for index, one in enumerate(gradients)
+            if index not in silent
+        ]
+        fetches = C.OrtValueVector()
+        # What is kept of the forward is freed as soon as the backward has run.
+        state, run.state = run.state, None
+        with set_to(UNASKED, unasked.retrieved) if unasked.retrieved else nullcontext():
+            self._execution_agent.run_backward(_feeds(given), fetches, state)
+        del state
+        made = _tensors(fetches)
+        found = tuple([made[index] if index != -1 else None for index in self._gradient_map])
+        return found if unasked is _NOTHING else unasked.left_out_of(found)
+
+    def _missing(self, index: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """Return the gradient of an output that none was given for: zeros, a scalar where the graph allows for that."""
+        whole = index in self._graph_info.output_grad_indices_require_full_shape
+        return torch.zeros(shape if whole else (), dtype=dtype, device=self._device)
 
     def _unasked_by(self, gradients: Sequence[torch.Tensor | None]) -> _Unasked:
         """Say what has no gradient where some of the outputs have none."""
@@ -159,7 +217,7 @@ class GuardedBackward:
         retrieved = {
             node.output[1]
             for node in forward.graph.node
-            if _RETRIEVES in attributes_of(node).get("func_name", b"")
+            if RETRIEVES in attributes_of(node).get("func_name", b"")
         }
         inputs = enumerate(info.onnx_graph_input_names)
         unasked = _Unasked(
@@ -175,19 +233,45 @@ class GuardedBackward:
 
     def _read(self, inputs: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
         """Return name and tensor of the inputs that the backward reads."""
-        info = self._graph_transition_manager._post_export_processed_model_info
         model = self._onnx_models.optimized_model
         known = vars(self).get("_known_reads")
         if known is None or known[0] is not model:
+            info = self._graph_transition_manager._post_export_processed_model_info
             names = (
                 {value.name for value in model.graph.input} if self.recomputes else read_in_backward(model)
             )
-            names -= set(
-                advanced_by_graph(info._post_export_processed_model)
-            )  # 1.19.2 and ortlab write these
-            known = self._known_reads = (model, names)
-        pairs = zip(info.onnx_graph_input_names, inputs, strict=False)
-        return [(name, tensor) for name, tensor in pairs if name in known[1]]
+            # 1.19.2 and ortlab write these.
+            names -= set(advanced_by_graph(info._post_export_processed_model))
+            places = [one for one in enumerate(info.onnx_graph_input_names) if one[1] in names]
+            known = self._known_reads = (model, places)
+        return [(name, inputs[place]) for place, name in known[1] if place < len(inputs)]
+
+
+class _Run:
+    """A forward whose backward has not run yet: what ONNX Runtime keeps for it, and what its outputs were."""
+
+    def __init__(self) -> None:
+        self.state: Any = C.PartialGraphExecutionState()
+        self.outputs: list[tuple[torch.Size, torch.dtype]] = []
+
+
+def _feeds(tensors: Sequence[torch.Tensor]) -> Any:
+    """Hand tensors to ONNX Runtime without a copy; it reads dense ones, and has booleans as bytes."""
+    feeds = C.OrtValueVector()
+    feeds.reserve(len(tensors))
+    for one in tensors:
+        dense = one if one.is_contiguous() else one.contiguous()
+        is_boolean = one.dtype is torch.bool
+        feeds.push_back(to_dlpack(dense.to(torch.uint8) if is_boolean else dense), is_boolean)
+    return feeds
+
+
+def _tensors(values: Any) -> tuple[torch.Tensor, ...]:
+    """Take what ONNX Runtime hands over, without a copy but for booleans."""
+    tensors = values.to_dlpacks(from_dlpack) if len(values) else []
+    for index in values.bool_tensor_indices():
+        tensors[index] = tensors[index].to(torch.bool)
+    return tuple(tensors)
 
 
 class _FirstDerivative(torch.autograd.Function):
@@ -260,106 +344,3 @@ def _changed(
         fix="Call backward() before optimizer.step() and before you write to a batch or an output in place; "
         "or call the model again.",
     )
-
-
-_exported: Final[ContextVar[torch.nn.Module | None]] = ContextVar("exported", default=None)
-_numbers: Final = itertools.count(1)
-_unasked: Final[ContextVar[frozenset[str]]] = ContextVar("unasked", default=_NOTHING.retrieved)
-
-
-def install() -> None:
-    """Put the repairs in. Calling it again changes nothing."""
-    from onnxruntime.training.ortmodule import _mem_efficient_grad_mgmt
-    from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
-
-    replace(GraphTransitionManager, "_post_export_process", _note_module)
-    replace(_mem_efficient_grad_mgmt, "post_processing_enable_mem_efficient_training", _on_their_device)
-    replace(_mem_efficient_grad_mgmt, "_create_param_retrieval_function", _retrieve_present_parameters)
-
-
-def _note_module(original: Callable[..., Any]) -> Callable[..., Any]:
-    def post_export_process(flatten_module: Any, *args: Any, **kwargs: Any) -> Any:
-        with set_to(_exported, flatten_module):
-            return original(flatten_module, *args, **kwargs)
-
-    return post_export_process
-
-
-def _on_their_device(original: Callable[..., Any]) -> Callable[..., Any]:
-    def post_processing(model: Any, named_parameters: Any, retrieved: Mapping[str, torch.Tensor]) -> Any:
-        device = next(iter(retrieved.values())).device
-        return original(model, named_parameters, device)
-
-    return post_processing
-
-
-class _Parameter(NamedTuple):
-    """Where a parameter is, and what its value is like: a replacement of another kind means a new export."""
-
-    module: weakref.ref[torch.nn.Module]
-    path: str
-    shape: tuple[int, ...]
-    element_type: int
-
-    def value(self) -> torch.nn.Parameter:
-        """Return the parameter that is there now."""
-        module = self.module()
-        if module is None:
-            raise ReferenceError("the module of this graph is gone")
-        return module.get_parameter(self.path)
-
-
-def _hooked(path: str) -> ExecutionError:
-    return ExecutionError(
-        f"{path} has a hook that runs as soon as its gradient is there (register_post_accumulate_grad_hook).",
-        why="With mem_efficient_grad_management that is in the middle of ONNX Runtime's backward pass, which may read "
-        "the weight later on; an optimizer in the hook would make the gradients before it wrong.",
-        fix="Set mem_efficient_grad_management=False, or remove the hook and step after backward().",
-    )
-
-
-def _retrieve_present_parameters(_original: Callable[..., Any]) -> Callable[..., type]:
-    def create_function(retrieved: Mapping[str, torch.nn.Parameter], trigger_gradient: torch.Tensor) -> type:
-        import torch
-        from onnxruntime.training.utils import pytorch_type_to_onnx_dtype
-
-        flattened: Any = _exported.get()
-        module = flattened._original_module  # the Function outlives the graph, and must not keep the model
-        paths = {id(parameter): path for path, parameter in module.named_parameters(remove_duplicate=False)}
-        parameters = {
-            name: _Parameter(
-                weakref.ref(module),
-                paths[id(parameter)],
-                tuple(parameter.shape),
-                int(pytorch_type_to_onnx_dtype(parameter.dtype)),
-            )
-            for name, parameter in retrieved.items()
-        }
-
-        def forward(ctx: Any, _trigger: torch.Tensor, name: str) -> torch.nn.Parameter:
-            parameter = parameters[name].value()
-            ctx.name, ctx.parameter = name, parameter
-            if getattr(parameter, "_post_accumulate_grad_hooks", None):
-                raise _hooked(parameters[name].path)
-            return parameter
-
-        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-            if ctx.name not in _unasked.get():
-                ctx.parameter.backward(gradient)
-            return trigger_gradient, None
-
-        def infer_shape(node: Any, _shapes: Any, _types: Any) -> tuple[list[Any], list[Any]]:
-            (pointers,) = (
-                attribute.ints for attribute in node.attribute if attribute.name == "input_pointer_scalars"
-            )
-            one = parameters[ctypes.cast(pointers[0], ctypes.py_object).value]
-            return [list(one.shape)], [one.element_type]
-
-        members: dict[str, Any] = {
-            "forward": staticmethod(forward),
-            "backward": staticmethod(backward),
-            "infer_shape": staticmethod(infer_shape),
-        }
-        return type(f"RetrieveParameter_{next(_numbers)}", (torch.autograd.Function,), members)
-
-    return create_function
