@@ -21,6 +21,7 @@ import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -50,6 +51,8 @@ _SAME_MEMORY: Final = frozenset(
 """Operators whose output may be their input's memory, or that an optimizer of the session may look through."""
 
 _WITHOUT_VALUES: Final = frozenset({"Shape", "Size"})
+
+_VERSION: Final = attrgetter("_version")
 
 
 class _Unasked(NamedTuple):
@@ -87,7 +90,7 @@ class AutogradNode:
     lines: Mapping[str, str]
     # Of the graph that is built, by which outputs a gradient was given for.
     _known_unasked: tuple[onnx.ModelProto, dict[tuple[bool, ...], _Unasked]]
-    _known_reads: tuple[onnx.ModelProto, list[tuple[int, str]]]
+    _known_reads: tuple[onnx.ModelProto, list[int], list[str]]  # of the graph that is built: places and names
     _device: torch.device
     _execution_agent: Any
     _gradient_accumulation_manager: Any
@@ -122,7 +125,7 @@ class AutogradNode:
 
     # ---- the two halves of a run -------------------------------------------------------------------------------
 
-    # As `_ORTModuleFunction` of 1.19.2, whose checks and look-ups take a small model a tenth of its step.
+    # As the Function of 1.19.2, without what it asks anew in each step: a small model's step is half Python's.
 
     def _run_forward(self, ctx: Any, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         ctx.run = run = _Run()
@@ -142,12 +145,8 @@ class AutogradNode:
         )
         run.outputs = [(one.shape, one.dtype) for one in outputs]
         ctx.set_materialize_grads(False)  # a gradient that is not given stays None
-        facts, read = self._graph_info, self._read(inputs)
-        ctx.versions = [
-            (name, weakref.ref(one), one._version)
-            for name, one in read
-            if not one.is_inference()  # which has none, and which autograd refuses to keep
-        ]
+        facts, (names, read) = self._graph_info, self._read(inputs)
+        ctx.versions = names, [*map(weakref.ref, read)], [*map(_VERSION, read)]
         # ONNX Runtime keeps what its backward reads; autograd is told of it so that it sees what is written to.
         ctx.save_for_backward(
             *[
@@ -155,7 +154,7 @@ class AutogradNode:
                 for index in facts.module_output_indices_requires_save_for_backward
                 if index < len(outputs)
             ],
-            *[one for _, one in read],
+            *read,
         )
         silent = facts.output_grad_indices_non_differentiable
         if silent:  # told all at once: each call replaces what the one before said
@@ -231,20 +230,30 @@ class AutogradNode:
         line = self.lines.get(node.name, "")
         return f"{aten_operator(node) or node.op_type} at {line}" if line else node.name
 
-    def _read(self, inputs: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-        """Return name and tensor of the inputs that the backward reads."""
+    def _read(self, inputs: Sequence[torch.Tensor]) -> tuple[list[str], list[torch.Tensor]]:
+        """Return names and tensors of the inputs that the backward reads."""
         model = self._onnx_models.optimized_model
         known = vars(self).get("_known_reads")
         if known is None or known[0] is not model:
             info = self._graph_transition_manager._post_export_processed_model_info
-            names = (
+            wanted = (
                 {value.name for value in model.graph.input} if self.recomputes else read_in_backward(model)
             )
             # 1.19.2 and ortlab write these.
-            names -= set(advanced_by_graph(info._post_export_processed_model))
-            places = [one for one in enumerate(info.onnx_graph_input_names) if one[1] in names]
-            known = self._known_reads = (model, places)
-        return [(name, inputs[place]) for place, name in known[1] if place < len(inputs)]
+            wanted -= set(advanced_by_graph(info._post_export_processed_model))
+            names = info.onnx_graph_input_names
+            known = self._known_reads = (
+                model,
+                [place for place, name in enumerate(names) if name in wanted],
+                [name for name in names if name in wanted],
+            )
+        _, places, names = known
+        read = [inputs[place] for place in places]
+        if any(map(torch.Tensor.is_inference, read)):
+            # They have no version, and autograd refuses to keep them.
+            kept = [not one.is_inference() for one in read]
+            return [*itertools.compress(names, kept)], [*itertools.compress(read, kept)]
+        return names, read
 
 
 class _Run:
@@ -330,11 +339,11 @@ def _used_up() -> ExecutionError:
 
 
 def _changed(
-    versions: Sequence[tuple[str, weakref.ref[torch.Tensor], int]], error: RuntimeError
+    versions: tuple[Sequence[str], Sequence[weakref.ref[torch.Tensor]], Sequence[int]], error: RuntimeError
 ) -> Exception:
     if "modified by an inplace operation" not in str(error):
         return error
-    present = [(name, reference(), version) for name, reference, version in versions]
+    present = [(name, reference(), version) for name, reference, version in zip(*versions, strict=True)]
     names = [name for name, tensor, version in present if tensor is not None and tensor._version != version]
     shown = ", ".join(name.removeprefix("_original_module.") for name in names[:3])
     shown = shown + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "an output of the model"  # noqa: PLR2004

@@ -724,6 +724,40 @@ bool gather_elements_backward(Call& call) {
   return call.give(0, output);
 }
 
+// ---- sums of the user's outputs, of which ORT would write one over an operand ---------------------------------------
+
+FOR_EACH_PROCESSOR void add_rows(const float* a, const float* b, float* total, std::int64_t rows, std::int64_t width) {
+  for (std::int64_t row = 0; row < rows; ++row, a += width, total += width) {
+    for (std::int64_t i = 0; i < width; ++i) total[i] = a[i] + b[i];
+  }
+}
+
+// Whether input j has the last axes of input i, so that it is added to each of its rows.
+bool is_row_of(const Call& call, std::size_t i, std::size_t j) {
+  const Ints whole = call.shape(i), row = call.shape(j);
+  return row.size() <= whole.size() && std::equal(row.rbegin(), row.rend(), whole.rbegin());
+}
+
+void add_row(const Call& call, std::size_t i, std::size_t j, float* total) {
+  const std::int64_t width = call.numel(j);
+  add_rows(call.data<float>(i), call.data<float>(j), total, width == 0 ? 0 : call.numel(i) / width, width);
+}
+
+bool add(Call& call) {
+  if (!call.are_floats({0, 1})) return false;
+  const std::size_t whole = is_row_of(call, 0, 1) ? 0 : 1;
+  if (!is_row_of(call, whole, 1 - whole)) return false;
+  Tensor made = call.empty(call.shape(whole));
+  if (!call.failed) add_row(call, whole, 1 - whole, Call::floats(made));
+  return call.give(0, made);
+}
+
+bool add_bias(Call& call) {
+  if (!call.are_floats({0, 1}) || !is_row_of(call, 0, 1)) return false;
+  add_row(call, 0, 1, call.data<float>(0));
+  return call.give_input(0, 0, call.shape(0));
+}
+
 // ---- in the memory of the first input -------------------------------------------------------------------------------
 
 bool add_output_gradient(Call& call) {
@@ -806,6 +840,8 @@ const Kernel KERNELS[] = {
     {"ortlab::slice_backward", slice_backward, false},
     {"ortlab::gather_elements", gather_elements, false},
     {"ortlab::gather_elements_backward", gather_elements_backward, false},
+    {"ortlab::add", add, false},
+    {"ortlab::add_bias", add_bias, false},
     {"ortlab::add_output_gradient", add_output_gradient, false},
     {"ortlab::add_embedding_gradient", add_embedding_gradient, true},
 };
@@ -934,6 +970,7 @@ const Named NAMED[] = {
     {"ortlab::tanh", "aten::tanh", "", "T0", false},
     {"ortlab::erf", "aten::erf", "", "T0", false},
     {"ortlab::sigmoid", "aten::sigmoid", "", "T0", false},
+    {"ortlab::copy_of", "aten::clone", "", "T0 n", false},
     {"ortlab::adaptive_avg_pool2d", "aten::adaptive_avg_pool2d", "", "T0 L1", true},
 };
 
@@ -1077,6 +1114,20 @@ extern "C" void ortlab_begin_run(std::uintptr_t key, std::uint32_t threads) {
 extern "C" std::uint64_t ortlab_rests() {
   return static_cast<std::uint64_t>(
       std::count_if(gaps.begin(), gaps.end(), [](const auto& one) { return one.second; }));
+}
+// Whether Python's dicts hold the keys and the objects that they held, two pointers for each entry; called with Python's
+// lock, and with the address of its PyDict_Next.
+extern "C" bool ortlab_same_entries(int (*next)(void*, std::ptrdiff_t*, void**, void**), std::size_t n_dicts,
+                                    void* const* dicts, const std::int64_t* lengths, void* const* held) {
+  for (std::size_t i = 0; i < n_dicts; ++i) {
+    std::int64_t left = lengths[i];
+    std::ptrdiff_t place = 0;
+    for (void *key = nullptr, *value = nullptr; next(dicts[i], &place, &key, &value) != 0; held += 2) {
+      if (left-- == 0 || held[0] != key || held[1] != value) return false;
+    }
+    if (left != 0) return false;
+  }
+  return true;
 }
 extern "C" void ortlab_enable(bool whether) { enabled = whether; }
 extern "C" std::uint64_t ortlab_computed() { return computed; }

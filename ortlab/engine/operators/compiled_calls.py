@@ -18,10 +18,11 @@ error to the terminal. Without them every call goes through Python, as it does w
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import os
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Final, NamedTuple
@@ -82,6 +83,7 @@ class _Connected:
     """The library of this process, once it is there, or why there is none."""
 
     library: Any = None
+    with_lock: Any = None  # the same, for functions that need Python's lock
     lacking = "nothing has been wrapped"
     seed = 1  # that ONNX Runtime was given last
 
@@ -132,6 +134,24 @@ def rests() -> int:
     return 0 if _Connected.library is None else int(_Connected.library.ortlab_rests())
 
 
+def same_entries(
+    dicts: Sequence[object], lengths: Sequence[int], keys: Sequence[object], values: Sequence[object]
+) -> Callable[[], bool] | None:
+    """Return what tells whether dicts hold these entries, all keys and values one after the other; None without it."""
+    # The caller keeps all of these objects alive.
+    if _Connected.with_lock is None:
+        return None
+    held = [id(one) for entry in zip(keys, values, strict=True) for one in entry]
+    return functools.partial(
+        _Connected.with_lock.ortlab_same_entries,
+        ctypes.cast(ctypes.pythonapi.PyDict_Next, ctypes.c_void_p),
+        len(dicts),
+        (ctypes.c_void_p * len(dicts))(*map(id, dicts)),
+        (ctypes.c_int64 * len(lengths))(*lengths),
+        (ctypes.c_void_p * len(held))(*held),
+    )
+
+
 @contextmanager
 def through_python() -> Iterator[None]:
     """Let every call go through Python for a while."""
@@ -177,7 +197,10 @@ def _connect(in_python: int) -> str:
     library.ortlab_describe.argtypes = [*texts, ctypes.POINTER(ctypes.c_int64), ctypes.c_size_t]
     library.ortlab_seed(_Connected.seed)
     library.ortlab_connect(ctypes.byref(functions), in_python)
-    _Connected.library = library
+    with_lock = ctypes.PyDLL(library._name)
+    with_lock.ortlab_same_entries.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_void_p] * 3]
+    with_lock.ortlab_same_entries.restype = ctypes.c_bool
+    _Connected.library, _Connected.with_lock = library, with_lock
     return ""
 
 

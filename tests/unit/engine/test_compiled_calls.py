@@ -136,6 +136,17 @@ CALLS = {
         [OF_IMAGES, IMAGES, WINDOW, TWICE, PADDED, ONCE, numbers(1), numbers(1, 2)],
         2,
     ),
+    "a copy": ("ortlab::copy_of", [X], 1),
+    "a copy of whole numbers": ("ortlab::copy_of", [CLASSES], 1),
+    "a copy of nothing": ("ortlab::copy_of", [X[:0]], 1),
+    "a sum": ("ortlab::add", [X, GRAD], 1),
+    "a sum with a row": ("ortlab::add", [X, ROWS], 1),
+    "a row's sum with all": ("ortlab::add", [ROWS, X], 1),
+    "a sum with a number": ("ortlab::add", [X, number(0.3)], 1),
+    "a sum of numbers": ("ortlab::add", [number(0.7), number(0.3)], 1),
+    "a sum of nothing": ("ortlab::add", [X[:0], GRAD[:0]], 1),
+    "a bias": ("ortlab::add_bias", [X, ROWS], 1),
+    "a bias of nothing": ("ortlab::add_bias", [X[:0], ROWS], 1),
     "relu": ("ortlab::relu_backward", [GRAD, X.relu()], 1),
     "relu of what is not a number": (
         "ortlab::relu_backward",
@@ -562,9 +573,12 @@ LEFT = {
         [X.sigmoid()], "bernoulli", "tensor", (None,), random=True
     ),
     "more than a MiB": ("ortlab::silu_backward", [LARGE, LARGE], 1),
+    "a bias of more than a MiB": ("ortlab::add_bias", [LARGE, random(600)], 1),
     "an output of more than a MiB": ("ortlab::matmul", [random(800, 2), random(2, 800)], 1),
     "a product of doubles": ("ortlab::matmul", [X.double(), random(8, 2).double()], 1),
     "a mask": ("ortlab::softmax_backward", [GRAD, PROBABILITIES, torch.zeros(3, 5, 8, dtype=torch.bool)], 1),
+    "a sum of doubles": ("ortlab::add", [X.double(), X.double()], 1),
+    "a sum in which both are spread": ("ortlab::add", [random(5, 1), random(4)], 1),
     "a loss of images": (
         "ortlab::log_softmax_loss",
         [random(2, 3, 4), numbers(0, 1, 2, 0, 0, 1, 1, 2).view(2, 4), number(1), number(-100)],
@@ -656,6 +670,7 @@ def test_an_error_is_that_of_python(compiled, call):
 # The input in whose memory the output lies.
 OVER = {
     "ortlab::softmax_backward_over": 0,
+    "ortlab::add_bias": 0,
     "ortlab::add_output_gradient": 0,
     "ortlab::cross_entropy_backward": 1,
     "ortlab::add_embedding_gradient": 0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections import OrderedDict
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 from torch import nn
 
 from ortlab.engine import schema
-from ortlab.engine.schema import ModuleReader, call_schema, difference, module_schema
+from ortlab.engine.operators import compiled_calls
+from ortlab.engine.schema import Entries, ModuleReader, call_schema, difference, module_schema
 
 
 class Configured(nn.Sequential):
@@ -41,8 +43,16 @@ def class_as_it_was():
     Configured.halved = method
 
 
+@pytest.fixture(params=["in Python", "compiled"])
+def way(request, ortmodule, monkeypatch):
+    """Compare the entries of dicts in either way."""
+    assert compiled_calls.lacking() == ""
+    if request.param == "in Python":
+        monkeypatch.setattr(compiled_calls._Connected, "with_lock", None)
+
+
 @pytest.fixture
-def model():
+def model(way):
     torch.manual_seed(0)
     model = Configured(nn.Linear(4, 4), nn.Dropout(0.1), nn.BatchNorm1d(4))
     model.temperature, model.doubled = 1.0, None
@@ -211,3 +221,42 @@ def test_a_replaced_parameter_is_another_tensor_with_the_same_schema(model):
 
 def test_a_copy_has_the_same_schema(model):
     assert module_schema(copy.deepcopy(model)) == module_schema(model)
+
+
+class Body:
+    number = 1
+
+
+ENTRIES = {
+    "a value": lambda table: table.update(b=object()),
+    "a key more": lambda table: table.update(d=0),
+    "a key less": lambda table: table.pop("c"),
+    "the last key, with its value": lambda table: table.update(d=table.pop("c")),
+    "the order": lambda table: table.update(a=table.pop("a")),
+    "none left": lambda table: table.clear(),
+    "an equal value of another type": lambda table: table.update(b=True),
+}
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.usefixtures("way")
+def test_entries_are_compared_by_place_key_and_object(name):
+    tables = [{}, {"a": None, "b": 1, "c": "x"}, OrderedDict(z=1)]
+    entries = Entries(tables)
+    assert entries.are_the_same()
+    ENTRIES[name](tables[1])
+    assert not entries.are_the_same()
+
+
+@pytest.mark.usefixtures("way")
+def test_entries_of_empty_dicts_and_of_classes_are_compared(monkeypatch):
+    empty = {}
+    entries = Entries([empty, vars(Body)])
+    assert entries.are_the_same()
+    empty["a"] = 1
+    assert not entries.are_the_same()
+    empty.clear()
+    assert entries.are_the_same()
+    monkeypatch.setattr(Body, "number", 2)
+    assert not entries.are_the_same()
+    assert Entries([]).are_the_same()
