@@ -525,38 +525,60 @@ bool log_softmax_loss_backward(Call& call) {
 
 // ---- rows by index --------------------------------------------------------------------------------------------------
 
-bool gather_backward(Call& call) {
-  // int[] shape, indices, grad, int axis
-  if (!call.is_ints(0) || !call.given(1) || (call.type(1) != INT64 && call.type(1) != INT32) || !call.are_floats({2}) ||
-      !call.is_int(3)) {
-    return false;
+// The places along an axis of some size that an input names; whether all are there.
+bool read_places(const Call& call, std::size_t i, std::int64_t size, bool from_the_end, Ints* places) {
+  if (!call.given(i) || (call.type(i) != INT64 && call.type(i) != INT32)) return false;
+  *places = call.ints(i);
+  for (std::int64_t& place : *places) {
+    if (place < 0 && from_the_end) place += size;
+    if (place < 0 || place >= size) return false;
   }
-  const Ints shape = call.ints(0);
-  const std::int64_t rank = static_cast<std::int64_t>(shape.size()), rows = call.numel(1);
-  const std::int64_t axis = call.one_int(3) + (call.one_int(3) < 0 ? rank : 0);
-  if (axis < 0 || axis >= rank) return false;
+  return true;
+}
+
+// Add rows to those at their places along an axis, one after the other.
+void add_at(const Ints& places, const Ints& shape, std::int64_t axis, const float* rows, float* whole) {
+  const std::int64_t rank = static_cast<std::int64_t>(shape.size()), size = shape[axis];
   const std::int64_t before = count(shape.data(), axis), after = count(shape.data() + axis + 1, rank - axis - 1);
-  const std::int64_t entries = before * shape[axis] * after;
-  if (!is_small(entries) || call.numel(2) != before * rows * after) return false;
-  Ints places(rows);
-  for (std::int64_t row = 0; row < rows; ++row) {
-    std::int64_t place = call.type(1) == INT64 ? call.data<std::int64_t>(1)[row] : call.data<std::int32_t>(1)[row];
-    if (place < 0) place += shape[axis];
-    if (place < 0 || place >= shape[axis]) return false;
-    places[row] = place;
-  }
-  Tensor output = call.empty(shape);
-  if (output == nullptr) return false;
-  float* whole = Call::floats(output);
-  const float* grad = call.data<float>(2);
-  std::memset(whole, 0, static_cast<std::size_t>(entries) * sizeof(float));
-  for (std::int64_t outer = 0; outer < before; ++outer) {
-    for (std::int64_t row = 0; row < rows; ++row) {
-      float* to = whole + (outer * shape[axis] + places[row]) * after;
-      const float* from = grad + (outer * rows + row) * after;
-      for (std::int64_t i = 0; i < after; ++i) to[i] += from[i];
+  for (std::int64_t outer = 0; outer < before; ++outer, whole += size * after) {
+    for (std::int64_t place : places) {
+      float* to = whole + place * after;
+      for (std::int64_t i = 0; i < after; ++i) to[i] += rows[i];
+      rows += after;
     }
   }
+}
+
+bool gather_backward(Call& call) {
+  // int[] shape, indices, grad, int axis
+  if (!call.is_ints(0) || !call.are_floats({2}) || !call.is_int(3)) return false;
+  Ints shape = call.ints(0), places;
+  const std::int64_t rank = static_cast<std::int64_t>(shape.size()), entries = count(shape.data(), rank);
+  const std::int64_t axis = call.one_int(3) + (call.one_int(3) < 0 ? rank : 0);
+  if (axis < 0 || axis >= rank || !is_small(entries) || !read_places(call, 1, shape[axis], true, &places)) return false;
+  if (call.numel(2) * shape[axis] != entries * static_cast<std::int64_t>(places.size())) return false;
+  Tensor output = call.empty(shape);
+  if (output == nullptr) return false;
+  std::memset(Call::floats(output), 0, static_cast<std::size_t>(entries) * sizeof(float));
+  add_at(places, shape, axis, call.data<float>(2), Call::floats(output));
+  return call.give(0, output);
+}
+
+bool index_add(Call& call) {
+  // x, int axis, indices, source, alpha
+  if (!call.are_floats({0, 3}) || !call.is_int(1) || (call.given(4) && !(call.is_float(4) && call.one_float(4) == 1))) {
+    return false;
+  }
+  Ints shape = call.shape(0), places;
+  const std::int64_t rank = call.rank(0), axis = call.one_int(1) + (call.one_int(1) < 0 ? rank : 0);
+  if (axis < 0 || axis >= rank || !read_places(call, 2, shape[axis], false, &places)) return false;
+  Ints rows = shape;
+  rows[axis] = static_cast<std::int64_t>(places.size());
+  if (call.shape(3) != rows) return false;
+  Tensor output = call.empty(shape);
+  if (output == nullptr) return false;
+  std::memcpy(Call::floats(output), call.data<float>(0), static_cast<std::size_t>(call.numel(0)) * sizeof(float));
+  add_at(places, shape, axis, call.data<float>(3), Call::floats(output));
   return call.give(0, output);
 }
 
@@ -798,7 +820,7 @@ bool add_embedding_gradient(Call& call) {
 // ---- by name --------------------------------------------------------------------------------------------------------
 
 struct Kernel {
-  const char* name;  // those of `torch_kernels.py` have its namespace in front
+  const char* name;  // those of `torch_kernels.py` have its namespace in front, torch's operators none
   bool (*compute)(Call&);
   bool any_size;  // whether Python takes no memory that is kept, or the kernel looks at the size itself
 };
@@ -836,6 +858,7 @@ const Kernel KERNELS[] = {
     {"ortlab::log_softmax_loss", log_softmax_loss, true},
     {"ortlab::log_softmax_loss_backward", log_softmax_loss_backward, true},
     {"ortlab::gather_backward", gather_backward, false},
+    {"index_add", index_add, false},
     {"ortlab::rotary_backward", rotary_backward, false},
     {"ortlab::slice_backward", slice_backward, false},
     {"ortlab::gather_elements", gather_elements, false},
