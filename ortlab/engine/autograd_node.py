@@ -128,7 +128,7 @@ class AutogradNode:
     # As the Function of 1.19.2, without what it asks anew in each step: a small model's step is half Python's.
 
     def _run_forward(self, ctx: Any, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        ctx.run = run = _Run()
+        ctx.run = run = _Pass()
         cached = self._gradient_accumulation_manager
         fetches = C.OrtValueVector()
         if self.runs_python:
@@ -162,7 +162,7 @@ class AutogradNode:
         return outputs
 
     def _run_backward(self, ctx: Any, gradients: Sequence[torch.Tensor | None]) -> Any:
-        run: _Run = ctx.run
+        run: _Pass = ctx.run
         if run.state is None:
             raise _used_up()
         try:
@@ -256,7 +256,7 @@ class AutogradNode:
         return names, read
 
 
-class _Run:
+class _Pass:
     """A forward whose backward has not run yet: what ONNX Runtime keeps for it, and what its outputs were."""
 
     def __init__(self) -> None:

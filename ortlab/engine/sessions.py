@@ -492,7 +492,6 @@ def make_manager(
     manager.collecting = partial(runtime_messages, log, "step") if level.talks_in_steps else None
     if options.acts("triton"):
         manager.collecting = partial(build_environment.stepping, options, manager.collecting)
-    manager._first_skip_check_warning = False
     # ORTModule would create a second session in each build, only to print the plans; see memory_report().
     manager._runtime_inspector.memory_ob._is_enabled = False
     _apply_unnamed_switches(manager._runtime_options, options)
