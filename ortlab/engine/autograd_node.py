@@ -25,7 +25,6 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
-from torch._C import _from_dlpack as from_dlpack
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
 from ortlab.engine import load
@@ -39,6 +38,7 @@ from ortlab.errors import ExecutionError
 load()
 
 from onnxruntime.capi import _pybind_state as C
+from onnxruntime.training.ortmodule import _utils
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -138,11 +138,8 @@ class AutogradNode:
                 weakref.finalize(run, release_serials, serials).atexit = False
         else:
             self._execution_agent.run_forward(_feeds(inputs), fetches, run.state, cached.cache)
-        outputs: tuple[torch.Tensor, ...] = (
-            cached.extract_outputs_and_maybe_update_cache(fetches, self._device)
-            if cached.enabled
-            else _tensors(fetches)
-        )
+        outputs: tuple[torch.Tensor, ...]
+        outputs = cached.extract_outputs_and_maybe_update_cache(fetches, self._device)
         run.outputs = [(one.shape, one.dtype) for one in outputs]
         ctx.set_materialize_grads(False)  # a gradient that is not given stays None
         facts, (names, read) = self._graph_info, self._read(inputs)
@@ -181,7 +178,7 @@ class AutogradNode:
         with set_to(UNASKED, unasked.retrieved) if unasked.retrieved else nullcontext():
             self._execution_agent.run_backward(_feeds(given), fetches, state)
         del state
-        made = _tensors(fetches)
+        made = _utils._ortvalues_to_torch_tensor(fetches, self._device)
         found = tuple([made[index] if index != -1 else None for index in self._gradient_map])
         return found if unasked is _NOTHING else unasked.left_out_of(found)
 
@@ -265,7 +262,8 @@ class _Pass:
 
 
 def _feeds(tensors: Sequence[torch.Tensor]) -> Any:
-    """Hand tensors to ONNX Runtime without a copy; it reads dense ones, and has booleans as bytes."""
+    """Hand tensors to ONNX Runtime, which reads dense ones and has booleans as bytes: the others without a copy."""
+    # As `border.give_capsule`, but without detaching each parameter in each step.
     feeds = C.OrtValueVector()
     feeds.reserve(len(tensors))
     for one in tensors:
@@ -273,14 +271,6 @@ def _feeds(tensors: Sequence[torch.Tensor]) -> Any:
         is_boolean = one.dtype is torch.bool
         feeds.push_back(to_dlpack(dense.to(torch.uint8) if is_boolean else dense), is_boolean)
     return feeds
-
-
-def _tensors(values: Any) -> tuple[torch.Tensor, ...]:
-    """Take what ONNX Runtime hands over, without a copy but for booleans."""
-    tensors = values.to_dlpacks(from_dlpack) if len(values) else []
-    for index in values.bool_tensor_indices():
-        tensors[index] = tensors[index].to(torch.bool)
-    return tuple(tensors)
 
 
 class _FirstDerivative(torch.autograd.Function):

@@ -143,7 +143,6 @@ class _SessionOptions:
     recomputes = False
     threads = 0  # that its kernels get; 0 for as many as PyTorch has (`ortlab.engine.threads`)
     asks_for_plans = False  # whether it is made only to ask ONNX Runtime for its plans
-    runs_python = True  # whether Python's code may run in the midst of it: a Function's
     drops_by_itself = True  # whether ONNX Runtime's own kernels compute its dropouts
     optimized_before = False  # whether another session has optimized the graph that it is made of
     explains_places = False
