@@ -1,6 +1,7 @@
 """Run every benchmark, one after the other, and write what they found into bench/README.md.
 
-python bench/run_all.py                   all but install_size, which needs gigabytes and the network
+python bench/run_all.py                   all but gpu_speed, which needs a GPU, and
+                                          install_size, which needs gigabytes and the network
 python bench/run_all.py parity toggle     these
 python bench/run_all.py --table           none: only write the README's table anew from bench/results
 """
@@ -50,6 +51,7 @@ BENCHMARKS = (
     "capture_overhead",
     "panel",
     "graph_view",
+    "gpu_speed",
     "install_size",
 )
 BEGIN, END = "<!-- results: python bench/run_all.py --table -->", "<!-- end of results -->"
@@ -66,7 +68,7 @@ def main() -> None:
         parser.error(
             f"there is no benchmark {', '.join(sorted(unknown))}; choose from: {', '.join(BENCHMARKS)}"
         )
-    names = [] if read.table else read.benchmarks or BENCHMARKS[:-1]
+    names = [] if read.table else read.benchmarks or BENCHMARKS[:-2]
     for name in names:
         print(f"\n== {name}", flush=True)
         subprocess.run([sys.executable, str(HERE / f"{name}.py")], check=True)

@@ -65,6 +65,16 @@ def device_made_current(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device)
 
 
+def multiplies_in_tf32() -> bool:
+    """Say whether PyTorch multiplies float32 matrices in TF32 on a GPU; by default it does not, and ORT does."""
+    import torch
+
+    matmul = torch.backends.cuda.matmul
+    # From torch 2.9 on; `allow_tf32` then raises where a precision was set the new way.
+    precision = getattr(matmul, "fp32_precision", None)
+    return bool(matmul.allow_tf32) if precision is None else precision == "tf32"
+
+
 def check_gpu() -> None:
     """Raise InstallError unless PyTorch and ONNX Runtime both see a GPU; the error says why they do not."""
     import onnxruntime

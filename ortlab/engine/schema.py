@@ -18,6 +18,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
+from ortlab.engine.devices import multiplies_in_tf32
 from ortlab.engine.operators import compiled_calls
 from ortlab.engine.tracing import baked_in
 from ortlab.engine.tracing.reached import Reached
@@ -49,10 +50,15 @@ def call_schema(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Schema:
 
 
 def surroundings(device_type: str) -> Schema:
-    """Describe what a trace finds around the call: automatic mixed precision, and the dtype of new tensors."""
+    """Describe what a build finds around the call: mixed precision, the dtype of new tensors, TF32 on a GPU."""
     mixed = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
     precision = str(torch.get_autocast_dtype(device_type)) if mixed else "off"
-    return (("autocast", precision), ("default dtype", str(torch.get_default_dtype())))
+    products = "TF32" if device_type == "cuda" and multiplies_in_tf32() else "float32"
+    return (
+        ("autocast", precision),
+        ("default dtype", str(torch.get_default_dtype())),
+        ("matrix products", products),
+    )
 
 
 def module_schema(

@@ -17,6 +17,7 @@ ROWS = {
     "step_overhead": {"inputs", "modules, parameters"},
     "cpu_step": {"aten_backward=False", "aten_cross_entropy=False", "intra_op_spinning=True"},
     "layers_speed": {"relu", "leaky_relu", "elu"},
+    "gpu_speed": {"tiny"},
     "models_speed": {"MLP small"},
     "parity": {"BERT", "GPT-2", "Llama", "T5", "ViT", "DeBERTa-v2", "BLOOM"},
     "import_time": {"import ortlab / pass"},
@@ -34,7 +35,7 @@ ROWS = {
     "switches": {"memory_level=1"},
     "nothing_lost": {"ledger", "results of tuning"},
 }
-STATED_ONLY = {"install_size", "export_cache", "switches"}
+STATED_ONLY = {"install_size", "export_cache", "gpu_speed", "switches"}
 
 # They train in many fresh processes: minutes even in the tiny setting, which is why they are not run here.
 LONG = {

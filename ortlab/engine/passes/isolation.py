@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from onnx import TensorProto
 
+from ortlab.engine.devices import provider
 from ortlab.engine.passes.graph_edits import (
     LOSSES,
     GraphAdditions,
@@ -123,6 +124,31 @@ def isolate_joined(model: onnx.ModelProto) -> bool:
                 axis = (equal - 1) % (facts.ranks.get(name, 0) + 1)
                 node.input[place] = additions.apart(node, name, f"{node.output[0]}_part{place}", axis)
     return additions.apply()
+
+
+def isolate_quotients(model: onnx.ModelProto) -> bool:
+    """Keep the CUDA build from joining a sum of two quotients; say whether the model changed."""
+    # Its ``ScaledSumFusion`` makes one node of it, by names of dimensions that may stand for different sizes ("Shape of
+    # input tensors must be the same", DeBERTa's two scores by position), and does so for a session on the CPU as well,
+    # which has no kernel for it.
+    if not provider():
+        return False
+    facts, additions = GraphFacts(model), GraphAdditions(model)
+    for node in nodes_of(model, "Add"):
+        if all(_is_quotient(facts, name) for name in node.input):
+            node.input[0] = additions.apart(node, node.input[0], f"{node.output[0]}_quotient")
+    return additions.apply()
+
+
+def _is_quotient(facts: GraphFacts, name: str) -> bool:
+    """Say whether a Div makes a value, perhaps with a sum with zero behind it, which 1.19.2 leaves out."""
+    maker = facts.producers.get(name)
+    if maker is None or maker.op_type != "Add":
+        return maker is not None and maker.op_type == "Div"
+    return any(
+        facts.scalar(zero) == 0 and _is_quotient(facts, other)
+        for zero, other in (tuple(maker.input), tuple(reversed(maker.input)))
+    )
 
 
 def isolate_ranges(model: onnx.ModelProto) -> bool:

@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, shape_inference
 from small_transformers import bert
 from torch import nn
 
-from ortlab.engine.passes import graph_passes
+from ortlab.engine.passes import graph_passes, isolation
 
 FLOAT = TensorProto.FLOAT
 
@@ -137,6 +137,27 @@ def test_reductions_keep_their_dimensions_first(operator, axes):
     assert actual.shape == expected.shape
     np.testing.assert_allclose(actual, expected, rtol=1e-6)
     assert not graph_passes.keep_reduced_dimensions(made)
+
+
+@pytest.mark.parametrize(("cuda_build", "pairs"), [(True, 1), (False, 0)])
+def test_two_quotients_are_not_joined_by_the_cuda_build(monkeypatch, cuda_build, pairs):
+    """As DeBERTa adds them: the first to zero, the second to the sum."""
+    monkeypatch.setattr(isolation, "provider", lambda: cuda_build)
+    inputs = {"one": (2, 3), "other": (2, 3)}
+    nodes = [
+        helper.make_node("Div", ["one", "root"], ["first"]),
+        helper.make_node("Div", ["other", "root"], ["second"]),
+        helper.make_node("Add", ["first", "zero"], ["begun"]),
+        helper.make_node("Add", ["begun", "second"], ["y"]),
+        helper.make_node("Add", ["y", "one"], ["not of two quotients"]),
+    ]
+    constants = {"root": np.float32(3), "zero": np.float32(0)}
+    made = model(nodes, inputs, constants=constants)
+    feeds = arrays(inputs)
+    before = run(made, feeds)
+    assert isolation.isolate_quotients(made) is cuda_build
+    assert kinds(made).count("Squeeze") == pairs
+    np.testing.assert_array_equal(run(made, feeds), before)
 
 
 def test_installing_twice_is_once(ortmodule):

@@ -9,7 +9,9 @@ import torch
 from cuda_stubs import python, wheels
 from torch import nn
 
+from ortlab.engine import repairs
 from ortlab.engine.devices import check_device, device_made_current, gpu_faults
+from ortlab.engine.schema import surroundings
 from ortlab.errors import BuildError
 
 CPU_BUILD = ["CPUExecutionProvider"]
@@ -65,12 +67,25 @@ def test_a_session_of_a_model_on_the_second_gpu_is_asked_for_there(wrap):
     _, providers, (options, _) = manager._get_session_config()
     assert providers == ["CUDAExecutionProvider", "CPUExecutionProvider"]
     assert options["device_id"] == "1"
+    assert options["use_tf32"] == "0"
 
     current = device_made_current(torch.device("cuda", 1))
     assert isinstance(current, torch.cuda.device)
     assert current.idx == 1
     with device_made_current(torch.device("cpu")):
         pass  # there is no device to make current
+
+
+def test_matrices_are_multiplied_in_the_precision_that_pytorch_has_on_a_gpu():
+    """By default PyTorch multiplies in float32 and ONNX Runtime's provider in TF32."""
+    shown = {"sessions": [], "builds": []}
+    config = repairs._multiply_as_torch(lambda _manager: (None, CUDA_BUILD, [{}, {}]))
+    for precision in ("highest", "high", "highest"):
+        torch.set_float32_matmul_precision(precision)
+        shown["sessions"].append(config(None)[2][0]["use_tf32"])
+        shown["builds"].append(dict(surroundings("cuda"))["matrix products"])
+    assert shown == {"sessions": ["0", "1", "0"], "builds": ["float32", "TF32", "float32"]}
+    assert dict(surroundings("cpu"))["matrix products"] == "float32"
 
 
 @pytest.mark.parametrize(
