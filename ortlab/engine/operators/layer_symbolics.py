@@ -11,6 +11,7 @@ from functools import partial, reduce
 from typing import Any, Final
 
 import torch
+from torch.onnx import TensorProtoDataType
 
 from ortlab.engine.exporter import symbolic_module
 from ortlab.engine.operators.symbolic_words import (
@@ -264,8 +265,11 @@ def _masking(g: Any, mask: Any, query: Any) -> tuple[Any, Any]:
     What is added is finite, so that probabilities are numbers where a position sees nothing; its result is made 0.
     """
     # Scores are lost in half of the lowest number, and the sum stays above the lowest. Memory plans recompute the
-    # probabilities from the mask as long as nothing but a Where stands in between.
-    sees = g.op("ReduceMax", g.op("Cast", mask, to_i=onnx_type(query)), axes_i=[-1], keepdims_i=1)
+    # probabilities from the mask as long as nothing but a Where stands in between. The maximum is one of float32, since
+    # neither the CPU nor a GPU has a kernel for it in bfloat16.
+    sees = g.op("ReduceMax", g.op("Cast", mask, to_i=TensorProtoDataType.FLOAT), axes_i=[-1], keepdims_i=1)
+    if onnx_type(query) != TensorProtoDataType.FLOAT:
+        sees = g.op("Cast", sees, to_i=onnx_type(query))
     dtype = {"Double": torch.float64, "Half": torch.float16, "BFloat16": torch.bfloat16}.get(
         query.type().scalarType(), torch.float32
     )

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import ortlab
 from ortlab.engine import load
 from ortlab.engine.build_environment import building_with
+from ortlab.engine.operators import layer_symbolics
 from ortlab.engine.operators import symbolics as attention
 from ortlab.options.options import Options
 
@@ -301,3 +302,26 @@ def test_the_probabilities_of_a_masked_attention_are_kept_once(x, wrap):
     scores = BATCH * HEADS * POSITIONS**2
     kept = [one.operator for one in lab.activations().rows if one.bytes in {scores, 4 * scores}]
     assert kept == ["Softmax"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_boolean_mask_is_reduced_in_float32(dtype, ortmodule):
+    """A GPU has no kernel for a maximum in bfloat16; on the CPU PyTorch computes a bfloat16 attention as a whole."""
+    from torch.onnx._internal import jit_utils
+
+    graph = torch._C.Graph()
+    mask, query = graph.addInput(), graph.addInput()
+    mask.setType(torch._C.TensorType.get().with_dtype(torch.bool))
+    query.setType(torch._C.TensorType.get().with_dtype(dtype))
+    context = jit_utils.GraphContext(graph, graph.block(), 17, None, {}, {}, set())
+    _, sees = layer_symbolics._masking(context, mask, query)
+    kinds, targets = [], []
+    while sees != mask:
+        node = sees.node()
+        kinds.append(node.kind())
+        targets += [node.i("to")] if node.kind() == "onnx::Cast" else []
+        sees = next(node.inputs())
+    in_float32 = dtype is torch.float32
+    assert kinds == ["onnx::Cast"] * (not in_float32) + ["onnx::ReduceMax", "onnx::Cast"]
+    assert targets[-1] == onnx.TensorProto.FLOAT
+    assert in_float32 or targets[0] == onnx.TensorProto.BFLOAT16
