@@ -41,8 +41,8 @@ def main() -> None:
         )
     report = Report("gpu_speed", read)
     if torch.cuda.is_available():
-        found = torch.cuda.get_device_properties(0)
-        report.note(f"GPU: {found.name}, {found.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}.")
+        gpu = torch.cuda.get_device_properties(0)
+        report.note(f"GPU: {gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}.")
     precisions = ("float32",) if read.quick else ("float32", "bfloat16")
     rows = []
     chosen = ["tiny"] if read.quick else read.only or [name for name in MODELS if name != "tiny"]
@@ -50,7 +50,9 @@ def main() -> None:
         raise SystemExit(f"There is no model {', '.join(sorted(unknown))}; there are {', '.join(MODELS)}.")
     for name in chosen:
         for precision in precisions:
-            rows += measured(name, precision, read.rounds)
+            found = measured(name, precision, read.rounds)
+            print(*found, sep="\n", flush=True)  # a machine that is lent may be taken away
+            rows += found
             torch.cuda.empty_cache()
     report.table("Forward, backward and AdamW", rows)
     for row in rows:

@@ -40,12 +40,14 @@ class Size:
     length: int  # tokens in a sequence
     batches: tuple[int, ...]  # sizes to try, upwards
     steps: int = 3  # timed, of each run
-    misfit: int = 0  # on a CPU the batch that does not fit without plans; the last of `batches` by default
+    # The batch that does not fit without plans: the limit is chosen for it. 0 is the last of `batches` on a CPU, and none
+    # on a GPU, whose free memory is then the limit.
+    misfit: int = 0
 
 
 TINY: Final = Size(2, 64, 4, 128, 64, (64, 128, 256), steps=1)
 ON_CPU: Final = Size(3, 384, 6, 8192, 256, (2, 4, 8, 12, 16, 24, 32, 48), steps=2, misfit=8)
-SMALL_ON_GPU: Final = Size(6, 768, 12, 8192, 256, tuple(2**power for power in range(3, 13)))
+SMALL_ON_GPU: Final = Size(6, 768, 12, 8192, 256, (4, 8, 16, 32), misfit=16)
 ON_GPU: Final = Size(24, 1024, 16, 128_100, 256, tuple(2**power for power in range(13)))
 
 
@@ -93,9 +95,9 @@ def run_headline(
     `engine` is as `Lab.set` takes it; "ort" tries batches that do not fit with GELU recomputed as well, and with each
     of `also`, for example "recompute=layers". The optimizer is AdamW; its state is made in a first step.
 
-    `room_bytes` is the most step memory that a point may need: what a step needs above its own start. 0 chooses: on a
-    GPU `FREE_SHARE` of what is free, on a CPU a quarter of what recomputing GELU saves less than a batch of
-    `size.misfit` needs without, which asks for engine "ort".
+    `room_bytes` is the most step memory that a point may need: what a step needs above its own start. 0 chooses: a
+    quarter of what recomputing GELU saves less than a batch of `size.misfit` needs without, which asks for engine
+    "ort"; on a GPU without a misfit `FREE_SHARE` of what is free.
 
     Raises OrtlabError if a batch of the first size cannot be trained.
     """
@@ -192,7 +194,7 @@ def _room(
 ) -> int:
     import torch
 
-    if device == "cuda":
+    if device == "cuda" and not size.misfit:
         return int(FREE_SHARE * torch.cuda.mem_get_info()[0])
     misfit = size.misfit or size.batches[-1]
     below = [one for one in size.batches if one < misfit]
