@@ -40,8 +40,8 @@ class Size:
     length: int  # tokens in a sequence
     batches: tuple[int, ...]  # sizes to try, upwards
     steps: int = 3  # timed, of each run
-    # The batch that does not fit without plans: the limit is chosen for it. 0 is the last of `batches` on a CPU, and none
-    # on a GPU, whose free memory is then the limit.
+    # The batch that does not fit without plans: the limit is chosen for it. 0 is the last of `batches` on a CPU, and
+    # none on a GPU, whose free memory is then the limit.
     misfit: int = 0
 
 
