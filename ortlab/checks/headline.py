@@ -40,12 +40,12 @@ class Size:
     length: int  # tokens in a sequence
     batches: tuple[int, ...]  # sizes to try, upwards
     steps: int = 3  # timed, of each run
-    # The batch that does not fit without plans: the limit is chosen for it. 0 is the last of `batches` on a CPU, and
-    # none on a GPU, whose free memory is then the limit.
-    misfit: int = 0
+    misfit: int = (
+        0  # the batch that does not fit without plans, in a limit chosen for it; 0 for what a GPU has free
+    )
 
 
-TINY: Final = Size(2, 64, 4, 128, 64, (64, 128, 256), steps=1)
+TINY: Final = Size(2, 64, 4, 128, 64, (64, 128, 256), steps=1, misfit=256)
 ON_CPU: Final = Size(3, 384, 6, 8192, 256, (2, 4, 8, 12, 16, 24, 32, 48), steps=2, misfit=8)
 SMALL_ON_GPU: Final = Size(6, 768, 12, 8192, 256, (4, 8, 16, 32), misfit=16)
 ON_GPU: Final = Size(24, 1024, 16, 128_100, 256, tuple(2**power for power in range(13)))
@@ -97,7 +97,7 @@ def run_headline(
 
     `room_bytes` is the most step memory that a point may need: what a step needs above its own start. 0 chooses: a
     quarter of what recomputing GELU saves less than a batch of `size.misfit` needs without, which asks for engine
-    "ort"; on a GPU without a misfit `FREE_SHARE` of what is free.
+    "ort"; without a misfit `FREE_SHARE` of what a GPU has free.
 
     Raises OrtlabError if a batch of the first size cannot be trained.
     """
@@ -125,7 +125,7 @@ def run_headline(
         train(make_batch(size.batches[0]))
         plan, saving = gelu_plan(lab) if engine == "ort" else ((), 0.0)
         if not room_bytes:
-            room_bytes = _room(lab, make_batch, train, size, saving, device)
+            room_bytes = _room(lab, make_batch, train, size, saving)
         search = lab.find_batch_size(
             make_batch,
             limit=room_bytes,
@@ -190,13 +190,12 @@ def _room(
     train: Callable[[Any], object],
     size: Size,
     saving: float,
-    device: str,
 ) -> int:
     import torch
 
-    if device == "cuda" and not size.misfit:
+    misfit = size.misfit
+    if not misfit:
         return int(FREE_SHARE * torch.cuda.mem_get_info()[0])
-    misfit = size.misfit or size.batches[-1]
     below = [one for one in size.batches if one < misfit]
     loose = lab.find_batch_size(
         make_batch, limit="1 TiB", train=train, sizes=below[-2:], plans=(), n=1, progress=False
