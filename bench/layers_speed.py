@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from report import THREADS, Report, arguments, one_by_one
+from report import THREADS, Report, arguments, check_names, one_by_one
 from rounds import ratio
 from turns import Answer, Candidate, in_turns, is_child, serve, slowest_nodes, turn
 
@@ -30,8 +30,7 @@ def main() -> None:
 
     report = Report("layers_speed", read)
     chosen = read.only or list(layers())[: 3 if read.quick else None]
-    if unknown := set(chosen) - set(layers()):
-        raise SystemExit(f"There is no layer {', '.join(sorted(unknown))}; there are {', '.join(layers())}.")
+    check_names("layer", chosen, layers())
     engines = [Candidate(__file__, engine) for engine in ("PyTorch", "ORT")]
     rows = one_by_one("layers_speed", read, chosen, lambda name: compared(engines, name, read.rounds))
     for engine in engines:

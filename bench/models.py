@@ -57,18 +57,23 @@ def tokens(batch: int, length: int, vocabulary: int = 30522) -> Batch:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
 
-def families(layers: int, hidden: int) -> dict[str, Callable[[str], nn.Module]]:
-    """Return a constructor for each family, which takes the attention ("eager" or "sdpa"); dropout is 0 everywhere."""
+def families(
+    layers: int, hidden: int, *, heads: int = 4, inner: int = 2, vocabulary: int = VOCABULARY
+) -> dict[str, Callable[[str], nn.Module]]:
+    """Return a constructor for each family, which takes the attention ("eager" or "sdpa"); dropout is 0 everywhere.
+
+    Feed-forward layers are `inner` times as wide as the others, but GPT-2's and BLOOM's, which are four times as wide.
+    """
     import transformers as t
 
-    common = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": 4}
-    wide = {"intermediate_size": 2 * hidden}
-    text = {"vocab_size": VOCABULARY}
-    gpt2 = {"n_layer": layers, "n_embd": hidden, "n_head": 4}
+    common = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
+    wide = {"intermediate_size": inner * hidden}
+    text = {"vocab_size": vocabulary}
+    gpt2 = {"n_layer": layers, "n_embd": hidden, "n_head": heads}
     still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     ends = {"bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
     image = {"image_size": 32, "patch_size": 8, "num_labels": LABELS}
-    t5 = {"num_layers": layers, "d_model": hidden, "d_ff": 2 * hidden, "num_heads": 4, "d_kv": hidden // 4}
+    t5 = {"num_layers": layers, "d_model": hidden, "num_heads": heads, "d_kv": hidden // heads}
     relative = {"relative_attention": True, "position_buckets": 8, "pos_att_type": ["p2c", "c2p"]}
     configs = {
         "BERT": (t.BertForMaskedLM, t.BertConfig(**common, **wide, **text, **still)),
@@ -82,7 +87,9 @@ def families(layers: int, hidden: int) -> dict[str, Callable[[str], nn.Module]]:
         ),
         "T5": (
             t.T5ForConditionalGeneration,
-            t.T5Config(**t5, **text, use_cache=False, decoder_start_token_id=0, dropout_rate=0.0),
+            t.T5Config(
+                **t5, d_ff=inner * hidden, **text, use_cache=False, decoder_start_token_id=0, dropout_rate=0.0
+            ),
         ),
         "ViT": (t.ViTForImageClassification, t.ViTConfig(**common, **wide, **image, **still)),
         "DeBERTa-v2": (
@@ -91,7 +98,7 @@ def families(layers: int, hidden: int) -> dict[str, Callable[[str], nn.Module]]:
         ),
         "BLOOM": (
             t.BloomForCausalLM,
-            t.BloomConfig(n_layer=layers, hidden_size=hidden, n_head=4, **text, **ends),
+            t.BloomConfig(n_layer=layers, hidden_size=hidden, n_head=heads, **text, **ends),
         ),
     }
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from report import THREADS, Report, arguments, one_by_one
+from report import THREADS, Report, arguments, check_names, one_by_one
 from rounds import ratio
 from turns import Answer, Candidate, in_turns, is_child, serve, slowest_nodes, turn
 
@@ -30,8 +30,7 @@ def main() -> None:
 
     report = Report("models_speed", read)
     chosen = read.only or (["MLP small"] if read.quick else list(MODELS))
-    if unknown := set(chosen) - set(MODELS):
-        raise SystemExit(f"There is no model {', '.join(sorted(unknown))}; there are {', '.join(MODELS)}.")
+    check_names("model", chosen, MODELS)
     names = ["PyTorch", "ORT", *(["torch.compile"] if read.compile else [])]
     rows = one_by_one("models_speed", read, chosen, lambda model: compared(names, model, read.rounds))
     failed = [row for row in rows if "failed" in row]

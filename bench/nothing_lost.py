@@ -23,7 +23,7 @@ import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from families import in_a_process
-from report import Report, arguments, one_by_one
+from report import Report, arguments, check_names, one_by_one
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -60,9 +60,7 @@ def main() -> None:
     """Count, print and write."""
     read = arguments(__doc__, rounds=ROUNDS, resumes=True, only="parts")
     warnings.filterwarnings("ignore")
-    unknown = set(read.only) - set(PARTS)
-    if unknown:
-        raise SystemExit(f"There is no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}.")
+    check_names("part", read.only, PARTS)
     report = Report("nothing_lost", read)
     chosen = {name: part for name, part in PARTS.items() if not read.only or name in read.only}
     asked = {

@@ -10,7 +10,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,12 @@ def arguments(
     if str(REPOSITORY) not in sys.path:
         sys.path.append(str(REPOSITORY))  # so that it runs in a checkout that is not installed, too
     return read
+
+
+def check_names(what: str, names: Iterable[str], known: Collection[str]) -> None:
+    """End with the names that there are, unless each of these is one: "There is no model X; there are A, B."."""
+    if unknown := set(names) - set(known):
+        raise SystemExit(f"There is no {what} {', '.join(sorted(unknown))}; there are {', '.join(known)}.")
 
 
 class Report:

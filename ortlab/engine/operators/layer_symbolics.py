@@ -268,8 +268,8 @@ def _masking(g: Any, mask: Any, query: Any) -> tuple[Any, Any]:
     # probabilities from the mask as long as nothing but a Where stands in between. The maximum is one of float32, since
     # neither the CPU nor a GPU has a kernel for it in bfloat16.
     sees = g.op("ReduceMax", g.op("Cast", mask, to_i=TensorProtoDataType.FLOAT), axes_i=[-1], keepdims_i=1)
-    if onnx_type(query) != TensorProtoDataType.FLOAT:
-        sees = g.op("Cast", sees, to_i=onnx_type(query))
+    if (kind := onnx_type(query)) != TensorProtoDataType.FLOAT:
+        sees = g.op("Cast", sees, to_i=kind)
     dtype = {"Double": torch.float64, "Half": torch.float16, "BFloat16": torch.bfloat16}.get(
         query.type().scalarType(), torch.float32
     )
