@@ -215,9 +215,26 @@ def regions_of_nodes(
         if region is not None and region.halves:
             by_region.setdefault(region, []).append(place)
     for region, places in by_region.items():
+        order = _as_needed(forward, places)
         second = replace(region, second=True)
-        found.update(dict.fromkeys(places[_half(forward, places) :], second))
+        found.update(dict.fromkeys(order[_half(forward, order) :], second))
     return found
+
+
+def _as_needed(forward: ForwardPass, places: Sequence[int]) -> list[int]:
+    """Return a region's nodes in an order in which each stands right in front of the first that needs it."""
+    inside, order = set(places), dict[int, None]()
+    read = {forward.made.get(name) for place in places for name in forward.nodes[place].input}
+    waiting = [place for place in reversed(places) if place not in read]
+    while waiting:
+        place = waiting[-1]
+        makers = (forward.made.get(name, -1) for name in forward.nodes[place].input)
+        missing = [one for one in makers if one in inside and one not in order]
+        if missing:
+            waiting += reversed(missing)
+        else:
+            order[waiting.pop()] = None
+    return list(order)
 
 
 def _half(forward: ForwardPass, places: Sequence[int]) -> int:

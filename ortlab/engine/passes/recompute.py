@@ -37,7 +37,7 @@ from ortlab.engine.passes.graph_edits import (
 )
 from ortlab.engine.passes.training_graph import HIDING
 from ortlab.graphs.nodes import YIELD, executed_operator
-from ortlab.memory.products import in_late_order, late_products
+from ortlab.memory.products import in_late_order, is_product, late_products
 from ortlab.memory.recompute import COPY, HELD, PACKED
 from ortlab.memory.trace import ONNX_VIEWS, WRITTEN_OVER
 
@@ -291,12 +291,15 @@ class _Run:
     def _hold(self, name: str) -> str:
         """Return what copies read in the place of a kept value.
 
-        What the caller was given is copied: a copy may otherwise write its result over it, as its last reader.
+        What the caller was given is copied, unless products alone read it, which have memory of their own for their
+        results: another copy may write its result over it, as its last reader.
         """
         if name not in self.held:
             held = self.held[name] = self._name_held(name)
             holder = helper.make_node(HIDING, [name], [held], name=held, domain=_MICROSOFT)
-            if self._forward.root(name) in self._forward.returned:
+            readers = [self._forward.nodes[place] for place in self.repeated]
+            written = any(name in node.input and not is_product(executed_operator(node)) for node in readers)
+            if written and self._forward.root(name) in self._forward.returned:
                 if self._forward.types.get(name) == TensorProto.BOOL:  # which cannot cross to PyTorch
                     holder = helper.make_node("And", [name, name], [held], name=held)
                 else:

@@ -13,6 +13,8 @@ from torch import nn
 from transformers import OPTConfig, OPTForCausalLM
 
 import ortlab
+from ortlab.engine.passes.recompute import ForwardPass
+from ortlab.engine.recompute_words import find_regions, regions_of_nodes
 from ortlab.engine.sessions import seed
 from ortlab.errors import ExecutionError, OptionError, PlanWarning
 from ortlab.graphs.diff import diff
@@ -368,6 +370,43 @@ def test_what_the_model_returns_is_kept_and_not_written_over(wrapped):
         outputs.hidden_states[1].mul_(2)
     with pytest.raises(ExecutionError, match="Written to between a forward pass and its backward"):
         outputs.loss.backward()
+
+
+def test_what_only_products_read_of_a_result_of_the_model_is_not_copied(wrapped):
+    torch.manual_seed(3)
+    model = MODELS["t5"](0.0)
+    lab, inputs = wrapped(model), batch()
+    expected = gradients(lab, model, inputs)
+    lab.set(recompute="layers:1/2 nested")
+    outputs = model(**inputs)
+    states = outputs.encoder_last_hidden_state.detach().clone()  # what the decoder's keys and values are made of
+    outputs.loss.backward()
+    assert torch.equal(outputs.encoder_last_hidden_state, states)
+    assert_same(gradients(lab, model, inputs), expected)
+    assert copies(lab)
+    nodes = lab.graph("execution").model.graph.node
+    assert not [node for node in nodes if executed_operator(node) == "ortlab::copy_of"]
+
+
+def test_the_halves_of_a_decoders_layer_part_its_attentions(wrapped):
+    torch.manual_seed(3)
+    model = MODELS["t5"](0.0)
+    lab, inputs = wrapped(model), batch()
+    gradients(lab, model, inputs)
+    execution = lab._bench.ort.execution
+    forward = ForwardPass(execution.unrepeated.models.optimized_model, execution.user_inputs)
+    regions = find_regions(execution.module, ("layers:1/2",))
+    found = regions_of_nodes(forward, regions, [path for path, _ in execution.module.named_modules()])
+    # The keys and values are made of the encoder's result alone, and stand in front of all else in the graph.
+    seconds = {
+        attention: {
+            region.second
+            for place, region in found.items()
+            if f"/decoder/block.1/{attention}/" in forward.nodes[place].name
+        }
+        for attention in ("layer.0/SelfAttention", "layer.1/EncDecAttention")
+    }
+    assert seconds == {"layer.0/SelfAttention": {False}, "layer.1/EncDecAttention": {True}}
 
 
 def test_a_weight_that_changes_before_the_backward_is_refused(wrapped):
