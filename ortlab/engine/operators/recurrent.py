@@ -244,7 +244,7 @@ def lstm(plain: Callable[..., Any]) -> Callable[..., Any]:
     def symbolic(g: Any, x: Any, *args: Any) -> Any:
         states = _unpacked(args[0])
         if states is None and is_training_export():
-            raise _packed("LSTM")
+            raise _of_packed(g, "LSTM")
         if states is None or not _is_ours(g) or not torch.backends.mkldnn.is_available():
             return plain(g, x, *args)
         return _layers(g, "lstm", x, states, *args[1:])
@@ -266,7 +266,7 @@ def _of_one_state(kind: str, plain: Callable[..., Any], *numbers: int) -> Callab
     def symbolic(g: Any, x: Any, *args: Any) -> Any:
         is_packed = _unpacked(args[1]) is None  # then the first state stands where else the weights do
         if is_packed and is_training_export():
-            raise _packed(kind.upper())
+            raise _of_packed(g, kind.upper())
         if is_packed or not _is_ours(g):
             return plain(g, x, *args)
         return _layers(g, kind, x, [args[0]], *args[1:], numbers=numbers)
@@ -274,11 +274,15 @@ def _of_one_state(kind: str, plain: Callable[..., Any], *numbers: int) -> Callab
     return symbolic
 
 
-def _packed(layer: str) -> BuildError:
-    """Refuse what ORT would refuse in the first step (``lstm_io_utils.cc``, ``gru_io_utils.cc``)."""
+def _of_packed(g: Any, layer: str) -> Exception:
+    """Leave a layer of packed sequences to PyTorch, which wants their sizes on the CPU; on a GPU they are not there."""
+    if str(next(g.original_node.inputs()).type().device()) == "cpu":
+        return LeftToTorch(
+            "its sequences are packed"
+        )  # ORT refuses them (``lstm_io_utils.cc``, ``gru_io_utils.cc``)
     return BuildError(
-        f"ONNX Runtime cannot train packed sequences through {layer} layers.",
-        why="Its gradients take sequences of one length, and torch exports packed ones with their lengths.",
+        f"ONNX Runtime cannot train packed sequences through {layer} layers on a GPU.",
+        why="PyTorch computes them, and reads from the CPU how long they are, where a graph on a GPU has no values.",
         fix="Give the layer padded sequences and leave the padding out of the loss, or leave the layer to PyTorch: "
         "ortlab.wrap(model, only=[...]).",
     )

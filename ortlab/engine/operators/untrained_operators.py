@@ -317,7 +317,12 @@ ONNX Runtime's generators do not even draw theirs again for the same `torch.manu
 # Operators whose form in ONNX is never right: the Range of linspace and the Loop of an embedding bag end the process
 # when 1.19.2 builds a graph with them. Or it is slow: a roll would be slices put together, whose gradient is a sum of
 # padded parts, and im2col a gather of single entries.
-_BY_TORCH: Final = frozenset(f"aten::{name}" for name in ("im2col", "linspace", "embedding_bag", "roll"))
+_BY_TORCH: Final = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_pack_padded_sequence", "_pad_packed_sequence", "embedding_bag", "im2col", "linspace", "roll",
+    )
+)  # fmt: skip
 _OF_EQUALS: Final = frozenset({"aten::topk"})
 """Operators that choose among equal values otherwise than those of ONNX, which take the first.
 

@@ -19,7 +19,9 @@ from functools import wraps
 from typing import Any, Final, NoReturn
 
 import torch
+from torch import nn
 from torch._functorch import vmap
+from torch.nn.utils import rnn
 from torch.overrides import TorchFunctionMode
 
 from ortlab.engine.patching import replace, set_to, with_attributes
@@ -188,6 +190,10 @@ class _Noting(TorchFunctionMode):
                 set_to(_noting, self),
                 with_attributes(vmap, _validate_and_get_batch_size=sized),
                 with_attributes(torch, _check_with=checked),
+                with_attributes(
+                    nn.RNNBase, check_forward_args=_checked_packed(nn.RNNBase.check_forward_args)
+                ),
+                with_attributes(nn.LSTM, check_forward_args=_checked_packed(nn.LSTM.check_forward_args)),
             ):
                 yield
         finally:
@@ -357,6 +363,10 @@ def _traced_again() -> Iterator[None]:
         internals._dispatch_tls_set_dispatch_key_excluded("Tracer", excluded)
 
 
+_ASKED_IN_EACH_STEP: Final = frozenset({rnn.pad_packed_sequence.__code__})
+"""Functions of torch that ask of sizes what the operator behind them asks again, so that it need not be noted."""
+
+
 def _noted_by_method(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Wrap a method of tensors, which other threads may call meanwhile."""
 
@@ -368,6 +378,10 @@ def _noted_by_method(original: Callable[..., Any], name: str) -> Callable[..., A
         with set_to(_noting, None):  # torch looks the method up again
             if name == "__hash__":
                 return _hash(noting, self, original)
+            caller = caller_outside(ORTLAB)
+            if caller is not None and caller.f_code in _ASKED_IN_EACH_STEP:
+                with not_traced():
+                    return original(self, *args, **kwargs)
             with _traced_again():
                 noting.note(self, name)
             return original(self, *args, **kwargs)
@@ -398,6 +412,19 @@ def _checked_by_torch(original: Callable[..., None]) -> Callable[..., None]:
         if noting and isinstance(condition, torch.Tensor) and noting.origins.of(condition) is Origin.SIZES:
             condition = bool(condition)
         original(error, condition, *message)
+
+    return check
+
+
+def _checked_packed(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap what a recurrent layer asks of its arguments: of packed sequences, things that only data tells.
+
+    Each number of sequences would have a graph of its own. The kernel that runs them asks for the same in each step.
+    """
+
+    def check(self: nn.RNNBase, given: torch.Tensor, hidden: Any, batch_sizes: torch.Tensor | None) -> None:
+        if _noting.get() is None or batch_sizes is None:
+            original(self, given, hidden, batch_sizes)
 
     return check
 

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
 
 import ortlab
 
@@ -121,23 +122,122 @@ def test_what_has_no_kernel_of_ours_trains_all_the_same(layer):
 class Packed(nn.Module):
     """A layer that reads sequences of different lengths without their padding."""
 
-    def __init__(self, layer):
+    def __init__(self, layer, *, is_sorted=False, total=None):
         super().__init__()
-        self.layer = layer
+        self.layer, self.is_sorted, self.total = layer, is_sorted, total
         self.scale = nn.Parameter(torch.ones(()))
 
-    def forward(self, x):
-        lengths = torch.tensor([7, 5, 2])
-        packed = nn.utils.rnn.pack_padded_sequence(x * self.scale, lengths)
-        return (nn.utils.rnn.pad_packed_sequence(self.layer(packed)[0])[0],)
+    def forward(self, x, lengths):
+        packed = pack_padded_sequence(x * self.scale, lengths, enforce_sorted=self.is_sorted)
+        y, last = self.layer(packed)
+        padded, _ = pad_packed_sequence(
+            y, total_length=x.shape[0] if self.total == "as before" else self.total
+        )
+        return (padded, *last) if isinstance(last, tuple) else (padded, last)
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("kind", ["lstm", "gru", "rnn"])
-def test_a_packed_sequence_is_refused_before_its_first_step(kind, wrap):
-    lab = wrap(Packed(LAYERS[kind]()), log_level="ERROR")
-    with pytest.raises(ortlab.OrtlabError, match=f"packed sequences through {kind.upper()} layers"):
-        lab.module(torch.randn(7, 3, 6))
+class PackedTokens(nn.Module):
+    """What embeds and scores packed tokens, none of which is padding: their number is another in each batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.layer, self.score = nn.Embedding(9, 6), nn.LSTM(6, 5), nn.Linear(5, 9)
+
+    def forward(self, ids, mask):
+        packed = pack_padded_sequence(ids, mask.sum(0).cpu(), enforce_sorted=False)
+        y, _ = self.layer(packed._replace(data=self.embed(packed.data)))
+        return (nn.functional.cross_entropy(self.score(y.data), packed.data), y.data)
+
+
+def train_alike(model, *batches, one_graph=True):
+    """Train a model as it is and wrapped, on one batch after the other; all numbers are the same bits."""
+    eager = copy.deepcopy(model)
+    lab = ortlab.wrap(model, log_level="ERROR")
+    for batch in batches:
+        found = []
+        for one in (lab.module, eager):
+            one.zero_grad()
+            torch.manual_seed(7)
+            outputs = one(*batch)
+            losses(outputs).backward()
+            found.append([*outputs, *(parameter.grad for parameter in one.parameters())])
+        for ours, theirs in zip(*found, strict=True):
+            assert torch.equal(ours, theirs)
+    assert lab.status.executed_by == "ort"
+    assert one_graph != any("Built anew" in one.text for one in lab.messages)
+    lab.unwrap()
+
+
+PACKED = {
+    "in any order": {},
+    "sorted": {"is_sorted": True},
+    "padded as before": {"total": "as before"},
+    "padded further": {"total": 9},
+}
+
+
+@pytest.mark.parametrize("form", PACKED)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_packed_sequences_train_bit_for_bit(kind, form):
+    torch.manual_seed(3)
+    model = Packed(LAYERS[kind](num_layers=2, bidirectional=True), **PACKED[form])
+    lengths = [[7, 5, 2], [6, 6, 1], [4, 3, 3, 1]]  # the second has another longest one in the same shape
+    if form != "sorted":
+        lengths[1].reverse()
+    train_alike(model, *((torch.randn(7, len(one), 6), torch.tensor(one)) for one in lengths))
+
+
+def test_a_packed_sequence_that_is_longer_than_its_padding_ends_the_step():
+    model = Packed(LAYERS["gru"](), total=6)
+    lab = ortlab.wrap(model, log_level="FATAL")
+    model(torch.randn(7, 3, 6), torch.tensor([5, 6, 2]))
+    with pytest.raises(ortlab.OrtlabError, match=r"_pad_packed_sequence failed: .* total_length"):
+        model(torch.randn(7, 3, 6), torch.tensor([5, 7, 2]))
+    lab.unwrap()
+
+
+def test_a_pre_flight_says_that_packed_sequences_train():
+    report = ortlab.preflight(Packed(LAYERS["gru"]()), (torch.randn(7, 3, 6), torch.tensor([5, 2, 7])))
+    assert "Trains whole on ONNX Runtime; 3 operators are run by PyTorch inside the graph." in str(report)
+
+
+def test_packed_sequences_drop_out_what_pytorch_does():
+    torch.manual_seed(3)
+    model = Packed(LAYERS["lstm"](num_layers=2, dropout=0.5))
+    train_alike(model, *((torch.randn(7, 3, 6), torch.tensor([2, 7, 4])) for _ in range(2)))
+
+
+def test_a_loss_of_packed_tokens_trains():
+    torch.manual_seed(3)
+    eager = PackedTokens()
+    model = copy.deepcopy(eager)
+    lab = ortlab.wrap(model, log_level="ERROR")
+    for lengths in ([7, 5, 2], [1, 6, 6]):
+        ids = torch.randint(9, (7, 3))
+        mask = (torch.arange(7)[:, None] < torch.tensor(lengths)).long()
+        found = [one(ids, mask) for one in (lab.module, eager)]
+        assert found[0][1].shape == (sum(lengths), 5)
+        torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)
+        for loss, _ in found:
+            loss.backward()
+        for one, other in zip(lab.module.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-6)
+    lab.unwrap()
+
+
+def test_a_list_of_sequences_is_packed():
+    class Listed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.GRU(6, 5)
+
+        def forward(self, *sequences):
+            y, last = self.layer(pack_sequence(sequences, enforce_sorted=False))
+            return pad_packed_sequence(y)[0], last
+
+    torch.manual_seed(3)
+    batches = ([torch.randn(length, 6) for length in lengths] for lengths in ([5, 7, 2], [3, 4, 9]))
+    train_alike(Listed(), *batches, one_graph=False)  # torch makes numbers of the sizes of the sequences
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
