@@ -3,7 +3,8 @@
 The gradients of 1.19.2 (LSTMGrad, GRUGrad: ``orttraining/training_ops/cpu/rnn``) take 10 to 24 times as long as
 PyTorch's, and know one direction only. An LSTM layer is oneDNN's, the kernel that PyTorch itself runs; it keeps a
 workspace for its backward. PyTorch has no kernel for a GRU or RNN layer and records some 20 operators for each entry of
-the sequence; here the layer keeps its gates, and the backward multiplies all entries at once wherever it can.
+the sequence; here the layer keeps its gates, and the backward multiplies all entries at once wherever it can. A
+layer that reads packed sequences is a call of PyTorch's own operator.
 
 A layer's `x` has the shape (length, batch, inputs), its state (batch, hidden), its weights are those of `torch.nn`:
 (gates * hidden, inputs) and (gates * hidden, hidden), each with a bias or without.
@@ -275,7 +276,7 @@ def _of_one_state(kind: str, plain: Callable[..., Any], *numbers: int) -> Callab
 
 
 def _of_packed(g: Any, layer: str) -> Exception:
-    """Leave a layer of packed sequences to PyTorch, which wants their sizes on the CPU; on a GPU they are not there."""
+    """Return what the translation of such a layer ends with: on the CPU it is left to PyTorch, on a GPU refused."""
     if str(next(g.original_node.inputs()).type().device()) == "cpu":
         return LeftToTorch(
             "its sequences are packed"

@@ -316,7 +316,7 @@ ONNX Runtime's generators do not even draw theirs again for the same `torch.manu
 
 # Operators whose form in ONNX is never right: the Range of linspace and the Loop of an embedding bag end the process
 # when 1.19.2 builds a graph with them. Or it is slow: a roll would be slices put together, whose gradient is a sum of
-# padded parts, and im2col a gather of single entries.
+# padded parts, and im2col a gather of single entries. Or it has none without the layer behind it, as packed sequences.
 _BY_TORCH: Final = frozenset(
     f"aten::{name}"
     for name in (

@@ -297,15 +297,18 @@ class _Run:
         if name not in self.held:
             held = self.held[name] = self._name_held(name)
             holder = helper.make_node(HIDING, [name], [held], name=held, domain=_MICROSOFT)
-            readers = [self._forward.nodes[place] for place in self.repeated]
-            written = any(name in node.input and not is_product(executed_operator(node)) for node in readers)
-            if written and self._forward.root(name) in self._forward.returned:
+            if self._forward.root(name) in self._forward.returned and not self._only_multiplied(name):
                 if self._forward.types.get(name) == TensorProto.BOOL:  # which cannot cross to PyTorch
                     holder = helper.make_node("And", [name, name], [held], name=held)
                 else:
                     call_kernel(holder, "copy_of")
             self.holders.append((self._forward.made.get(name, -1), holder))
         return self.held[name]
+
+    def _only_multiplied(self, name: str) -> bool:
+        """Tell whether all that this run repeats of what reads a value are products."""
+        nodes = (self._forward.nodes[place] for place in self.repeated)
+        return all(is_product(executed_operator(node)) for node in nodes if name in node.input)
 
     def _name_held(self, name: str) -> str:
         return name + self._ending.removeprefix(COPY) + HELD

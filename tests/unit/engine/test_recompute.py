@@ -379,9 +379,8 @@ def test_what_only_products_read_of_a_result_of_the_model_is_not_copied(wrapped)
     expected = gradients(lab, model, inputs)
     lab.set(recompute="layers:1/2 nested")
     outputs = model(**inputs)
-    states = (
-        outputs.encoder_last_hidden_state.detach().clone()
-    )  # what the decoder's keys and values are made of
+    # What the decoder's keys and values are made of.
+    states = outputs.encoder_last_hidden_state.detach().clone()
     outputs.loss.backward()
     assert torch.equal(outputs.encoder_last_hidden_state, states)
     assert_same(gradients(lab, model, inputs), expected)
