@@ -87,6 +87,8 @@ class AutogradNode:
 
     recomputes = False
     runs_python = True  # whether Python's code may run in the midst of the session: a Function's
+    # Since the module's tensors last changed: by place among the inputs, with addresses and as ONNX Runtime's values.
+    fed_parameters: dict[int, tuple[torch.Tensor, int, Any]]
     lines: Mapping[str, str]
     # Of the graph that is built, by which outputs a gradient was given for.
     _known_unasked: tuple[onnx.ModelProto, dict[tuple[bool, ...], _Unasked]]
@@ -102,7 +104,9 @@ class AutogradNode:
     def run(self, inputs: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Run the session's forward; the backward of what it returns runs the session's backward."""
         self._gradient_accumulation_manager.maybe_update_cache_before_run()
-        outputs: tuple[torch.Tensor, ...] = self._forward_class.apply(*inputs)  # type: ignore[attr-defined]
+        # What `Function.apply` calls when it has looked at each parameter for a transform of torch.func; none goes on.
+        apply: Any = super(torch.autograd.Function, self._forward_class).apply  # type: ignore[attr-defined,misc]
+        outputs: tuple[torch.Tensor, ...] = apply(*inputs)
         return outputs
 
     def _create_autofunction_class(self) -> type:
@@ -133,39 +137,59 @@ class AutogradNode:
         fetches = C.OrtValueVector()
         if self.runs_python:
             with contexts_made() as serials:
-                self._execution_agent.run_forward(_feeds(inputs), fetches, run.state, cached.cache)
+                self._execution_agent.run_forward(self._fed(inputs), fetches, run.state, cached.cache)
             if serials:
                 weakref.finalize(run, release_serials, serials).atexit = False
         else:
-            self._execution_agent.run_forward(_feeds(inputs), fetches, run.state, cached.cache)
+            self._execution_agent.run_forward(self._fed(inputs), fetches, run.state, cached.cache)
         outputs: tuple[torch.Tensor, ...]
         outputs = cached.extract_outputs_and_maybe_update_cache(fetches, self._device)
         run.outputs = [(one.shape, one.dtype) for one in outputs]
         ctx.set_materialize_grads(False)  # a gradient that is not given stays None
-        facts, (names, read) = self._graph_info, self._read(inputs)
-        ctx.versions = names, [*map(weakref.ref, read)], [*map(_VERSION, read)]
-        # ONNX Runtime keeps what its backward reads; autograd is told of it so that it sees what is written to.
+        facts = self._graph_info
+        # ONNX Runtime keeps what its backward reads, and `save_for_backward` would look at each parameter twice.
+        names, read = self._read(inputs)
+        run.read = names, read, [*map(_VERSION, read)]
         ctx.save_for_backward(
             *[
                 outputs[index]
                 for index in facts.module_output_indices_requires_save_for_backward
                 if index < len(outputs)
-            ],
-            *read,
+            ]
         )
         silent = facts.output_grad_indices_non_differentiable
         if silent:  # told all at once: each call replaces what the one before said
             ctx.mark_non_differentiable(*[outputs[index] for index in silent])
         return outputs
 
+    def _fed(self, inputs: Sequence[torch.Tensor]) -> Any:
+        """Hand the inputs to ONNX Runtime: parameters that are where they were as they were handed over before."""
+        feeds = C.OrtValueVector()
+        feeds.reserve(len(inputs))
+        for place, one in enumerate(inputs):
+            known = self.fed_parameters.get(place)
+            if known and known[0] is one and known[1] == one.data_ptr() and one.is_contiguous():
+                feeds.push_back(known[2])
+                continue
+            _feed(feeds, one)
+            if isinstance(one, torch.nn.Parameter) and one.is_contiguous() and one.dtype is not torch.bool:
+                self.fed_parameters[place] = one, one.data_ptr(), feeds[place]
+        return feeds
+
     def _run_backward(self, ctx: Any, gradients: Sequence[torch.Tensor | None]) -> Any:
         run: _Pass = ctx.run
         if run.state is None:
             raise _used_up()
+        names, read, versions = run.read
+        if [*map(_VERSION, read)] != versions:
+            before = zip(names, read, versions, strict=True)
+            raise _changed(name for name, tensor, version in before if tensor._version != version)
         try:
             _ = ctx.saved_tensors
         except RuntimeError as error:
-            raise _changed(ctx.versions, error) from error
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise _changed() from error
         unasked, silent = self._unasked_by(gradients), self._graph_info.output_grad_indices_non_differentiable
         given = [
             self._missing(index, *run.outputs[index]) if one is None else one
@@ -174,7 +198,8 @@ class AutogradNode:
         ]
         fetches = C.OrtValueVector()
         # What is kept of the forward is freed as soon as the backward has run.
-        state, run.state = run.state, None
+        state, run.state, run.read = run.state, None, _NOTHING_READ
+        del names, read, versions
         with set_to(UNASKED, unasked.retrieved) if unasked.retrieved else nullcontext():
             self._execution_agent.run_backward(_feeds(given), fetches, state)
         del state
@@ -253,24 +278,32 @@ class AutogradNode:
         return names, read
 
 
+_NOTHING_READ: Final[tuple[list[str], list[torch.Tensor], list[int]]] = ([], [], [])
+
+
 class _Pass:
-    """A forward whose backward has not run yet: what ONNX Runtime keeps for it, and what its outputs were."""
+    """A forward whose backward has not run yet: what ONNX Runtime keeps for it, what was given and what came out."""
 
     def __init__(self) -> None:
         self.state: Any = C.PartialGraphExecutionState()
         self.outputs: list[tuple[torch.Size, torch.dtype]] = []
+        self.read = _NOTHING_READ  # inputs that the backward reads: their names, themselves, their versions
 
 
 def _feeds(tensors: Sequence[torch.Tensor]) -> Any:
     """Hand tensors to ONNX Runtime, which reads dense ones and has booleans as bytes: the others without a copy."""
-    # As `border.give_capsule`, but without detaching each parameter in each step.
     feeds = C.OrtValueVector()
     feeds.reserve(len(tensors))
     for one in tensors:
-        dense = one if one.is_contiguous() else one.contiguous()
-        is_boolean = one.dtype is torch.bool
-        feeds.push_back(to_dlpack(dense.to(torch.uint8) if is_boolean else dense), is_boolean)
+        _feed(feeds, one)
     return feeds
+
+
+def _feed(feeds: Any, tensor: torch.Tensor) -> None:
+    # As `border.give_capsule`, but without detaching each parameter in each step.
+    dense = tensor if tensor.is_contiguous() else tensor.contiguous()
+    is_boolean = tensor.dtype is torch.bool
+    feeds.push_back(to_dlpack(dense.to(torch.uint8) if is_boolean else dense), is_boolean)
 
 
 class _FirstDerivative(torch.autograd.Function):
@@ -328,15 +361,10 @@ def _used_up() -> ExecutionError:
     )
 
 
-def _changed(
-    versions: tuple[Sequence[str], Sequence[weakref.ref[torch.Tensor]], Sequence[int]], error: RuntimeError
-) -> Exception:
-    if "modified by an inplace operation" not in str(error):
-        return error
-    present = [(name, reference(), version) for name, reference, version in zip(*versions, strict=True)]
-    names = [name for name, tensor, version in present if tensor is not None and tensor._version != version]
-    shown = ", ".join(name.removeprefix("_original_module.") for name in names[:3])
-    shown = shown + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "an output of the model"  # noqa: PLR2004
+def _changed(names: Iterable[str] = ()) -> ExecutionError:
+    named = [name.removeprefix("_original_module.") for name in names]
+    shown = ", ".join(named[:3]) or "an output of the model"
+    shown += f" and {len(named) - 3} more" if len(named) > 3 else ""  # noqa: PLR2004
     return ExecutionError(
         f"Written to between a forward pass and its backward: {shown}.",
         why="The backward reads it, and with the new values its gradients would be wrong; PyTorch refuses it, too.",

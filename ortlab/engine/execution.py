@@ -275,7 +275,7 @@ class Execution(ExecutionView):
         # replaced.
         if state is not self._state:
             # The manager keeps references to parameters and buffers from its first run on: make it look again.
-            self._info._buffer_for_ort_runs = None
+            self._forget_tensors()
             self._state = state
         self.has_run = True
         collecting = self._manager.collecting
@@ -308,9 +308,11 @@ class Execution(ExecutionView):
     def release_session(self) -> None:
         """Free the session, its memory and the tensors that were last given to it."""
         self._manager._execution_agent = released_agent(self._manager._execution_agent)
-        info = self._info
-        if info is not None:
-            info._buffer_for_ort_runs = None
+        if self._info is not None:
+            self._forget_tensors()
+
+    def _forget_tensors(self) -> None:
+        self._info._buffer_for_ort_runs, self._manager.fed_parameters = None, {}
 
     # ---- parts ------------------------------------------------------------------------------------------------
 

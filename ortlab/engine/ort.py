@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -90,6 +91,7 @@ class OrtEngine:
         self._reader = ModuleReader(module, self._functions)
         self._state: tuple[object, ...] = ()
         self._module_schema: Schema = ()
+        self._last_schema: tuple[list[Schema], Schema] = ([], ())
         self._device_type = "cpu"
         self._starts_over = False
         self._lines: Mapping[str, str] = {}  # of what is built, by node
@@ -451,11 +453,14 @@ class OrtEngine:
             self._state = self._reader.state()
             self._module_schema = module_schema(self._module, self._functions, written)
             self._device_type = next((one.device.type for one in self._module.parameters()), "cpu")
-        schema = call_schema(args, kwargs) + surroundings(self._device_type) + self._module_schema
-        schema += graph_optimizers.registered(type(self._module).__name__)
+        parts = [call_schema(args, kwargs), surroundings(self._device_type), self._module_schema]
+        parts.append(graph_optimizers.registered(type(self._module).__name__))
         if self.options.static_shape:
-            schema += batch_sizes(args, kwargs)
-        return schema + self._options_schema(self.options)
+            parts.append(batch_sizes(args, kwargs))
+        parts.append(self._options_schema(self.options))
+        if parts != self._last_schema[0]:  # else it is the same object, which nobody has to read again
+            self._last_schema = parts, tuple(chain.from_iterable(parts))
+        return self._last_schema[1]
 
     def _options_schema(self, options: Options) -> Schema:
         if options.memory_level == 1 and any(

@@ -7,6 +7,7 @@ ortlab takes a fingerprint of each call instead and rebuilds when it changes.
 
 from __future__ import annotations
 
+import functools
 import gc
 import hashlib
 import sys
@@ -339,6 +340,17 @@ def _describe_kept(tensor: torch.Tensor) -> str:
 
 
 def _facts(tensor: torch.Tensor, extent: str) -> str:
-    grad = ", requires grad" if tensor.requires_grad else ""
-    layout = "" if tensor.layout is torch.strided else f", {str(tensor.layout).removeprefix('torch.')}"
-    return f"{str(tensor.dtype).removeprefix('torch.')}, {extent}, {tensor.device}{layout}{grad}"
+    return _in_words(tensor.dtype, extent, tensor.device, tensor.layout, tensor.requires_grad)
+
+
+@functools.lru_cache(maxsize=1024)  # texts of dtypes and devices take longer than all else in a call's schema
+def _in_words(
+    dtype: torch.dtype,
+    extent: str,
+    device: torch.device,
+    layout: torch.layout,
+    requires_grad: bool,  # noqa: FBT001
+) -> str:
+    grad = ", requires grad" if requires_grad else ""
+    kind = "" if layout is torch.strided else f", {str(layout).removeprefix('torch.')}"
+    return f"{str(dtype).removeprefix('torch.')}, {extent}, {device}{kind}{grad}"

@@ -224,6 +224,8 @@ def test_what_is_written_to_between_forward_and_backward_is_refused_as_in_pytorc
         write(one, x, output)
         with pytest.raises(error, match=r"inplace|Written to between"):
             sum(part.sum() for part in output).backward()
+        with pytest.raises(error, match=r"second time|Written to between"):
+            sum(part.sum() for part in output).backward()
 
 
 @pytest.mark.parametrize("make", [bert, gpt2])
@@ -345,6 +347,44 @@ def test_weights_that_are_loaded_averaged_and_tied(pair):
         averages.append(dict(average.named_parameters()))
     assert worst(dict(reference.named_parameters()), dict(model.named_parameters())) <= TOLERANCE
     assert worst(*averages) <= TOLERANCE
+    assert built == ["export"]
+
+
+def elsewhere(weight):
+    weight.data = weight.data * 2
+
+
+def turned(weight):
+    weight.data = weight.data.t()  # the same memory and sizes, other strides
+
+
+def shared(weight):
+    weight.set_(torch.full_like(weight, 0.5))
+
+
+def written(weight):
+    weight.detach().numpy()[0] = 2.0
+
+
+def freed_and_filled(weight):
+    values = weight.detach().clone()
+    weight.untyped_storage().resize_(0)
+    weight.untyped_storage().resize_(values.nbytes)
+    weight.copy_(values * 3)
+
+
+@pytest.mark.parametrize("move", [elsewhere, turned, shared, written, freed_and_filled])
+def test_a_step_reads_a_weight_where_it_is_by_then(move, pair):
+    reference, model, _, built = pair(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)))
+    x = torch.randn(4, 6)
+    for _ in range(3):
+        for one in (reference, model):
+            one.zero_grad()
+            one(x).square().sum().backward()
+        assert worst(gradients(reference), gradients(model)) <= TOLERANCE
+        for one in (reference, model):
+            with torch.no_grad():
+                move(one[0].weight)
     assert built == ["export"]
 
 
