@@ -110,7 +110,7 @@ class AutogradNode:
         return outputs
 
     def _create_autofunction_class(self) -> type:
-        manager = self
+        manager, self.fed_parameters = self, {}
 
         class _ORTModuleFunction(torch.autograd.Function):  # the name says in `grad_fn` who ran the forward
             @staticmethod

@@ -1,4 +1,4 @@
-"""How many threads ONNX Runtime's kernels get: as many as PyTorch has, but one where a step has little to compute.
+"""How many threads ONNX Runtime's kernels get: as many as PyTorch has, but one where a step's nodes have little to do.
 
 ORT 1.19.2 gives a product another thread for each 65,536 multiplications (``mlasi.h``), which one computes in
 microseconds. To wake it takes longer, and PyTorch's own threads, which wait for work behind each of its kernels,
@@ -26,6 +26,9 @@ LITTLE: Final = 80e6
 _AN_ENTRY: Final = 40
 """Multiplications of a product that take as long as an entry of a result that is computed one by one."""
 
+LONG: Final = 16e6
+"""Multiplications of a node that is computed entry by entry from which on threads are woken for it alone."""
+
 _HEAD: Final = 64
 """Products that are added up for an entry, where no shape tells: the width of a head of attention."""
 
@@ -40,7 +43,8 @@ def threads_for(forward: onnx.ModelProto, sizes: Mapping[str, int]) -> int:
     threads = torch.get_num_threads()
     if threads == 1 or has_inner_graphs(forward.graph):  # nobody knows how often a Loop turns
         return threads
-    return 1 if Work(GraphFacts(forward), forward.graph, sizes).multiplications < LITTLE else threads
+    work = Work(GraphFacts(forward), forward.graph, sizes)
+    return 1 if work.multiplications < LITTLE and work.longest < LONG else threads
 
 
 class Work:
@@ -50,6 +54,7 @@ class Work:
         self._facts = facts
         self._sizes = sizes
         self._entries: dict[str, float] = {}  # of results whose shape is not known
+        self.longest = 0.0  # multiplications of the longest node that is computed entry by entry
         self.multiplications = sum(map(self._of, graph.node))
 
     def _shape(self, name: str) -> tuple[int, ...] | None:
@@ -71,6 +76,8 @@ class Work:
             self._entries[name] = count
         if node.op_type in _FREE or node.op_type == "ATen":  # PyTorch computes these
             return 0.0
+        if not inner:
+            self.longest = max(self.longest, count * _AN_ENTRY)
         return count * (inner or _AN_ENTRY)
 
     def _inner(self, node: onnx.NodeProto) -> float:

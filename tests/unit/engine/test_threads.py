@@ -137,6 +137,13 @@ def test_what_a_graph_computes_is_counted(nodes, shapes, expected):
     assert multiplications(*nodes, shapes=shapes) == expected
 
 
+def test_threads_are_woken_for_one_long_node():
+    entries = graph_of(RELU, shapes={"x": ["batch", 1000]})
+    product = graph_of(PRODUCT, shapes={"x": ["batch", 1000], "w": [1000, 8]})
+    assert [threads.threads_for(entries, {"batch": batch}) for batch in (399, 400)] == [1, 3]
+    assert [threads.threads_for(product, {"batch": batch}) for batch in (9_999, 10_000)] == [1, 3]
+
+
 def test_a_loop_keeps_all_threads():
     inside = helper.make_graph([helper.make_node("Relu", ["x"], ["z"])], "inside", [], [])
     branch = helper.make_node("If", ["choice"], ["y"], then_branch=inside, else_branch=inside)
