@@ -171,8 +171,10 @@ class AutogradNode:
             if known and known[0] is one and known[1] == one.data_ptr() and one.is_contiguous():
                 feeds.push_back(known[2])
                 continue
-            _feed(feeds, one)
-            if isinstance(one, torch.nn.Parameter) and one.is_contiguous() and one.dtype is not torch.bool:
+            kept = isinstance(one, torch.nn.Parameter) and one.is_contiguous() and one.dtype is not torch.bool
+            # Nobody but Python may hold a parameter itself, or `torch.utils.swap_tensors` refuses it.
+            _feed(feeds, one.detach() if kept else one)
+            if kept:
                 self.fed_parameters[place] = one, one.data_ptr(), feeds[place]
         return feeds
 

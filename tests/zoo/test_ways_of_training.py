@@ -373,7 +373,11 @@ def freed_and_filled(weight):
     weight.copy_(values * 3)
 
 
-@pytest.mark.parametrize("move", [elsewhere, turned, shared, written, freed_and_filled])
+def swapped(weight):
+    torch.utils.swap_tensors(weight, nn.Parameter(weight.detach() * 2))
+
+
+@pytest.mark.parametrize("move", [elsewhere, turned, shared, written, freed_and_filled, swapped])
 def test_a_step_reads_a_weight_where_it_is_by_then(move, pair):
     reference, model, _, built = pair(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)))
     x = torch.randn(4, 6)
