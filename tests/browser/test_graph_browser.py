@@ -7,6 +7,7 @@ import json
 import re
 
 import pytest
+from playwright.sync_api import TimeoutError as NoAnswerError
 
 from .conftest import CELLS_SECONDS
 from .test_memory_browser import nameless
@@ -57,12 +58,17 @@ def execute(page, expression):
     """Evaluate an expression in the notebook's last cell and return what it prints."""
     number = next(NUMBERS)
     cell = page.locator(".jp-Notebook .jp-CodeCell").last
-    cell.locator(".cm-content").click()
-    page.keyboard.press("Control+a")
-    page.keyboard.insert_text(f"print('answer {number}:', {expression})")
-    page.keyboard.press("Control+Enter")
+    editor = cell.locator(".cm-content")
+    editor.click()
+    # Both give the editor the focus again: a page that is still being drawn may have taken it since the click.
+    editor.fill(f"print('answer {number}:', {expression})")
+    editor.press("Control+Enter")
     output = cell.locator(".jp-OutputArea-output", has_text=f"answer {number}:").last
-    output.wait_for()
+    try:
+        output.wait_for()
+    except NoAnswerError as error:
+        focus = page.evaluate("document.activeElement.outerHTML.slice(0, 200)")
+        raise AssertionError(f"The cell is {cell.inner_text()!r}, and {focus!r} has the focus.") from error
     page.keyboard.press("Escape")
     return output.inner_text().strip().removeprefix(f"answer {number}: ")
 
