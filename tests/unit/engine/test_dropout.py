@@ -250,6 +250,19 @@ def test_a_plan_keeps_onnxruntimes_dropouts_where_they_have_no_stand_in(stacked,
     assert "ortlab::dropout" not in operators(lab)
 
 
+def test_what_a_level_keeps_is_told_as_with_onnxruntimes_dropouts(monkeypatch):
+    kept = []
+    for level in (0, 1, 1):
+        torch.manual_seed(0)
+        lab = ortlab.wrap(bert(drop=0.1), memory_level=level)
+        lab.step(lambda lab=lab: lab.module(**batch_of(4, 16)).loss.backward(), n=1, memory=False)
+        kept.append(lab.activations().total_bytes)
+        if level:
+            without_library(monkeypatch)  # for the last
+    seeds = 8 * len(repeats(lab))
+    assert kept[1] == kept[2] + seeds < 0.5 * kept[0]
+
+
 def test_repeated_dropouts_have_onnxruntimes_names_and_run_in_its_order(stacked, monkeypatch, tmp_path):
     ran = []
     for net in (stacked, copy.deepcopy(stacked)):
