@@ -87,7 +87,7 @@ class ExecutionView:
     @property
     def recomputes_dropout(self) -> bool:
         """Whether recompute plans are applied to a graph whose dropouts are ONNX Runtime's."""
-        if not (self._manager.drops_by_itself and self.plans):
+        if "Dropout" in self._manager.exchanged or not self.plans:
             return False
         return any(
             "Dropout" in node.op_type for node in self._manager._onnx_models.optimized_model.graph.node

@@ -29,8 +29,9 @@ from ortlab.engine.build_log import ortmodule_logger, runtime_lines, runtime_mes
 from ortlab.engine.diagnosis import explain_execution_failure
 from ortlab.engine.operators import compiled_calls
 from ortlab.engine.operators.dropout import drawn_dropouts, with_quick_dropouts
+from ortlab.engine.operators.quick_choice import with_quick_choices
 from ortlab.engine.operators.torch_backward import TorchBackward
-from ortlab.engine.passes.graph_edits import has_inner_graphs
+from ortlab.engine.passes.graph_edits import has_inner_graphs, nodes_of
 from ortlab.engine.passes.training_graph import leaving_alone
 from ortlab.engine.patching import with_attributes
 from ortlab.engine.recompute_plans import PROBE_ANYWHERE
@@ -143,7 +144,7 @@ class _SessionOptions:
     recomputes = False
     threads = 0  # that its kernels get; 0 for as many as PyTorch has (`ortlab.engine.threads`)
     asks_for_plans = False  # whether it is made only to ask ONNX Runtime for its plans
-    drops_by_itself = True  # whether ONNX Runtime's own kernels compute its dropouts
+    exchanged: frozenset[str] = frozenset()  # operators that ortlab computes, at least in some places
     optimized_before = False  # whether another session has optimized the graph that it is made of
     explains_places = False
     memory_efficient_order = False
@@ -155,7 +156,7 @@ class _SessionOptions:
     def another_session(self, **settings: object) -> Iterator[None]:
         """Let a session be made with other attributes in the block; afterwards the manager has its own again."""
         # Two threads may ask for a session at once, and these attributes belong to both.
-        before = ("_execution_agent", "recomputes", "drops_by_itself")
+        before = ("_execution_agent", "recomputes", "exchanged")
         with build_environment.one_build_at_a_time, with_attributes(self, before, **settings):
             yield
 
@@ -202,7 +203,7 @@ class _SessionOptions:
                 file = Path(folder) / "plans.json"
                 file.write_text(json.dumps(list(plans)), encoding="utf-8")
                 runtime.memory_optimizer_config_file_path = str(file)
-            with building_with(self.options), self._leaving_alone(kept), self._dropping(plans):
+            with building_with(self.options), self._leaving_alone(kept), self._exchanging(plans):
                 self._create_execution_agent()  # type: ignore[attr-defined]
         # What a session took to be created of which this one is made counts, too.
         self.time_tracker.starts_[ORTModuleInitPhase.CREATE_SESSION] = began  # type: ignore[attr-defined]
@@ -217,28 +218,35 @@ class _SessionOptions:
             )
 
     @contextmanager
-    def _dropping(self, plans: Sequence[str]) -> Iterator[None]:
-        """Let the session be made of a graph whose dropouts ortlab computes, where it can."""
+    def _exchanging(self, plans: Sequence[str]) -> Iterator[None]:
+        """Let the session be made of a graph whose dropouts and choices (Where) ortlab computes, where it can."""
         graph = self._onnx_models.optimized_model  # type: ignore[attr-defined]
-        quick = self._quick(graph)
-        # ONNX Runtime recomputes its own dropouts only: a plan that does has to act before ortlab's take their place.
-        acted = quick is not None and any("Dropout" in plan for plan in plans)
+        chooses = not any(
+            "Where" in plan for plan in plans
+        )  # which ONNX Runtime recomputes only if it is its own
+        quick, self.exchanged = self._quick(graph, chooses=chooses)
+        # So are its dropouts: a plan that recomputes one has to act before ortlab's take their place.
+        acted = "Dropout" in self.exchanged and any("Dropout" in plan for plan in plans)
         if acted:
-            quick = self._quick(self._planned_graph())
-            if quick is not None:
-                _put_in_order_of(graph, quick)
-        self.drops_by_itself = quick is None
-        if quick is None:
-            yield
-            return
+            quick, self.exchanged = self._quick(self._planned_graph(), chooses=chooses)
+            _put_in_order_of(graph, quick)
+            if "Dropout" not in self.exchanged:
+                quick, acted = self._quick(graph, drops=False, chooses=chooses)[0], False
         with self._made_of(quick), self._plans_done() if acted else nullcontext():
             yield
 
-    def _quick(self, graph: onnx.ModelProto) -> onnx.ModelProto | None:
+    def _quick(
+        self, graph: onnx.ModelProto, *, drops: bool = True, chooses: bool
+    ) -> tuple[onnx.ModelProto, frozenset[str]]:
+        """Return what a session is made of in the place of a graph, and the operators that plans do not find in it."""
         on_cpu = self._device.type == "cpu"  # type: ignore[attr-defined]
         if not on_cpu or not self.options.aten_backward or self.asks_for_plans:
-            return None
-        return with_quick_dropouts(graph)
+            return graph, frozenset()
+        dropping = with_quick_dropouts(graph) if drops else None
+        quick = with_quick_choices(graph if dropping is None else dropping, chooses=chooses)
+        chosen = len(nodes_of(quick, "Where")) < len(nodes_of(graph, "Where"))
+        taken = ("Dropout", dropping is not None), ("Where", chosen)
+        return quick, frozenset(operator for operator, is_taken in taken if is_taken)
 
     def _planned_graph(self) -> onnx.ModelProto:
         """Create a session only to have it apply the plans."""
@@ -256,7 +264,7 @@ class _SessionOptions:
 
     def _take_seeds(self) -> None:
         """Let dropouts that ONNX Runtime computes go on with the seeds of those that ortlab computes."""
-        if self.drops_by_itself and not compiled_calls.lacking():
+        if "Dropout" not in self.exchanged and not compiled_calls.lacking():
             drawn = drawn_dropouts(self._onnx_models.optimized_model)  # type: ignore[attr-defined]
             if drawn:
                 self._execution_agent = _SeededAgent(self._execution_agent, drawn)
@@ -403,7 +411,7 @@ class _Training(_SessionOptions, TorchBackward, AutogradNode, TrainingManager): 
     def probe_memory(self, probe: str) -> Answer:
         """Ask a session without plans, since the answer of one with plans lacks what those have removed."""
         applied = self._runtime_options.memory_optimizer_is_enabled()
-        if self._execution_agent is not None and self.drops_by_itself and not applied:
+        if self._execution_agent is not None and not self.exchanged and not applied:
             return self._asked(probe)
         with self._without_plans():
             self.create_session([])

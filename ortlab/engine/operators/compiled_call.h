@@ -453,4 +453,14 @@ class Call {
   std::vector<Tensor> owned_;
 };
 
+// Do some work in as many threads as torch has, each of which takes parts of it until none are left.
+template <typename Work>
+void in_threads(const Work& take_parts) {
+  if (torch.start_region == nullptr || torch.end_region == nullptr) return take_parts();
+  const auto take = [](void* of) { (*static_cast<const Work*>(of))(); };
+  torch.start_region(take, const_cast<Work*>(&take_parts), 0);
+  take_parts();
+  torch.end_region();
+}
+
 }  // namespace

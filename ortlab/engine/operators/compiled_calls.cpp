@@ -2,8 +2,8 @@
 //
 // ONNX Runtime calls one C function for each ATen node of a graph (`aten_executor.py` has its signature). In Python such
 // a call takes some 30 microseconds; here it takes a few. Each kernel below computes what the function of its name in
-// `torch_kernels.py`, or torch's operator, computes, with the same kernels of torch and so the same bits; only that of
-// `depthwise.h` is ours, and rounds its own way. A kernel returns false where it is not sure to do so, before it has
+// `torch_kernels.py`, or torch's operator, computes, with the same kernels of torch and so the same bits; those of
+// `dropout.h` and `where.h` are ours, with the same bits, and that of `depthwise.h` rounds its own way. A kernel returns false where it is not sure to do so, before it has
 // changed anything, and the call goes to Python: on another device, where Python would take memory that is kept from
 // step to step for the output (`torch_kernels.OutputBuffers`), with anything out of the ordinary, and where torch raises
 // an error, which Python then raises again with its text.
@@ -27,6 +27,7 @@
 #include "compiled_call.h"
 #include "depthwise.h"
 #include "dropout.h"
+#include "where.h"
 
 namespace {
 
@@ -107,6 +108,14 @@ bool gemm(Call& call) {
 }
 
 // ---- normalisations -------------------------------------------------------------------------------------------------
+
+bool layer_norm(Call& call) {
+  // x, weight, bias, epsilon
+  if (!call.are_floats({0, 1, 2}) || !call.is_float(3)) return false;
+  Value stack[5] = {call.tensor(0), call.list(call.shape(1)), call.some(call.tensor(1)), call.some(call.tensor(2)),
+                    Call::number(call.one_float(3))};
+  return call.run("aten::native_layer_norm", "", stack) && call.give_results(3, stack);
+}
 
 bool layer_norm_backward(Call& call) {
   if (!call.are_given({0, 1, 2, 3, 4})) return false;
@@ -370,8 +379,24 @@ bool leaky_relu_backward(Call& call) {
 
 bool where(Call& call) {
   if (!call.are_floats({1, 2}) || !call.given(0) || call.type(0) != UINT8) return false;
-  Value stack[3] = {call.mask(0), call.tensor(1), call.tensor(2)};
-  return call.run("aten::where", "self", stack) && call.give_result(0, stack[0]);
+  const std::int64_t rank = std::max({call.rank(0), call.rank(1), call.rank(2)});
+  Ints shape(rank, 1), steps(3 * rank, 0);
+  for (std::size_t i = 0; i < 3; ++i) {
+    const Ints sizes = call.shape(i), apart = dense_strides(sizes);
+    for (std::size_t from_last = 1; from_last <= sizes.size(); ++from_last) {
+      const std::int64_t size = sizes[sizes.size() - from_last];
+      if (size == 1) continue;
+      std::int64_t& whole = shape[rank - from_last];
+      if (whole != 1 && whole != size) return false;
+      whole = size;
+      steps[(i + 1) * rank - from_last] = apart[sizes.size() - from_last];
+    }
+  }
+  Tensor made = call.empty(shape);
+  if (made == nullptr) return false;
+  ortlab_where(rank, shape.data(), steps.data(), call.data<void>(0), call.data<void>(1), call.data<void>(2),
+               Call::floats(made));
+  return call.give(0, made);
 }
 
 // ---- dropout --------------------------------------------------------------------------------------------------------
@@ -832,6 +857,7 @@ const Kernel KERNELS[] = {
     {"ortlab::matmul_transposed", matmul_transposed, true},
     {"ortlab::matmul_of_rows", matmul_of_rows, true},
     {"ortlab::gemm", gemm, true},
+    {"ortlab::layer_norm", layer_norm, true},
     {"ortlab::layer_norm_backward", layer_norm_backward, true},
     {"ortlab::rms_norm_backward", rms_norm_backward, false},
     {"ortlab::convolution", convolution, true},

@@ -106,7 +106,7 @@ def computed() -> int:
 
 
 def library() -> Any:
-    """Return the library itself, whose functions are declared in ``dropout.h`` and at the end of its source."""
+    """Return the library itself, whose functions are in ``dropout.h``, ``where.h`` and at the end of its source."""
     return _Connected.library
 
 
@@ -191,6 +191,11 @@ def _connect(in_python: int) -> str:
         ctypes.c_uint64,
     ]
     library.ortlab_dropout_backward.argtypes = [*[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_float]
+    library.ortlab_where.argtypes = [
+        ctypes.c_int64,
+        *[ctypes.POINTER(ctypes.c_int64)] * 2,
+        *[ctypes.c_void_p] * 4,
+    ]
     library.ortlab_begin_run.argtypes = [ctypes.c_size_t, ctypes.c_uint32]
     library.ortlab_rests.restype = ctypes.c_uint64
     texts = [ctypes.c_char_p] * 5

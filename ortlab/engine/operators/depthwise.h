@@ -69,13 +69,7 @@ class OfWeight {
         sums_(blocks_ * shares_ * rows.window * columns.window * LANES) {}
 
   void compute(float* made) {
-    if (torch.start_region != nullptr && torch.end_region != nullptr) {
-      torch.start_region(&take_part, this, 0);
-      take_part(this);
-      torch.end_region();
-    } else {
-      take_part(this);
-    }
+    in_threads([this] { take_parts(); });
     const std::int64_t window = rows_.window * columns_.window;
     for (std::int64_t channel = 0; channel < channels_; ++channel) {
       for (std::int64_t entry = 0; entry < window; ++entry) {
@@ -89,15 +83,12 @@ class OfWeight {
   }
 
  private:
-  static void take_part(void* of) {
-    auto* self = static_cast<OfWeight*>(of);
+  void take_parts() {
     std::vector<float> grad, x;
-    for (std::int64_t part = self->next_++; part < self->blocks_ * self->shares_; part = self->next_++) {
-      const std::int64_t share = part / self->blocks_;
-      const std::int64_t end = self->images_ * (share + 1) / self->shares_;
-      for (std::int64_t image = self->images_ * share / self->shares_; image < end; ++image) {
-        self->add_image(image, part, grad, x);
-      }
+    for (std::int64_t part = next_++; part < blocks_ * shares_; part = next_++) {
+      const std::int64_t share = part / blocks_;
+      const std::int64_t end = images_ * (share + 1) / shares_;
+      for (std::int64_t image = images_ * share / shares_; image < end; ++image) add_image(image, part, grad, x);
     }
   }
 

@@ -1,13 +1,16 @@
 """Which nodes PyTorch computes on the CPU because ONNX Runtime's kernels take several times as long.
 
 Of 1.19.2, the gradients of Relu, LeakyRelu, LogSoftmax, LayerNormalization and both Gelus run on one thread or in
-several passes, those of Gather and GatherElements add one entry at a time, Where broadcasts one entry at a time, Sin
-and Cos ask the C library for each entry, and the gradient of ``x ** 2`` raises x to the power of one. Gradients of
-grouped convolutions and maxima of windows are torch's anyway: they get the layout that is quicker. Only nodes of
-float32 are taken, and but for Gather's gradient only those of at least `FEWEST` entries, since a call costs some 30
-microseconds. In the forward only LeakyRelu, ReduceLogSumExp, Sin, Cos, TopK, GatherElements and calls of torch are,
-which ORT cannot recompute to save memory (``memory_optimizer/recompute_analysis.cc``, GetAllowedRecomputeOps); so no
-plan is lost.
+several passes, those of Gather and GatherElements add one entry at a time, Where makes two tensors of zeros and adds
+them up, Sin and Cos ask the C library for each entry, and the gradient of ``x ** 2`` raises x to the power of one.
+Gradients of grouped convolutions and maxima of windows are torch's anyway: they get the layout that is quicker. Only
+nodes of float32 are taken, and but for Gather's gradient only those of at least `FEWEST` entries, since a call costs
+some 30 microseconds.
+
+In the forward LeakyRelu, ReduceLogSumExp, Sin, Cos, TopK, GatherElements and calls of torch are taken at once, which
+ORT cannot recompute to save memory (``memory_optimizer/recompute_analysis.cc``, GetAllowedRecomputeOps). Where it can,
+if it is its own: it is left to ORT until a session is made of the graph, and by the plans that name it; so no plan is
+lost.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from ortlab.engine.operators import where  # noqa: F401 - it declares a kernel
 from ortlab.engine.passes.graph_edits import (
     FLOAT_TYPES,
     SIZES,
@@ -59,11 +63,39 @@ def choose_quick(model: onnx.ModelProto) -> None:
     for node in model.graph.node:
         is_backward = node.op_type == "YieldOp" or not backward.isdisjoint(node.input)
         backward.update(node.output if is_backward else ())
-        nodes += choice.instead_of(node, backward=is_backward)
+        nodes += choice.instead_of(node, asked=is_backward or node.op_type in _FORWARD)
     if choice.changed:
         # Indices that are broadcast for nobody any more are dropped; what an inner graph reads cannot be told here.
         nodes = nodes if choice.has_inner_graphs else needed_nodes(nodes, choice.outputs)
         put_calls(model, nodes, choice.untyped)
+
+
+def with_quick_choices(model: onnx.ModelProto, *, chooses: bool) -> onnx.ModelProto:
+    """Return what a session is made of in the place of a training graph, with the same bits.
+
+    Where gradients meet, Add takes the place of Sum, which has one thread. Where stays ONNX Runtime's in the forward
+    unless the library `chooses`.
+    """
+    made = onnx.ModelProto()
+    made.CopyFrom(model)
+    choice = _Choice(made)
+    nodes: list[onnx.NodeProto] = []
+    is_backward = False
+    for node in made.graph.node:
+        is_backward = is_backward or node.op_type == "YieldOp"
+        quick = [node]
+        if chooses and node.op_type == "Where":
+            quick = choice.instead_of(node)
+        elif is_backward and node.op_type == "Sum" and len(node.input) > 1:
+            quick = _added(node)
+            choice.changed = True
+        if quick[-1] is not node:
+            quick[-1].name = node.name
+        nodes += quick
+    if not is_backward or not choice.changed:  # no training graph, or nothing to do
+        return model
+    put_calls(made, nodes, choice.untyped)
+    return made
 
 
 class _Choice:
@@ -103,7 +135,7 @@ class _Choice:
             "ATen": self._laid_out,
         }
 
-    def instead_of(self, node: onnx.NodeProto, *, backward: bool) -> list[onnx.NodeProto]:
+    def instead_of(self, node: onnx.NodeProto, *, asked: bool = True) -> list[onnx.NodeProto]:
         """Return the nodes that take the place of one: the node itself where ORT's kernel stays."""
         if not self._same.keys().isdisjoint(node.input):
             node.input[:] = [self._same.get(name, name) for name in node.input]
@@ -112,7 +144,6 @@ class _Choice:
             self.changed = True
             return []
         kind = self._kinds.get(node.op_type)
-        asked = kind is not None and (backward or node.op_type in _FORWARD)
         if kind is None or not asked or not self._is_computed(node) or not self._is_large(node):
             return [node]
         made = kind(node, attributes_of(node))
@@ -243,6 +274,17 @@ class _Choice:
         said = _constant(node, "how", np.array(how))
         outputs = [name or f"{node.name}_unread" for name in node.output]
         return [said, kernel_call("topk", [*node.input, said.output[0]], outputs, node)]
+
+
+def _added(node: onnx.NodeProto) -> list[onnx.NodeProto]:
+    """Return additions of two tensors each, in the order of a Sum."""
+    total, *rest = node.input
+    made = []
+    for number, one in enumerate(rest, 1):
+        output = node.output[0] if number == len(rest) else f"{node.output[0]}_of_{number + 1}"
+        made.append(helper.make_node("Add", [total, one], [output], name=f"{output}_Add"))
+        total = output
+    return made
 
 
 def _constant(node: onnx.NodeProto, name: str, value: np.ndarray[Any, Any]) -> onnx.NodeProto:

@@ -533,13 +533,6 @@ def max_pool2d(
     return tuple(one.contiguous() for one in found)
 
 
-@kernel("(Tensor condition, Tensor a, Tensor b) -> Tensor")
-def where(condition: Tensor, a: Tensor, b: Tensor) -> Any:
-    """Return `a` where the condition is true, else `b`."""
-    shape = broadcast(condition.shape, a.shape, b.shape)
-    return torch.where(condition.view(torch.bool), a, b, out=empty(shape, a))
-
-
 # --- cross entropy ----------------------------------------------------------------------------------------------
 
 

@@ -157,7 +157,7 @@ def test_of_layers_only_what_one_hands_to_the_next_is_kept(wrapped):
     ]
     # The attention mask, and who sees anything through it, are made once and read in all layers.
     assert [(row.layer, row.operator) for row in sorted(rows, key=lambda row: row.position)] == [
-        (f"transformer.h.{LAYERS - 1}", "Where"),
+        (f"transformer.h.{LAYERS - 1}", "ortlab::where"),
         (f"transformer.h.{LAYERS - 1}", "ReduceMax"),
         *((f"transformer.h.{number}", "Add") for number in range(LAYERS)),
     ]
@@ -166,7 +166,7 @@ def test_of_layers_only_what_one_hands_to_the_next_is_kept(wrapped):
     rows = [
         row for row in lab.activations().rows if row.layer.startswith("transformer.h.") and row.bytes > 64
     ]
-    assert {row.operator for row in rows} <= {"MatMul", "FusedMatMul", "Gemm", "Where", "ReduceMax"}
+    assert {row.operator for row in rows} <= {"MatMul", "FusedMatMul", "Gemm", "ortlab::where", "ReduceMax"}
 
 
 @pytest.mark.parametrize(
