@@ -221,9 +221,8 @@ class _SessionOptions:
     def _exchanging(self, plans: Sequence[str]) -> Iterator[None]:
         """Let the session be made of a graph whose dropouts and choices (Where) ortlab computes, where it can."""
         graph = self._onnx_models.optimized_model  # type: ignore[attr-defined]
-        chooses = not any(
-            "Where" in plan for plan in plans
-        )  # which ONNX Runtime recomputes only if it is its own
+        # ONNX Runtime recomputes a Where only if it is its own.
+        chooses = not compiled_calls.lacking() and not any("Where" in plan for plan in plans)
         quick, self.exchanged = self._quick(graph, chooses=chooses)
         # So are its dropouts: a plan that recomputes one has to act before ortlab's take their place.
         acted = "Dropout" in self.exchanged and any("Dropout" in plan for plan in plans)

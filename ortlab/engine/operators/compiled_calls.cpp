@@ -3,10 +3,10 @@
 // ONNX Runtime calls one C function for each ATen node of a graph (`aten_executor.py` has its signature). In Python such
 // a call takes some 30 microseconds; here it takes a few. Each kernel below computes what the function of its name in
 // `torch_kernels.py`, or torch's operator, computes, with the same kernels of torch and so the same bits; those of
-// `dropout.h` and `where.h` are ours, with the same bits, and that of `depthwise.h` rounds its own way. A kernel returns false where it is not sure to do so, before it has
-// changed anything, and the call goes to Python: on another device, where Python would take memory that is kept from
-// step to step for the output (`torch_kernels.OutputBuffers`), with anything out of the ordinary, and where torch raises
-// an error, which Python then raises again with its text.
+// `dropout.h` and `where.h` are ours, with the same bits, and that of `depthwise.h` rounds its own way. A kernel returns
+// false where it is not sure to do so, before it has changed anything, and the call goes to Python: on another device,
+// where Python would take memory that is kept from step to step for the output (`torch_kernels.OutputBuffers`), with
+// anything out of the ordinary, and where torch raises an error, which Python then raises again with its text.
 
 #include <algorithm>
 #include <atomic>

@@ -1,8 +1,8 @@
 """Which nodes PyTorch computes on the CPU because ONNX Runtime's kernels take several times as long.
 
 Of 1.19.2, the gradients of Relu, LeakyRelu, LogSoftmax, LayerNormalization and both Gelus run on one thread or in
-several passes, those of Gather and GatherElements add one entry at a time, Where makes two tensors of zeros and adds
-them up, Sin and Cos ask the C library for each entry, and the gradient of ``x ** 2`` raises x to the power of one.
+several passes, those of Gather and GatherElements add one entry at a time, Where makes two tensors and puts them
+together, Sin and Cos ask the C library for each entry, and the gradient of ``x ** 2`` raises x to the power of one.
 Gradients of grouped convolutions and maxima of windows are torch's anyway: they get the layout that is quicker. Only
 nodes of float32 are taken, and but for Gather's gradient only those of at least `FEWEST` entries, since a call costs
 some 30 microseconds.
@@ -71,10 +71,10 @@ def choose_quick(model: onnx.ModelProto) -> None:
 
 
 def with_quick_choices(model: onnx.ModelProto, *, chooses: bool) -> onnx.ModelProto:
-    """Return what a session is made of in the place of a training graph, with the same bits.
+    """Return what a session is made of in the place of a training graph.
 
-    Where gradients meet, Add takes the place of Sum, which has one thread. Where stays ONNX Runtime's in the forward
-    unless the library `chooses`.
+    Where gradients meet, Add takes the place of Sum, which has one thread. If the library `chooses`, it takes the place
+    of Where, which makes 0 of a -0 that is chosen where the condition is true.
     """
     made = onnx.ModelProto()
     made.CopyFrom(model)

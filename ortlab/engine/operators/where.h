@@ -1,7 +1,7 @@
 // A choice between two tensors, entry by entry, in one pass over memory, with what is broadcast read in place.
 //
 // torch's kernel asks for each entry where to go on, which takes ten times as long where the condition has no pattern.
-// ONNX Runtime's makes two tensors of zeros and adds them up.
+// ONNX Runtime's makes two tensors, each 0 where the other one is chosen, and puts them together; so it makes 0 of -0.
 
 #pragma once
 
