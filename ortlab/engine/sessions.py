@@ -242,7 +242,9 @@ class _SessionOptions:
         if not on_cpu or not self.options.aten_backward or self.asks_for_plans:
             return graph, frozenset()
         dropping = with_quick_dropouts(graph) if drops else None
-        quick = with_quick_choices(graph if dropping is None else dropping, chooses=chooses)
+        quick = graph if dropping is None else dropping
+        if chooses:
+            quick = with_quick_choices(quick)
         chosen = len(nodes_of(quick, "Where")) < len(nodes_of(graph, "Where"))
         taken = ("Dropout", dropping is not None), ("Where", chosen)
         return quick, frozenset(operator for operator, is_taken in taken if is_taken)

@@ -70,29 +70,21 @@ def choose_quick(model: onnx.ModelProto) -> None:
         put_calls(model, nodes, choice.untyped)
 
 
-def with_quick_choices(model: onnx.ModelProto, *, chooses: bool) -> onnx.ModelProto:
-    """Return what a session is made of in the place of a training graph.
+def with_quick_choices(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return what a session is made of in the place of a training graph, with the library's Where.
 
-    Where gradients meet, Add takes the place of Sum, which has one thread. If the library `chooses`, it takes the place
-    of Where, which makes 0 of a -0 that is chosen where the condition is true.
+    ONNX Runtime's makes 0 of a -0 that is chosen where the condition is true.
     """
+    if all(node.op_type != "YieldOp" for node in model.graph.node):  # no training graph
+        return model
     made = onnx.ModelProto()
     made.CopyFrom(model)
     choice = _Choice(made)
     nodes: list[onnx.NodeProto] = []
-    is_backward = False
     for node in made.graph.node:
-        is_backward = is_backward or node.op_type == "YieldOp"
-        quick = [node]
-        if chooses and node.op_type == "Where":
-            quick = choice.instead_of(node)
-        elif is_backward and node.op_type == "Sum" and len(node.input) > 1:
-            quick = _added(node)
-            choice.changed = True
-        if quick[-1] is not node:
-            quick[-1].name = node.name
-        nodes += quick
-    if not is_backward or not choice.changed:  # no training graph, or nothing to do
+        nodes += choice.instead_of(node) if node.op_type == "Where" else [node]
+        nodes[-1].name = node.name
+    if not choice.changed:
         return model
     put_calls(made, nodes, choice.untyped)
     return made
@@ -274,17 +266,6 @@ class _Choice:
         said = _constant(node, "how", np.array(how))
         outputs = [name or f"{node.name}_unread" for name in node.output]
         return [said, kernel_call("topk", [*node.input, said.output[0]], outputs, node)]
-
-
-def _added(node: onnx.NodeProto) -> list[onnx.NodeProto]:
-    """Return additions of two tensors each, in the order of a Sum."""
-    total, *rest = node.input
-    made = []
-    for number, one in enumerate(rest, 1):
-        output = node.output[0] if number == len(rest) else f"{node.output[0]}_of_{number + 1}"
-        made.append(helper.make_node("Add", [total, one], [output], name=f"{output}_Add"))
-        total = output
-    return made
 
 
 def _constant(node: onnx.NodeProto, name: str, value: np.ndarray[Any, Any]) -> onnx.NodeProto:

@@ -1,4 +1,4 @@
-"""Where and Sum have quicker kernels in the place of ONNX Runtime's, to the bit, and its plans still find Where."""
+"""Where has a quicker kernel in the place of ONNX Runtime's, to the bit, and its plans still find their own."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_without_the_library_pytorch_chooses(monkeypatch):
 
 
 class Net(nn.Module):
-    """Two layers, in each of which three gradients meet, and a choice between two tensors."""
+    """Two layers with a choice between two tensors."""
 
     def __init__(self):
         super().__init__()
@@ -104,7 +104,7 @@ def net():
 X = torch.randn(8, 32, 64, generator=torch.Generator().manual_seed(6))
 
 
-def test_choices_are_the_librarys_and_sums_of_gradients_have_all_threads(net):
+def test_choices_are_the_librarys(net):
     eager = copy.deepcopy(net)
     lab = ortlab.wrap(net)
     for one, other in zip(train(net, X), train(eager, X), strict=True):
@@ -112,22 +112,22 @@ def test_choices_are_the_librarys_and_sums_of_gradients_have_all_threads(net):
     used = operators(lab)
     border = used.index("YieldOp")
     assert used[:border].count("ortlab::where") == 2
-    assert not {"Where", "Sum"} & set(used)
+    assert "Where" not in used
     lab.set(aten_backward=False)
     train(net, X)
     used = operators(lab)
-    assert {"Where", "Sum"} <= set(used)
+    assert "Where" in used
     assert not any(operator.startswith("ortlab::") for operator in used)
 
 
-def test_without_either_the_numbers_are_the_same_bits(net, monkeypatch):
+def test_with_onnxruntimes_the_numbers_are_the_same_bits(net, monkeypatch):
     twin = copy.deepcopy(net)
     ortlab.wrap(net)
     mine = train(net, X)
-    monkeypatch.setattr("ortlab.engine.sessions.with_quick_choices", lambda model, **_: model)
+    monkeypatch.setattr("ortlab.engine.sessions.with_quick_choices", lambda model: model)
     lab = ortlab.wrap(twin)
     assert all(map(torch.equal, mine, train(twin, X)))
-    assert {"Where", "Sum"} <= set(operators(lab))
+    assert "Where" in operators(lab)
 
 
 def test_a_plan_that_recomputes_a_choice_has_onnxruntimes_and_changes_no_bit(net):
