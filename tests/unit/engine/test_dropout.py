@@ -259,8 +259,8 @@ def test_what_a_level_keeps_is_told_as_with_onnxruntimes_dropouts(monkeypatch):
         kept.append(lab.activations().total_bytes)
         if level:
             without_library(monkeypatch)  # for the last
-    seeds = 8 * len(repeats(lab))
-    assert kept[1] == kept[2] + seeds < 0.5 * kept[0]
+    seeds = 8 * len(repeats(lab))  # which the library's hand on
+    assert kept[2] <= kept[1] <= kept[2] + seeds < 0.5 * kept[0]
 
 
 def test_repeated_dropouts_have_onnxruntimes_names_and_run_in_its_order(stacked, monkeypatch, tmp_path):
