@@ -25,6 +25,7 @@ from ortlab.engine.passes.training_graph import HIDING
 from ortlab.engine.value_shapes import Inferred, ValueShapes
 from ortlab.errors import BuildError
 from ortlab.graphs.nodes import YIELD, is_copy, is_holder, without_stand_in
+from ortlab.graphs.viewer.grouping import in_order
 from ortlab.memory.saved_activations import (
     KeptInput,
     PlanEffect,
@@ -267,14 +268,11 @@ class ForwardOfGraph:
 
     def __init__(self, model: onnx.ModelProto) -> None:
         graph = model.graph
-        every = list(graph.node)
-        border = next(place for place, node in enumerate(every) if node.op_type == YIELD)
-        self._yield = every[border]
-        own = [node for node in every if not is_copy(node) and not is_holder(node)]
-        early = {id(node) for node in every[:border]} | {id(node) for node in _needed_for(self._yield, own)}
-        self.nodes = _in_order([node for node in own if id(node) in early])
-        forward = {id(node) for node in (self._yield, *self.nodes)}
-        self._backward = [node for node in every if id(node) not in forward]
+        own = in_order([node for node in graph.node if not is_copy(node) and not is_holder(node)])
+        border = next(place for place, node in enumerate(own) if node.op_type == YIELD)
+        self.nodes, self._yield = own[:border], own[border]
+        forward = {id(node) for node in own[: border + 1]}
+        self._backward = [node for node in graph.node if id(node) not in forward]
         self._inputs = {value.name for value in graph.input}
 
     @cached_property
@@ -318,34 +316,6 @@ class ForwardOfGraph:
                 elif name_of(node) not in one.readers:
                     one.readers.append(name_of(node))
         return tuple(found.values())
-
-
-def _needed_for(last: onnx.NodeProto, nodes: Iterable[onnx.NodeProto]) -> list[onnx.NodeProto]:
-    """Return those of some nodes that what a node reads is made by, directly or not."""
-    made_by = {name: node for node in nodes for name in node.output if name}
-    found, waiting = dict[int, onnx.NodeProto](), [last]
-    while waiting:
-        for name in waiting.pop().input:
-            node = made_by.get(name)
-            if node is not None and id(node) not in found:
-                found[id(node)] = node
-                waiting.append(node)
-    return list(found.values())
-
-
-def _in_order(nodes: list[onnx.NodeProto]) -> list[onnx.NodeProto]:
-    """Return nodes so that each stands behind those that make what it reads, and else as they stand."""
-    made_by = {name: number for number, node in enumerate(nodes) for name in node.output if name}
-    order: dict[int, None] = {}
-    for number in range(len(nodes)):
-        waiting = [number]
-        while waiting:
-            before = {made_by[name] for name in nodes[waiting[-1]].input if name in made_by} - order.keys()
-            if before - {waiting[-1]}:
-                waiting.append(min(before))
-            else:
-                order[waiting.pop()] = None
-    return [nodes[number] for number in order]
 
 
 def name_of(node: onnx.NodeProto) -> str:

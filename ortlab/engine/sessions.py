@@ -31,7 +31,7 @@ from ortlab.engine.operators import compiled_calls
 from ortlab.engine.operators.dropout import drawn_dropouts, with_quick_dropouts
 from ortlab.engine.operators.quick_choice import with_quick_choices
 from ortlab.engine.operators.torch_backward import TorchBackward
-from ortlab.engine.passes.graph_edits import has_inner_graphs, nodes_of
+from ortlab.engine.passes.graph_edits import has_inner_graphs
 from ortlab.engine.passes.training_graph import leaving_alone
 from ortlab.engine.patching import with_attributes
 from ortlab.engine.recompute_plans import PROBE_ANYWHERE
@@ -243,11 +243,9 @@ class _SessionOptions:
             return graph, frozenset()
         dropping = with_quick_dropouts(graph) if drops else None
         quick = graph if dropping is None else dropping
-        if chooses:
-            quick = with_quick_choices(quick)
-        chosen = len(nodes_of(quick, "Where")) < len(nodes_of(graph, "Where"))
-        taken = ("Dropout", dropping is not None), ("Where", chosen)
-        return quick, frozenset(operator for operator, is_taken in taken if is_taken)
+        chosen = with_quick_choices(quick) if chooses else quick
+        taken = ("Dropout", dropping is not None), ("Where", chosen is not quick)
+        return chosen, frozenset(operator for operator, is_taken in taken if is_taken)
 
     def _planned_graph(self) -> onnx.ModelProto:
         """Create a session only to have it apply the plans."""

@@ -71,11 +71,12 @@ def choose_quick(model: onnx.ModelProto) -> None:
 
 
 def with_quick_choices(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return what a session is made of in the place of a training graph, with the library's Where.
+    """Return a training graph with the library's Where, or the model itself if nothing is to be exchanged.
 
     ONNX Runtime's makes 0 of a -0 that is chosen where the condition is true.
     """
-    if all(node.op_type != "YieldOp" for node in model.graph.node):  # no training graph
+    operators = {node.op_type for node in model.graph.node}
+    if not {"Where", "YieldOp"} <= operators:  # which a training graph has
         return model
     made = onnx.ModelProto()
     made.CopyFrom(model)
