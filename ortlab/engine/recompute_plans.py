@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import onnx
 
 from ortlab.engine.inspection.places import Places
+from ortlab.engine.operators.quick_choice import BEHIND_PLANS
+from ortlab.engine.passes.graph_edits import aten_operator
 from ortlab.engine.saved_activations import kept_bytes, name_of
 from ortlab.errors import BuildError
 from ortlab.graphs.nodes import YIELD, without_stand_in
@@ -383,9 +385,10 @@ def recomputed_in(serialized: bytes, others: Collection[str] = ()) -> Recomputed
     """Read what plans recompute from a serialised execution graph; `others` are copies that no plan has made."""
     graph = onnx.load_model_from_string(serialized).graph
     nodes = [node for node in graph.node if node.name.endswith(COPY) and node.name not in others]
+    planned = {call: operator for operator, call in BEHIND_PLANS.items()}
     return Recomputed(
         frozenset(node.name.removesuffix(COPY) for node in nodes),
-        frozenset(without_stand_in(node).op_type for node in nodes),
+        frozenset(planned.get(aten_operator(node)) or without_stand_in(node).op_type for node in nodes),
     )
 
 

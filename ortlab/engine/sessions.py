@@ -29,13 +29,14 @@ from ortlab.engine.build_log import ortmodule_logger, runtime_lines, runtime_mes
 from ortlab.engine.diagnosis import explain_execution_failure
 from ortlab.engine.operators import compiled_calls
 from ortlab.engine.operators.dropout import drawn_dropouts, with_quick_dropouts
-from ortlab.engine.operators.quick_choice import with_quick_choices
+from ortlab.engine.operators.quick_choice import BEHIND_PLANS, with_quick_choices
 from ortlab.engine.operators.torch_backward import TorchBackward
-from ortlab.engine.passes.graph_edits import has_inner_graphs
+from ortlab.engine.passes.graph_edits import has_inner_graphs, nodes_of
 from ortlab.engine.passes.training_graph import leaving_alone
 from ortlab.engine.patching import with_attributes
 from ortlab.engine.recompute_plans import PROBE_ANYWHERE
 from ortlab.errors import BuildError, ExecutionError
+from ortlab.memory.recompute import COPY
 from ortlab.options.log_levels import log_level
 from ortlab.options.option_files import check_onnx_folder
 
@@ -207,51 +208,55 @@ class _SessionOptions:
                 self._create_execution_agent()  # type: ignore[attr-defined]
         # What a session took to be created of which this one is made counts, too.
         self.time_tracker.starts_[ORTModuleInitPhase.CREATE_SESSION] = began  # type: ignore[attr-defined]
-        if hasattr(self._execution_agent, "run_backward"):
-            graph = self._onnx_models.optimized_model.graph  # type: ignore[attr-defined]
-            # What runs in an inner graph is not looked for.
-            self.runs_python = any("PythonOp" in one.op_type for one in graph.node) or has_inner_graphs(graph)
+        graph = self._onnx_models.optimized_model.graph  # type: ignore[attr-defined]
+        # What runs in an inner graph is not looked for.
+        self.runs_python = any("PythonOp" in one.op_type for one in graph.node) or has_inner_graphs(graph)
+        is_trained = hasattr(self._execution_agent, "run_backward")
+        if is_trained:
             self._take_seeds()
-            self._share_cores()
+        self._share_cores()
+        if is_trained:
             self._execution_agent = _ExplainingAgent(
                 self._execution_agent, self.collecting, self.options, self.lines
             )
 
     @contextmanager
     def _exchanging(self, plans: Sequence[str]) -> Iterator[None]:
-        """Let the session be made of a graph whose dropouts and choices (Where) ortlab computes, where it can."""
+        """Let the session be made of a graph some of whose nodes PyTorch or the library computes, where they can."""
         graph = self._onnx_models.optimized_model  # type: ignore[attr-defined]
-        # ONNX Runtime recomputes a Where only if it is its own.
-        chooses = not compiled_calls.lacking() and not any("Where" in plan for plan in plans)
-        quick, self.exchanged = self._quick(graph, chooses=chooses)
-        # So are its dropouts: a plan that recomputes one has to act before ortlab's take their place.
-        acted = "Dropout" in self.exchanged and any("Dropout" in plan for plan in plans)
+        quick = self._quick(graph)
+        # ONNX Runtime recomputes only what is its own: a plan that names one of them has to act before.
+        acted = any(operator in plan for operator in self.exchanged for plan in plans)
         if acted:
-            quick, self.exchanged = self._quick(self._planned_graph(), chooses=chooses)
+            quick = self._quick(self._planned_graph())
             _put_in_order_of(graph, quick)
-            if "Dropout" not in self.exchanged:
-                quick, acted = self._quick(graph, drops=False, chooses=chooses)[0], False
         with self._made_of(quick), self._plans_done() if acted else nullcontext():
             yield
 
-    def _quick(
-        self, graph: onnx.ModelProto, *, drops: bool = True, chooses: bool
-    ) -> tuple[onnx.ModelProto, frozenset[str]]:
-        """Return what a session is made of in the place of a graph, and the operators that plans do not find in it."""
+    def _quick(self, graph: onnx.ModelProto) -> onnx.ModelProto:
+        """Return what a session is made of in the place of a graph, and note which operators are others in it."""
+        quick = graph
         on_cpu = self._device.type == "cpu"  # type: ignore[attr-defined]
-        if not on_cpu or not self.options.aten_backward or self.asks_for_plans:
-            return graph, frozenset()
-        dropping = with_quick_dropouts(graph) if drops else None
-        quick = graph if dropping is None else dropping
-        chosen = with_quick_choices(quick) if chooses else quick
-        taken = ("Dropout", dropping is not None), ("Where", chosen is not quick)
-        return chosen, frozenset(operator for operator, is_taken in taken if is_taken)
+        if on_cpu and self.options.aten_backward and not self.asks_for_plans:
+            quick = with_quick_choices(with_quick_dropouts(graph) or graph)
+        self.exchanged = frozenset(
+            operator
+            for operator in ("Dropout", *BEHIND_PLANS)
+            if len(nodes_of(quick, operator)) < len(nodes_of(graph, operator))
+        )
+        return quick
 
     def _planned_graph(self) -> onnx.ModelProto:
         """Create a session only to have it apply the plans."""
         with with_attributes(self, profile=None), self.another_session(), self.graph_written() as file:
             self._create_execution_agent()  # type: ignore[attr-defined]
-            return onnx.load(file)
+            planned = onnx.load(file)
+        made = {name for node in planned.graph.node for name in node.output}
+        # ORT gives no type to what it recomputes.
+        for value in list(planned.graph.value_info):
+            if f"{value.name}{COPY}" in made:
+                planned.graph.value_info.add(name=f"{value.name}{COPY}", type=value.type)
+        return planned
 
     @contextmanager
     def _plans_done(self) -> Iterator[None]:
@@ -307,7 +312,7 @@ def _put_in_order_of(first: onnx.ModelProto, second: onnx.ModelProto) -> None:
 
 
 class _WrappedAgent:
-    """A training agent that does more around its calls than the one of ONNX Runtime inside it."""
+    """An agent that does more around its calls than the one of ONNX Runtime inside it."""
 
     def __init__(self, agent: Any) -> None:
         self._agent = agent
@@ -335,10 +340,10 @@ class _SharingAgent(_WrappedAgent):
         super().__init__(agent)
         self._threads = threads
 
-    def run_forward(self, feeds: Any, fetches: Any, state: Any, cache: Any = None) -> None:
+    def run_forward(self, *given: Any) -> Any:  # a training agent's arguments, or an inference agent's
         try:
             compiled_calls.begin_run(id(self), self._threads)
-            self._agent.run_forward(feeds, fetches, state, cache)
+            return self._agent.run_forward(*given)
         finally:
             compiled_calls.end_run()
 

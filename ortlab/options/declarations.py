@@ -79,9 +79,9 @@ class Compute:
         effect=Effect.GRAPH,
         help=(
             "On the CPU, PyTorch's kernels compute attention over 1,024 positions and more, the gradients of large "
-            "linear layers, norms, activations, softmax and indexing, and sums, means and convolutions, where ORT is "
-            "slower or less exact. Saves a fifth of a step with a large vocabulary. Plans stay the same but in such "
-            "attention; memory rises by up to a tenth, less if `cpu_memory_arena` is off."
+            "linear layers, norms, activations, softmax and indexing, and layer norms, sums, means and convolutions, "
+            "where ORT is slower or less exact. Saves a fifth of a step with a large vocabulary. Plans stay the same "
+            "but in such attention; memory rises by up to a tenth, less if `cpu_memory_arena` is off."
         ),
         when="you want ONNX Runtime's own gradients, or the last tenth of memory",
         unless="time matters: off is slower for most models on a CPU",

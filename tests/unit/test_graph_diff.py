@@ -181,9 +181,12 @@ STAGES = {
         ("gradient", "execution", "inference"),
         f"Fused 2 Add, 2 Mul, Div and Erf into BiasGelu, 3 times, in {LAYERS} and {HEAD}.transform_act_fn.",
     ),
-    "residuals fused into layer norms for inference": (
+    "layer norms computed by PyTorch for inference": (
         ("gradient", "execution", "inference"),
-        f"Fused Add and LayerNormalization into SkipLayerNormalization, 4 times, in {LAYERS}.",
+        (
+            f"Replaced 6 LayerNormalization by ortlab::layer_norm, in {LAYERS}, bert.embeddings.LayerNorm and "
+            f"{HEAD}.LayerNorm."
+        ),
     ),
 }
 """Changes that ORT makes from one stage to the next."""

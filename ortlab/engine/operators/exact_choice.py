@@ -8,12 +8,12 @@ order than PyTorch's, which is no worse; but batch normalisations of small batch
 much of each difference, so a network of both trains like PyTorch only where every digit is the same.
 
 What ORT can recompute to save memory (``memory_optimizer/recompute_analysis.cc``, GetAllowedRecomputeOps) stays ORT's,
-so that no plan is lost: Gemm, but in networks with batch normalisations, and LayerNormalization, of which 1.19.2 takes
-the variance as the mean of squares less the square of the mean and loses digits where the mean is large. Over a few
-entries, such as the heads of an attention, it is PyTorch's all the same: there the digits are most of the gradient. So
-is that of a mean over many places, as in the pooler of a network for images: the features that a mean leaves lie close
-together. And so is the product of a classifier's head, whose many terms ORT adds one after the other: the gradient of
-its bias is a difference of nearly equal numbers. A plan has next to nothing to save there: one row for each sample.
+so that no plan is lost: Gemm, but in networks with batch normalisations. PyTorch's all the same is the product of a
+classifier's head, whose many terms ORT adds one after the other: the gradient of its bias is a difference of nearly
+equal numbers. A plan has next to nothing to save there: one row for each sample. Layer normalisations are exchanged
+when a session is made (`quick_choice`); their gradients here where digits are most of them: over a few entries, such as
+the heads of an attention, and of a mean over many places, as in the pooler of a network for images, whose features lie
+close together.
 """
 
 from __future__ import annotations
@@ -104,7 +104,6 @@ class _ExactChoice:
             "ATen": self._adaptive,
             "DivGrad": self._divided_gradient,
             "Scale": self._scaled,
-            "LayerNormalization": self._normalised,
             "LayerNormalizationGrad": self._normalised_gradient,
             "QuickGeluGrad": self._silu_gradient,
             "SoftmaxCrossEntropyLoss": self._loss,
@@ -181,13 +180,6 @@ class _ExactChoice:
 
     def _scaled(self, node: onnx.NodeProto, attributes: dict[str, Any]) -> _Call | None:
         return _Call("divided", node.input) if attributes.get("scale_down") else None
-
-    def _normalised(self, node: onnx.NodeProto, attributes: dict[str, Any]) -> _Call | None:
-        x, weight, bias = [*node.input, ""][:3]
-        if not bias or not (self._are_few(weight) or self._is_mean(x)):
-            return None
-        eps = self._constant(node, "eps", TensorProto.FLOAT, [attributes.get("epsilon", 1e-5)])
-        return _Call("layer_norm", [x, weight, bias, eps])
 
     def _normalised_gradient(self, node: onnx.NodeProto, _: dict[str, Any]) -> _Call | None:
         x, weight = node.input[1:3]

@@ -3,14 +3,14 @@
 Of 1.19.2, the gradients of Relu, LeakyRelu, LogSoftmax, LayerNormalization and both Gelus run on one thread or in
 several passes, those of Gather and GatherElements add one entry at a time, Where makes two tensors and puts them
 together, Sin and Cos ask the C library for each entry, and the gradient of ``x ** 2`` raises x to the power of one.
-Gradients of grouped convolutions and maxima of windows are torch's anyway: they get the layout that is quicker. Only
-nodes of float32 are taken, and but for Gather's gradient only those of at least `FEWEST` entries, since a call costs
-some 30 microseconds.
+LayerNormalization takes four to five times as long, and takes the variance as the mean of squares less the square of
+the mean, which loses digits where the mean is large. Gradients of grouped convolutions and maxima of windows are
+torch's anyway: they get the layout that is quicker. Only nodes of float32 are taken, and of most kinds only those of at
+least `FEWEST` entries, since a call costs some 30 microseconds.
 
 In the forward LeakyRelu, ReduceLogSumExp, Sin, Cos, TopK, GatherElements and calls of torch are taken at once, which
-ORT cannot recompute to save memory (``memory_optimizer/recompute_analysis.cc``, GetAllowedRecomputeOps). Where it can,
-if it is its own: it is left to ORT until a session is made of the graph, and by the plans that name it; so no plan is
-lost.
+ORT cannot recompute to save memory (``memory_optimizer/recompute_analysis.cc``, GetAllowedRecomputeOps). What it can if
+it is its own is left to ORT until a session is made of the graph, and its plans have acted; so no plan is lost.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from ortlab.engine.operators import where  # noqa: F401 - it declares a kernel
+from ortlab.engine.operators import (
+    compiled_calls,
+    where,  # noqa: F401 - it declares a kernel
+)
 from ortlab.engine.passes.graph_edits import (
     FLOAT_TYPES,
     SIZES,
@@ -43,11 +46,14 @@ _UNKNOWN: Final = 64
 """What a dimension counts at least that another batch may change."""
 
 _FORWARD: Final = frozenset({"LeakyRelu", "ReduceLogSumExp", "Sin", "Cos", "TopK", "GatherElements", "ATen"})
+BEHIND_PLANS: Final = {"LayerNormalization": "ortlab::layer_norm", "Where": "ortlab::where"}
+"""Operators that a session computes otherwise when ONNX Runtime's plans have acted, and the calls that do."""
 _OTHER_LAYOUT: Final = {
     "convolution_backward": "grouped_convolution_backward",
     "max_pool2d_with_indices": "max_pool2d",
 }
 """Kernels by the operator of torch in whose place they are called, with the same arguments."""
+_STATISTICS: Final = ("", "mean", "deviation")
 _AXES_ARE_INPUT: Final = 18
 """From which opset on the axes of ReduceLogSumExp are an input."""
 
@@ -71,19 +77,23 @@ def choose_quick(model: onnx.ModelProto) -> None:
 
 
 def with_quick_choices(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a training graph with the library's Where, or the model itself if nothing is to be exchanged.
+    """Return the graph of a session with PyTorch's layer normalisation and the library's Where, or `model` without any.
 
-    ONNX Runtime's makes 0 of a -0 that is chosen where the condition is true.
+    ONNX Runtime's Where makes 0 of a -0 that is chosen where the condition is true, and its layer normalisation is NaN
+    where the mean is some thousand times the deviation.
     """
     operators = {node.op_type for node in model.graph.node}
-    if not {"Where", "YieldOp"} <= operators:  # which a training graph has
+    # ORT may find the result of a Where in advance where nothing is trained.
+    is_where_quick = "YieldOp" in operators and not compiled_calls.lacking()
+    asked = operators & (BEHIND_PLANS.keys() if is_where_quick else {"LayerNormalization"})
+    if not asked:
         return model
     made = onnx.ModelProto()
     made.CopyFrom(model)
     choice = _Choice(made)
     nodes: list[onnx.NodeProto] = []
     for node in made.graph.node:
-        nodes += choice.instead_of(node) if node.op_type == "Where" else [node]
+        nodes += choice.instead_of(node) if node.op_type in asked else [node]
         nodes[-1].name = node.name
     if not choice.changed:
         return model
@@ -113,6 +123,7 @@ class _Choice:
             "Sin": self._call("sin"),
             "Cos": self._call("cos"),
             "TopK": self._top,
+            "LayerNormalization": self._normalised,
             "LayerNormalizationGrad": self._call("layer_norm_backward"),
             "SimplifiedLayerNormalizationGrad": self._call("rms_norm_backward"),
             "ReluGrad": self._call("relu_backward"),
@@ -171,8 +182,8 @@ class _Choice:
     def _is_large(self, node: onnx.NodeProto) -> bool:
         """Say whether a node has many entries; one of which nothing is known has, since most have in a large model."""
         # The gradient of a Gather counts as large whatever it has: ORT's takes more than ten times as long. So does
-        # what sorts: ORT puts what is not a number elsewhere than PyTorch does.
-        if node.op_type in {"GatherGrad", "TopK"}:
+        # what sorts, as ORT puts what is not a number elsewhere than PyTorch does, and what ORT makes NaN of.
+        if node.op_type in {"GatherGrad", "LayerNormalization", "TopK"}:
             return True
         names = [*node.output, *node.input]
         # The gradient of what takes a part of a tensor is told the shape of the whole.
@@ -258,6 +269,21 @@ class _Choice:
         ]
         inputs = [node.input[0], *(one.output[0] for one in said)]
         return [*said, kernel_call("log_sum_exp", inputs, list(node.output), node)]
+
+    def _normalised(self, node: onnx.NodeProto, attributes: dict[str, Any]) -> list[onnx.NodeProto]:
+        x, weight, bias = [*node.input, ""][:3]
+        axis = attributes.get("axis", -1)
+        over = -axis if axis < 0 else self._ranks.get(x, 0) - axis
+        if (
+            not bias or self._ranks.get(weight) != over
+        ):  # PyTorch takes the shape of what is normalised from the weight
+            return [node]
+        epsilon = _constant(node, "epsilon", np.array(attributes.get("epsilon", 1e-5), np.float32))
+        outputs = [*node.output, "", ""][:3]
+        outputs = [
+            name or f"{node.output[0]}_{unread}" for name, unread in zip(outputs, _STATISTICS, strict=True)
+        ]
+        return [epsilon, kernel_call("layer_norm", [x, weight, bias, epsilon.output[0]], outputs, node)]
 
     @staticmethod
     def _top(node: onnx.NodeProto, attributes: dict[str, Any]) -> list[onnx.NodeProto]:

@@ -852,6 +852,24 @@ def test_the_threads_of_torch_sleep_while_onnxruntime_computes_for_long(monkeypa
         assert torch.equal(one, other)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="PyTorch has libgomp on Linux only")
+@pytest.mark.usefixtures("two_threads")
+def test_they_sleep_as_well_where_nothing_is_trained():
+    model, rests = Busy(nn.LayerNorm(1024)).eval(), []
+    ortlab.wrap(model)
+
+    def evaluate():
+        with torch.no_grad():
+            for _ in range(4):
+                model(torch.ones(1024, 256))
+        rests.append(compiled_calls.rests())
+
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    thread.join()
+    assert rests[0] > 0
+
+
 @pytest.mark.usefixtures("two_threads")
 def test_they_do_not_sleep_where_onnxruntime_has_one_thread_or_runs_code_of_python():
     small = nn.Linear(4, 4)

@@ -176,7 +176,6 @@ EXEMPT = {
     "silu": Exempt(atol=1e-7),
     "x ** -0.5": Exempt(None, _is(-inf, 0.0)),
     # By row.
-    "layer_norm": Exempt(_is("near each other"), _is("near each other"), atol=1e-6),
     "rms norm": Exempt(None, _is("huge")),
     "var": Exempt(None, _is("inf", "-inf", "both infinities", "large", "huge")),
 }
