@@ -274,9 +274,8 @@ class _Choice:
         x, weight, bias = [*node.input, ""][:3]
         axis = attributes.get("axis", -1)
         over = -axis if axis < 0 else self._ranks.get(x, 0) - axis
-        if (
-            not bias or self._ranks.get(weight) != over
-        ):  # PyTorch takes the shape of what is normalised from the weight
+        # The kernel takes the shape of what is normalised from the weight.
+        if not bias or self._ranks.get(weight) != over:
             return [node]
         epsilon = _constant(node, "epsilon", np.array(attributes.get("epsilon", 1e-5), np.float32))
         outputs = [*node.output, "", ""][:3]
