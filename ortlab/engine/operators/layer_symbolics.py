@@ -178,12 +178,13 @@ def layer_norm(onnx_layer_norm: Symbolic) -> Symbolic:
 
 def rms_norm(g: Any, x: Any, normalized_shape: Any, weight: Any = None, eps: Any = None) -> Any:
     """Emit ``F.rms_norm`` over the last axis in the form that becomes one operator (`rms_norms.join_rms_norms`)."""
-    if len(constant(normalized_shape, "is")) > 1 or is_none(weight) or x.type().scalarType() != "Float":
-        raise LeftToTorch("ONNX Runtime's operator is of one axis, a weight and float32")
+    if len(constant(normalized_shape, "is")) > 1 or x.type().scalarType() != "Float":
+        raise LeftToTorch("ONNX Runtime's operator is of one axis and float32")
     epsilon = torch.finfo(torch.float32).eps if is_none(eps) else constant(eps, "f")
     mean = g.op("ReduceMean", g.op("Mul", x, x), axes_i=[-1], keepdims_i=1)
     root = g.op("Sqrt", g.op("Add", mean, g.op("Constant", value_t=torch.tensor(epsilon))))
-    return g.op("Mul", g.op("Div", x, root), weight).setType(x.type())
+    scaled = g.op("Div", x, root)
+    return (scaled if is_none(weight) else g.op("Mul", scaled, weight)).setType(x.type())
 
 
 def gelu(g: Any, x: Any, approximate: Any) -> Any:

@@ -3,9 +3,9 @@
 Written out, such a normalisation is five to seven nodes, and its gradient some fifteen, each of which reads and writes
 all of a layer's activations; the backward keeps its input, the normalised input and the result. ONNX Runtime has an
 operator for it, ``SimplifiedLayerNormalization``, with a gradient that needs the input and a number for each row, and
-memory plans can recompute it. Its own optimizer (``SimplifiedLayerNormFusion`` of 1.19.2) finds T5's form, but none
-with a cast to the same type behind, as Llama's has, and it takes a single weight for one of each entry, which then
-fails when it runs.
+memory plans can recompute it; where there is no weight it gets ones. Its own optimizer (``SimplifiedLayerNormFusion``
+of 1.19.2) finds T5's form, but none with a cast to the same type behind, as Llama's has, and it takes a single weight
+for one of each entry, which then fails when it runs.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ def join_rms_norms(model: onnx.ModelProto) -> bool:
             ]
             continue
         dropped.update(node.output[0] for node in one.nodes[:-1])
+        weight = one.weight or _ones(additions, last, one.source)
         last.op_type = OPERATOR
-        last.input[:] = [one.source, one.weight]
+        last.input[:] = [one.source, weight]
         last.output.append(f"{last.output[0]}_rstd")
         del last.attribute[:]
         last.attribute.extend(
@@ -51,11 +52,21 @@ def join_rms_norms(model: onnx.ModelProto) -> bool:
     return bool(found)
 
 
+def _ones(additions: GraphAdditions, before: onnx.NodeProto, source: str) -> str:
+    """Add as many ones as a row of a value has entries in front of a node; return their name."""
+    name = f"{before.output[0]}_ones"
+    shape = additions.node(before, "Shape", [source], f"{name}_shape")
+    last = additions.vector(before, f"{name}_last", [-1])
+    width = additions.node(before, "Gather", [shape, last], f"{name}_width")
+    one = helper.make_tensor(f"{name}_value", TensorProto.FLOAT, [1], [1.0])
+    return additions.node(before, "ConstantOfShape", [width], name, value=one)
+
+
 class _Norm(NamedTuple):
     """A normalisation: what it reads, and its nodes, of which the last makes the result."""
 
     source: str
-    weight: str
+    weight: str  # "" if it has none, or one that is not for each entry of a row
     epsilon: float
     nodes: list[onnx.NodeProto]
 
@@ -67,23 +78,32 @@ class _Search:
         self._facts = GraphFacts(model)
 
     def norm_of(self, mean: onnx.NodeProto) -> _Norm | None:
-        """Return the normalisation that takes this mean, None if there is none: w * (x / sqrt(mean(x ** 2) + e))."""
+        """Return the normalisation that takes this mean, None if there is none: w * (x / sqrt(mean(x ** 2) + e)).
+
+        It may have no weight. One that does not fit is returned where ONNX Runtime would take it for one that does.
+        """
         facts, attributes = self._facts, attributes_of(mean)
         square = facts.producers.get(mean.input[0])
         if square is None or not attributes.get("keepdims", 1):
             return None
         source = self._squared(square)
-        if attributes.get("axes") not in ([-1], [facts.ranks.get(source, 0) - 1]):
+        # From opset 18 on the axes are an input.
+        axes = attributes.get("axes", [facts.scalar(name) for name in mean.input[1:]])
+        if axes not in ([-1], [facts.ranks.get(source, 0) - 1]):
             return None
         nodes = [square, mean]
         added = self._next(nodes, "Add")
         epsilon = None if added is None else self._scalar_beside(added, mean.output[0])
         scaled = self._scaled(nodes, source)
-        result = self._next(nodes, "Mul")
-        if epsilon is None or scaled is None or result is None:
+        if epsilon is None or scaled is None:
             return None
+        bare = _Norm(source, "", epsilon, list(nodes))
+        result = self._next(nodes, "Mul")
+        if result is None:
+            return bare if self.fits(bare) else None
         weight = result.input[1 if self._plain(result.input[0]) == scaled.output[0] else 0]
-        return _Norm(source, weight, epsilon, nodes)
+        whole = _Norm(source, weight, epsilon, nodes)
+        return bare if self.fits(bare) and not self.fits(whole) else whole
 
     def _scaled(self, nodes: list[onnx.NodeProto], source: str) -> onnx.NodeProto | None:
         """Return the node that divides by the root of the last node's result, or multiplies with one by it."""
@@ -96,13 +116,12 @@ class _Search:
         return scaled if scaled is not None and source in map(self._plain, scaled.input) else None
 
     def fits(self, norm: _Norm) -> bool:
-        """Say whether the operator computes this: float32, one weight for each entry of a row."""
+        """Say whether the operator computes this: float32, one weight, or 1, for each entry of a row."""
         facts = self._facts
-        types = {
-            facts.element_types.get(name) for name in (norm.source, norm.weight, norm.nodes[-1].output[0])
-        }
+        types = {facts.element_types.get(name) for name in (norm.source, norm.weight or norm.source)}
         width = (facts.shapes.get(norm.source) or (None,))[-1]
-        return types == {TensorProto.FLOAT} and facts.shapes.get(norm.weight) == (width,)
+        fits = not norm.weight or facts.shapes.get(norm.weight) == (width,)
+        return types == {TensorProto.FLOAT} and fits
 
     def _squared(self, node: onnx.NodeProto) -> str:
         """Return the value that a node squares, "" if it does something else or others read the square."""

@@ -30,6 +30,11 @@ def scaled(x, by=1e-6):
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + by)
 
 
+def read_twice(x, w):
+    y = scaled(x)
+    return y * w + y[..., :1]
+
+
 FORMS = {
     "llama": lambda x, w: w * scaled(x.to(torch.float32)).to(x.dtype),
     "t5": lambda x, w: w * (x * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + 1e-3)),
@@ -40,13 +45,14 @@ FORMS = {
     "a frozen weight": lambda x, w: scaled(x) * w.detach() + w,
     "a frozen input": lambda x, w: x + scaled(x.detach()) * w,
     "the number first": lambda x, w: x * (1e-5 + (x**2.0).mean(-1, True)).sqrt().reciprocal() * w,
+    "no weight": lambda x, w: scaled(x) + w,
+    "read twice": read_twice,
+    "no weight of a row's width": lambda x, w: scaled(x) * w[:1],
+    "layer without a weight": lambda x, w: F.rms_norm(x, (WIDTH,)) + w,
 }
 
 OTHERS = {
-    "no weight": lambda x, w: scaled(x) + w,
-    "layer without a weight": lambda x, w: F.rms_norm(x, (WIDTH,)) + w,
     "layer over two axes": lambda x, w: F.rms_norm(x, (16, WIDTH), w.expand(16, WIDTH)),
-    "one weight for all": lambda x, w: scaled(x) * w[:1],
     "another axis": lambda x, w: x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-6) * w,
     "a cube": lambda x, w: x * torch.rsqrt(x.pow(3).abs().mean(-1, keepdim=True) + 1e-6) * w,
     "of something else": lambda x, w: (x + 1) * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w,
@@ -81,6 +87,30 @@ def test_each_form_is_one_operator_and_trains_as_pytorch(form, kernels, wrap):
     assert used.count("SimplifiedLayerNormalization") == 1
     assert not {"Pow", "Div", "ReduceMean", "ortlab::mean_over", "ortlab::sqrt"} & set(used)
     assert ("ortlab::rms_norm_backward" in used) == kernels
+
+
+class Bare(nn.Module):
+    """A normalisation without a weight of rows of any width."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([2.0]))
+
+    def forward(self, x):
+        return scaled(x * self.scale, 0.5)
+
+
+@pytest.mark.parametrize("opset", [12, 20])
+def test_without_a_weight_rows_have_any_width(opset, wrap):
+    eager = Bare()
+    model = copy.deepcopy(eager)
+    lab = wrap(model, log_level="ERROR", opset=opset)
+    for width in (3, 8):
+        x = torch.randn(5, width)
+        lab.step(lambda x=x: train(model, x), n=1, memory=False)
+        train(eager, x)
+        torch.testing.assert_close(model.scale.grad, eager.scale.grad, rtol=1e-4, atol=1e-5)
+        assert "SimplifiedLayerNormalization" in operators(lab)
 
 
 @pytest.mark.parametrize("form", OTHERS)
