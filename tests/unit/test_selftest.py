@@ -139,8 +139,9 @@ def test_ctrl_c_keeps_what_was_found_and_leaves_no_process(tmp_path):
     finally:
         child.kill()
     assert child.returncode == 130, errors
-    _, alive = psutil.wait_procs(processes, timeout=60)
-    assert not alive
+    _, left = psutil.wait_procs(processes, timeout=60)
+    # One that has ended stays a zombie for as long as the machine's first process does not ask for it.
+    assert not [one for one in left if one.status() != psutil.STATUS_ZOMBIE]
     test = SelfTest.load(tmp_path / "selftest.json")
     assert test.interrupted
     assert not test.ok

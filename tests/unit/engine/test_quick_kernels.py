@@ -280,7 +280,7 @@ FORMULAS = {
     "mse_loss that broadcasts": lambda x, w: torch._C._nn.mse_loss(x, w.detach()[:1], 0),
     "pixel_shuffle": lambda x, _: F.pixel_shuffle(x, 2),
     "rms_norm": lambda x, w: F.rms_norm(x, (4, 6), w[0, 0, :, :6].contiguous(), eps=1e-3),
-    "rms_norm without weight": lambda x, _: F.rms_norm(x, (6,)),
+    "rms_norm without weight": lambda x, _: F.rms_norm(x, (4, 6)),
     "roll": lambda x, _: x.roll((1, -2), (-1, 2)),
     "roll of all": lambda x, _: x.roll(5),
     "smooth_l1_loss": lambda x, w: F.smooth_l1_loss(x, w.detach(), beta=0.3),
