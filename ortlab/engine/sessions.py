@@ -212,10 +212,9 @@ class _SessionOptions:
         # What runs in an inner graph is not looked for.
         self.runs_python = any("PythonOp" in one.op_type for one in graph.node) or has_inner_graphs(graph)
         is_trained = hasattr(self._execution_agent, "run_backward")
-        if is_trained:
-            self._take_seeds()
         self._share_cores()
         if is_trained:
+            self._take_seeds()
             self._execution_agent = _ExplainingAgent(
                 self._execution_agent, self.collecting, self.options, self.lines
             )

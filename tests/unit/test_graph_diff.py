@@ -202,6 +202,16 @@ def test_what_a_stage_does_to_the_graph_is_named(bert, change):
         assert found == bert.graph_diff(before, after)
 
 
+def test_onnxruntimes_own_fusion_of_residuals_is_named():
+    model = small_transformers.bert(width=16, words=300).eval()
+    lab = ortlab.wrap(model, aten_backward=False)
+    with torch.no_grad():
+        model(**small_transformers.batch_of(words=60, first=3))
+    found = diff(*(lab.graph(stage, mode="inference") for stage in ("gradient", "execution")))
+    fused = f"Fused Add and LayerNormalization into SkipLayerNormalization, 4 times, in {LAYERS}."
+    assert fused in found.sentences
+
+
 def test_dropout_is_what_training_adds(bert):
     graphs = [bert.graph("exported", mode=mode) for mode in ("inference", "training")]
     found = diff(*graphs)

@@ -113,7 +113,6 @@ def with_quick_dropouts(model: onnx.ModelProto) -> onnx.ModelProto | None:
         nodes[-1].name = node.name
     types = dict.fromkeys(masks, TensorProto.UINT8)
     for name in _repeated(dropouts):
-        types[f"{name}{COPY}"] = TensorProto.FLOAT
         made.graph.value_info.append(helper.make_tensor_value_info(f"{name}{_SEED}", TensorProto.INT64, []))
     for value in made.graph.value_info:
         if value.name in types:
@@ -166,11 +165,10 @@ def drawn_dropouts(model: onnx.ModelProto) -> int:
 
 
 def _are_plain(dropouts: Mapping[str, onnx.NodeProto], facts: GraphFacts) -> bool:
-    # ORT gives a dropout that it repeats, and its copy, the same seed of their own, and the copy's result no type.
+    # ORT gives a dropout that it repeats, and its copy, the same seed of their own.
     seeded = {name for one in _repeated(dropouts) for name in (one, f"{one}{COPY}")}
     for name, node in dropouts.items():
-        known = facts.element_types.get(name.removesuffix(COPY) if name in seeded else name)
-        if known != TensorProto.FLOAT or not _is_on(node.input[1:], facts):
+        if facts.element_types.get(name) != TensorProto.FLOAT or not _is_on(node.input[1:], facts):
             return False
         if "seed" in attributes_of(node) and name not in seeded:
             return False
