@@ -3,7 +3,7 @@
 Of 1.19.2, the gradients of Relu, LeakyRelu, LogSoftmax, LayerNormalization and both Gelus run on one thread or in
 several passes, those of Gather and GatherElements add one entry at a time, Where makes two tensors and puts them
 together, Sin and Cos ask the C library for each entry, and the gradient of ``x ** 2`` raises x to the power of one.
-LayerNormalization takes four to five times as long, and takes the variance as the mean of squares less the square of
+LayerNormalization takes twice as long, and takes the variance as the mean of squares less the square of
 the mean, which loses digits where the mean is large. Gradients of grouped convolutions and maxima of windows are
 torch's anyway: they get the layout that is quicker. Only nodes of float32 are taken, and of most kinds only those of at
 least `FEWEST` entries, since a call costs some 30 microseconds.
