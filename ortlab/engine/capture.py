@@ -23,7 +23,7 @@ import torch
 from ortlab.engine.build_log import runtime_messages
 from ortlab.engine.inspection.places import Places
 from ortlab.engine.passes.graph_edits import FLOAT_TYPES, GraphFacts, aten_operator, call_kernel
-from ortlab.engine.passes.training_graph import HIDING
+from ortlab.engine.passes.training_graph import HIDING, OF
 from ortlab.engine.patching import set_to
 from ortlab.engine.tracing.taps import Mark, Taps, marks_of
 from ortlab.records.messages import MessageLog
@@ -46,6 +46,8 @@ _MOVED: Final = frozenset({"Gather", "GatherND", "ShrunkenGather", "Reshape", "S
 
 _PASSING: Final = frozenset({"Identity", "Dropout", "Cast"})
 """Operators that ORT may remove where they change nothing: their output is then their input."""
+
+_ADDING: Final = frozenset({"Add", "Sum"})
 
 
 class Capture:
@@ -192,14 +194,16 @@ def _contributions(model: onnx.ModelProto) -> dict[str, dict[str, str]]:
             behind = f"{through.output[0]}{_GRADIENT}"
             if behind in producers and behind in node.input:
                 return parts(behind)
-        if node.op_type != "Sum" or not any(is_part(one, name) for one in node.input):
+        if node.op_type not in _ADDING or not any(is_part(one, name) for one in node.input):
             return {name: "" if forward in moved else forward}
         if not all(is_part(one, name) and one in producers for one in node.input):
             return {}  # a part goes by another name, and whose it is cannot be told
         return {part: origin for one in node.input for part, origin in parts(one).items()}
 
     def is_part(one: str, name: str) -> bool:
-        return one.startswith(f"{name}_") and one.rpartition("_")[2].isdigit()
+        whole, of, number = name.rpartition(OF)  # of the first parts, in their turn
+        whole = whole if of and number.isdigit() else name
+        return one.startswith(f"{whole}_") and one.rpartition("_")[2].isdigit()
 
     return {name.removesuffix(_GRADIENT): parts(name) for name in producers if name.endswith(_GRADIENT)}
 

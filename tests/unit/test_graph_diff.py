@@ -149,7 +149,7 @@ KNOWN = {
         "custom",
         {"custom_autograd": False},
         "gradient",
-        "Replaced PythonOp and PythonOpGrad by 3 Mul and Sum.",
+        "Replaced PythonOp and PythonOpGrad by 3 Mul and Add.",
     ),
 }
 """Changes that a switch makes: the model, the switch, the graph, and a sentence that says it."""

@@ -32,6 +32,7 @@ from ortlab.engine.passes.graph_edits import (
 )
 from ortlab.engine.passes.training_graph import (
     GraphInfo,
+    add_in_threads,
     add_one_by_one,
     drop_empty_sums,
     drop_expansions,
@@ -85,6 +86,7 @@ class TorchBackward:
                 choose_exact(models.optimized_model)
                 choose_quick(models.optimized_model)
                 self._graph_info = _with_free_outputs(self._graph_info, free_outputs)
+            add_in_threads(models.optimized_model)
         info = self._graph_transition_manager._post_export_processed_model_info  # type: ignore[attr-defined]
         hand_over(models.optimized_model, info._post_export_processed_model)
         saved = self._debug_options.save_onnx_models  # type: ignore[attr-defined]

@@ -30,6 +30,8 @@ _OWNING: Final = frozenset(
 _PRODUCTS: Final = frozenset(f"{NAMESPACE}::{name}" for name in ("matmul", "matmul_transposed"))
 """Kernels of PyTorch whose output is as large as its sum with a vector."""
 _SUM_OF_TWO: Final = 2
+OF: Final = "_of_"
+"""In the name of a sum of the first parts of a gradient, in front of their number."""
 _MATRIX: Final = 2
 
 
@@ -253,8 +255,8 @@ def add_one_by_one(model: onnx.ModelProto) -> None:
         latest = sorted(node.input, key=lambda name: way.get(name, 0), reverse=True)
         first, result = latest.pop(), node.output[0]
         for number, part in enumerate(reversed(latest), 2):
-            total = result if number == len(node.input) else f"{result}_of_{number}"
-            nodes.append(helper.make_node("Sum", [first, part], [total], name=f"{node.name}_of_{number}"))
+            total = result if number == len(node.input) else f"{result}{OF}{number}"
+            nodes.append(helper.make_node("Sum", [first, part], [total], name=f"{node.name}{OF}{number}"))
             if total != result and result in types:
                 typed = graph.value_info.add()
                 typed.CopyFrom(types[result])
@@ -266,6 +268,36 @@ def add_one_by_one(model: onnx.ModelProto) -> None:
 
 def _is_long_sum(node: onnx.NodeProto) -> bool:
     return node.op_type == "Sum" and not node.domain and len(node.input) > _AT_ONCE
+
+
+def add_in_threads(model: onnx.ModelProto) -> None:
+    """Write the sums behind the YieldOp of a gradient graph, changed in place, as Add; the bits are the same."""
+    # ORT's Sum adds on one thread (``core/providers/cpu/math/element_wise_ops.cc``, Sum_8), which takes up to five
+    # times as long, and takes memory for the result; Add may write it over what nobody reads any more. One of a Gemm
+    # and another value stays, since ORT makes one node of both (GemmSumFusion).
+    graph, facts = model.graph, GraphFacts(model)
+    place = next((index for index, node in enumerate(graph.node) if node.op_type == _YIELD), len(graph.node))
+    nodes = [copied(node) for node in graph.node[:place]]
+    for node in map(copied, graph.node[place:]):
+        if node.op_type != "Sum" or node.domain or _goes_into_a_gemm(node, facts):
+            nodes.append(node)
+            continue
+        first, *others = node.input
+        if not others:  # a sum of one
+            nodes.append(helper.make_node("Identity", [first], list(node.output), name=node.name))
+        for number, other in enumerate(others, 2):
+            is_last = number == len(node.input)
+            total = node.output[0] if is_last else f"{node.output[0]}{OF}{number}"
+            name = node.name if is_last else f"{node.name}{OF}{number}"
+            nodes.append(helper.make_node("Add", [first, other], [total], name=name))
+            first = total
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def _goes_into_a_gemm(node: onnx.NodeProto, facts: GraphFacts) -> bool:
+    makers = [facts.producers.get(name) for name in node.input if facts.only_reader(name) is node]
+    return len(node.input) == _SUM_OF_TWO and any(one is not None and one.op_type == "Gemm" for one in makers)
 
 
 def leave_short_sums(model: onnx.ModelProto) -> None:
