@@ -11,7 +11,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from ortlab.engine.operators.torch_calls import BOOLEAN, NUMBER, NUMBERS, gradient_name, is_torch_call, parsed
+from ortlab.engine.operators.torch_calls import (
+    BOOLEAN,
+    NUMBER,
+    NUMBERS,
+    TENSOR,
+    VALUE,
+    gradient_name,
+    is_torch_call,
+    parsed,
+)
 from ortlab.engine.passes.graph_edits import ATEN, GraphFacts, aten_operator
 from ortlab.engine.patching import replace
 
@@ -31,8 +40,8 @@ def _backward(operator: str, inputs: str, outputs: str = "GI(0)") -> _Node:
     return (("ATen", ATEN), inputs.split(), names, {"operator": {"value": operator, "dtype": "string"}})
 
 
-def _constant(name: str, value: object) -> _Node:
-    return ("Constant", [], [name], {"value": {"value": value, "dtype": "bool", "is_tensor": True}})
+def _constant(name: str, value: object, dtype: str = "bool") -> _Node:
+    return ("Constant", [], [name], {"value": {"value": value, "dtype": dtype, "is_tensor": True}})
 
 
 _ALL_THREE: Final = _constant("output_mask", [True, True, True])
@@ -229,21 +238,61 @@ def define_call_gradients(model: onnx.ModelProto) -> None:
         if call is None or not call.gradient_of:
             continue
         operator = aten_operator(node)
-        inputs = [f"GO({index})" for index in call.gradients_from]
-        inputs += [f"I({index})" for index in range(len(node.input))]
-        if call.random:
-            inputs.append(f"O({len(node.output) - 1})")
-        # GetExternalGradient asks of the n-th output whether the n-th input needs a gradient, whatever index it names.
-        outputs = [f"GI({index})" for index in range(max(call.gradient_of) + 1)]
-        attributes = {
-            "operator": {"value": gradient_name(operator), "dtype": "string"},
-            "overload_name": {"value": text, "dtype": "string"},
-        }
         key = f"{ATEN}::ATen::{operator}::{text}"
-        definition = _to_gradient_definition([(("ATen", ATEN), inputs, outputs, attributes)])
-        state.register_gradient_definition(key, definition)
+        nodes = _of_selected(operator, call) or [_by_autograd(operator, call, text, node)]
+        state.register_gradient_definition(key, _to_gradient_definition(nodes))
         without = set(range(len(node.input))) - set(call.gradient_of)
         state.register_custom_stop_gradient_edges(key, without)
+
+
+def _by_autograd(operator: str, call: TorchCall, text: str, node: onnx.NodeProto) -> _Node:
+    """Return a node that runs a call once more, and asks torch for the gradient."""
+    inputs = [f"GO({index})" for index in call.gradients_from]
+    inputs += [f"I({index})" for index in range(len(node.input))]
+    if call.random:
+        inputs.append(f"O({len(node.output) - 1})")
+    # GetExternalGradient asks of the n-th output whether the n-th input needs a gradient, whatever index it names.
+    outputs = [f"GI({index})" for index in range(max(call.gradient_of) + 1)]
+    attributes = {
+        "operator": {"value": gradient_name(operator), "dtype": "string"},
+        "overload_name": {"value": text, "dtype": "string"},
+    }
+    return (("ATen", ATEN), inputs, outputs, attributes)
+
+
+_ALWAYS: Final = None
+_SELECTING: Final = {
+    ("kthvalue", "default"): (2, 3),
+    ("max", "dim"): (1, 2),
+    ("median", "dim"): (1, 2),
+    ("min", "dim"): (1, 2),
+    ("mode", "default"): (1, 2),
+    ("nanmedian", "dim"): (1, 2),
+    ("sort", "default"): (1, _ALWAYS),
+    ("sort", "stable"): (2, _ALWAYS),
+    ("topk", "default"): (2, _ALWAYS),
+}
+"""Operators that return entries and their places, by name and overload: which of their arguments is the dimension, and
+which says whether it is kept."""
+_DEFAULTS: Final = (-1, False)  # of both, in each of them
+
+
+def _of_selected(operator: str, call: TorchCall) -> list[_Node]:
+    """Return the nodes that put a gradient to where entries were taken from, for the operators that tell; else none."""
+    places = _SELECTING.get((operator.removeprefix("aten::"), call.overload))
+    if places is None or call.gradient_of != (0,) or call.gradients_from != (0,):
+        return []
+    given = dict[int | None, tuple[Any, ...]](enumerate(call.arguments))
+    said = [given.get(place, (VALUE, default)) for place, default in zip(places, _DEFAULTS, strict=True)]
+    if call.arguments[0] != (TENSOR,) or any(kind != VALUE for kind, *_ in said):
+        return []
+    (_, dim), (_, keeps) = said
+    return [
+        ("Shape", ["I(0)"], ["sizes"]),
+        _constant("dim", dim, "int"),
+        _constant("keeps", value=keeps or places[1] is _ALWAYS),
+        _backward("value_selecting_reduction_backward", "GO(0) dim O(1) sizes keeps"),
+    ]
 
 
 def call_text(node: onnx.NodeProto) -> str:

@@ -336,3 +336,35 @@ def test_a_call_whose_gradient_has_a_formula_runs_no_second_forward(case, dtype,
     assert used == [name]
     for one, other in zip(model.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-5)
+
+
+SELECTING = {
+    "max": lambda x: x - x.max(1, keepdim=True).values,
+    "min of the first axis": lambda x: x - x.min(0).values,
+    "median of the last axis": lambda x: x - x.median(-1).values[..., None],
+    "nanmedian": lambda x: x * x.nanmedian(-2, keepdim=True).values,
+    "mode": lambda x: x + x.mode(1, keepdim=True).values,
+    "kthvalue": lambda x: x + x.kthvalue(3, 0, keepdim=True).values,
+    "kthvalue of the last axis": lambda x: x + x.kthvalue(3).values[..., None],
+    "topk": lambda x: x[:, :4] * x.topk(4, 1).values,
+    "topk, the smallest": lambda x: x.topk(64, largest=False, sorted=False).values,
+}
+
+
+@pytest.mark.parametrize("case", SELECTING)
+def test_what_selects_is_not_run_once_more_for_its_gradient(case, wrap):
+    torch.manual_seed(1)
+    eager = Of(SELECTING[case])
+    model = copy.deepcopy(eager)
+    lab = wrap(model, log_level="ERROR")
+    # A second batch has other sizes, and entries that are equal.
+    for x in (torch.randn(8, 16, 64), torch.randn(5, 7, 64).round()):
+        for one in (model, eager):
+            one.zero_grad()
+            train(one, x)
+        for one, other in zip(model.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-3)
+    lab.step(lambda: train(model, x), n=1, memory=False)
+    used = [node.operator for node in lab.profile(n=1, progress=False).nodes]
+    assert any("value_selecting_reduction_backward" in operator for operator in used)
+    assert not any("_vjp" in operator for operator in used)
