@@ -2,15 +2,15 @@
 
 Of 1.19.2, the gradients of Relu, LeakyRelu, LogSoftmax, LayerNormalization and both Gelus run on one thread or in
 several passes, those of Gather and GatherElements add one entry at a time, Where makes two tensors and puts them
-together, Sin and Cos ask the C library for each entry, and the gradient of ``x ** 2`` raises x to the power of one.
-LayerNormalization takes twice as long, and takes the variance as the mean of squares less the square of
-the mean, which loses digits where the mean is large. Gradients of grouped convolutions and maxima of windows are
-torch's anyway: they get the layout that is quicker. Only nodes of float32 are taken, and of most kinds only those of at
-least `FEWEST` entries, since a call costs some 30 microseconds.
+together, Sin and Cos ask the C library for each entry, ``x ** 2`` and ``x ** 3`` are raised to a power on one thread,
+and the gradient of the first to the power of one. LayerNormalization takes twice as long, and takes the variance as the
+mean of squares less the square of the mean, which loses digits where the mean is large. Gradients of grouped
+convolutions and maxima of windows are torch's anyway: they get the layout that is quicker. Only nodes of float32 are
+taken, and of most kinds only those of at least `FEWEST` entries, since a call costs some 30 microseconds.
 
-In the forward LeakyRelu, ReduceLogSumExp, Sin, Cos, TopK, GatherElements and calls of torch are taken at once, which
-ORT cannot recompute to save memory (``memory_optimizer/recompute_analysis.cc``, GetAllowedRecomputeOps). What it can if
-it is its own is left to ORT until a session is made of the graph, and its plans have acted; so no plan is lost.
+In the forward LeakyRelu, Pow, ReduceLogSumExp, Sin, Cos, TopK, GatherElements and calls of torch are taken at once,
+which ORT cannot recompute to save memory (``memory_optimizer/recompute_analysis.cc``, GetAllowedRecomputeOps). What it
+can if it is its own is left to ORT until a session is made of the graph, and its plans have acted; so no plan is lost.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ FEWEST: Final = 2**13
 _UNKNOWN: Final = 64
 """What a dimension counts at least that another batch may change."""
 
-_FORWARD: Final = frozenset({"LeakyRelu", "ReduceLogSumExp", "Sin", "Cos", "TopK", "GatherElements", "ATen"})
+_FORWARD: Final = frozenset(
+    {"LeakyRelu", "Pow", "ReduceLogSumExp", "Sin", "Cos", "TopK", "GatherElements", "ATen"}
+)
 BEHIND_PLANS: Final = {"LayerNormalization": "ortlab::layer_norm", "Where": "ortlab::where"}
 """Operators that a session computes otherwise when ONNX Runtime's plans have acted, and the calls that do."""
 _OTHER_LAYOUT: Final = {
@@ -119,6 +121,7 @@ class _Choice:
         self._same: dict[str, str] = {}
         self._kinds: dict[str, _Kind] = {
             "LeakyRelu": self._leaky("leaky_relu"),
+            "Pow": self._multiplied,
             "ReduceLogSumExp": self._log_sum,
             "Sin": self._call("sin"),
             "Cos": self._call("cos"),
@@ -241,6 +244,19 @@ class _Choice:
         """Return the value that another one is a broadcast of, and the shape that it has been broadcast to."""
         producer = self._producers.get(name)
         return list(producer.input) if producer is not None and producer.op_type == "Expand" else []
+
+    def _multiplied(self, node: onnx.NodeProto, _: dict[str, Any]) -> list[onnx.NodeProto]:
+        """Multiply instead of raising to the power of two or three, which ORT does on one thread."""
+        x, exponent = node.input
+        factors = self._scalar(exponent)
+        if factors not in {2, 3}:
+            return [node]
+        square = helper.make_node("Mul", [x, x], list(node.output), name=node.name)
+        if factors == 2:  # noqa: PLR2004
+            return [square]
+        square.output[0] += "_squared"
+        square.name += "_squared"
+        return [square, helper.make_node("Mul", [square.output[0], x], list(node.output), name=node.name)]
 
     @staticmethod
     def _leaky(kernel: str) -> _Kind:
