@@ -459,6 +459,7 @@ bool softmax_backward_over(Call& call) {
 // ---- cross entropy --------------------------------------------------------------------------------------------------
 
 constexpr std::int64_t MEAN = 1;  // of the reductions of torch
+constexpr std::int64_t OF_ROWS = 1 << 14;  // entries of the rows that a thread takes at a time
 
 // Whether an input has a class for each row of a matrix of float32.
 bool are_rows_and_classes(const Call& call, std::size_t rows, std::size_t classes) {
@@ -521,13 +522,27 @@ bool cross_entropy_backward(Call& call) {
   Value stack[1] = {call.tensor(1)};
   if (!call.run("aten::exp_", "", stack)) return false;
   Call::drop_result(stack[0]);
+  const bool is_mean = call.one_int(4) == MEAN;
+  const float* grads = call.data<float>(0);
+  const float total = *call.data<float>(6);
   float* made = call.data<float>(1);
-  for (std::int64_t row = 0; row < rows; ++row, made += classes) {
-    const float grad = call.data<float>(0)[each ? row : 0];
-    const float of_row = call.one_int(4) == MEAN ? grad / *call.data<float>(6) : grad;
-    const float share = target[row] == ignored ? 0 : of_row;
-    for (std::int64_t i = 0; i < classes; ++i) made[i] *= share;
-    made[target[row] == ignored ? 0 : target[row]] -= share;
+  const std::int64_t rows_at_once = std::max<std::int64_t>(1, OF_ROWS / std::max<std::int64_t>(1, classes));
+  std::atomic<std::int64_t> next{0};
+  const auto take_rows = [&] {
+    for (std::int64_t first = next.fetch_add(rows_at_once); first < rows; first = next.fetch_add(rows_at_once)) {
+      for (std::int64_t row = first; row < std::min(rows, first + rows_at_once); ++row) {
+        const float grad = grads[each ? row : 0], of_row = is_mean ? grad / total : grad;
+        const float share = target[row] == ignored ? 0 : of_row;
+        float* of_classes = made + row * classes;
+        for (std::int64_t i = 0; i < classes; ++i) of_classes[i] *= share;
+        of_classes[target[row] == ignored ? 0 : target[row]] -= share;
+      }
+    }
+  };
+  if (rows * classes < 2 * OF_ROWS) {
+    take_rows();
+  } else {
+    in_threads(take_rows);
   }
   return call.give_input(0, 1, call.shape(1));
 }
@@ -880,7 +895,7 @@ const Kernel KERNELS[] = {
     {"ortlab::softmax_backward", softmax_backward, false},
     {"ortlab::softmax_backward_over", softmax_backward_over, true},
     {"ortlab::cross_entropy", cross_entropy, false},
-    {"ortlab::cross_entropy_backward", cross_entropy_backward, false},
+    {"ortlab::cross_entropy_backward", cross_entropy_backward, true},
     {"ortlab::log_softmax_loss", log_softmax_loss, true},
     {"ortlab::log_softmax_loss_backward", log_softmax_loss_backward, true},
     {"ortlab::gather_backward", gather_backward, false},

@@ -461,18 +461,26 @@ def slice_backward(
     steps: list[int] | None,
 ) -> Tensor:
     """Put the gradient of a Slice where it was taken from, and zeros elsewhere."""
-    whole = empty(shape, grad).zero_()
-    part = whole
+    whole = empty(shape, grad)
     axes, steps = axes or list(range(len(starts))), steps or [1] * len(starts)
+    part = whole
     for axis, start, end, step in zip(axes, starts, ends, steps, strict=True):
         places = range(shape[axis])[start:end:step]
         if not places:
-            return whole
+            return whole.zero_()
         if step < 0:  # torch has no view that goes backwards
             grad, places = grad.flip(axis), places[::-1]
-        part = part[(slice(None),) * (axis % len(shape)) + (slice(places[0], places[-1] + 1, abs(step)),)]
+        # Zeros go beside what is taken, and to all of it where a step leaves entries out.
+        first, behind = places[0], places[-1] + 1
+        for others in (slice(first), slice(behind, None), *([slice(first, behind)] if abs(step) > 1 else [])):
+            part[_along(axis, shape, others)].zero_()
+        part = part[_along(axis, shape, slice(first, behind, abs(step)))]
     part.copy_(grad)
     return whole
+
+
+def _along(axis: int, shape: Sequence[int], places: slice) -> tuple[slice, ...]:
+    return (*[slice(None)] * (axis % len(shape)), places)
 
 
 @kernel(

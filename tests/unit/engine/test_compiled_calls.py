@@ -185,6 +185,14 @@ CALLS = {
         [random(6), LOG_PROBABILITIES, CLASSES, None, number(0), number(-100), number(4.0)],
         1,
     ),
+    "cross entropy's gradient of many rows": (
+        "ortlab::cross_entropy_backward",
+        [
+            *(number(1.5), random(700, 500).log_softmax(1), (random(700) * 100).long().abs()),
+            *(None, number(1), number(3), number(690.0)),
+        ],
+        1,
+    ),
     "cross entropy's gradient of none": (
         "ortlab::cross_entropy_backward",
         [number(1.5), LOG_PROBABILITIES, torch.full((6,), 3), None, number(1), number(3), number(0.0)],
