@@ -3,10 +3,11 @@
 // ONNX Runtime calls one C function for each ATen node of a graph (`aten_executor.py` has its signature). In Python such
 // a call takes some 30 microseconds; here it takes a few. Each kernel below computes what the function of its name in
 // `torch_kernels.py`, or torch's operator, computes, with the same kernels of torch and so the same bits; those of
-// `dropout.h` and `where.h` are ours, with the same bits, and that of `depthwise.h` rounds its own way. A kernel returns
-// false where it is not sure to do so, before it has changed anything, and the call goes to Python: on another device,
-// where Python would take memory that is kept from step to step for the output (`torch_kernels.OutputBuffers`), with
-// anything out of the ordinary, and where torch raises an error, which Python then raises again with its text.
+// `dropout.h` and `where.h` are ours, with the same bits, those of `depthwise.h` and `sums_of_products.h` round their own
+// way. A kernel returns false where it is not sure to do so, before it has changed anything, and the call goes to
+// Python: on another device, where Python would take memory that is kept from step to step for the output
+// (`torch_kernels.OutputBuffers`), with anything out of the ordinary, and where torch raises an error, which Python
+// then raises again with its text.
 
 #include <algorithm>
 #include <atomic>
@@ -27,16 +28,25 @@
 #include "compiled_call.h"
 #include "depthwise.h"
 #include "dropout.h"
+#include "sums_of_products.h"
 #include "where.h"
 
 namespace {
 
 // ---- reductions -----------------------------------------------------------------------------------------------------
 
+// Read ONNX's keepdims and noop_with_empty_axes, and the axes; none of them may stand for all.
+bool read_reduction(const Call& call, std::size_t of_flags, std::size_t of_axes, Ints* axes, Ints* flags) {
+  if (!call.is_ints(of_flags) || call.numel(of_flags) != 2) return false;
+  if (call.given(of_axes) && !call.is_ints(of_axes)) return false;
+  *flags = call.ints(of_flags);
+  *axes = call.given(of_axes) ? call.ints(of_axes) : Ints();
+  return true;
+}
+
 bool reduced(Call& call, const char* name, const char* overload) {
-  if (!call.given(0) || !call.is_ints(1) || call.numel(1) != 2 || (call.given(2) && !call.is_ints(2))) return false;
-  Ints axes = call.given(2) ? call.ints(2) : Ints();
-  const Ints flags = call.ints(1);
+  Ints axes, flags;
+  if (!call.given(0) || !read_reduction(call, 1, 2, &axes, &flags)) return false;
   if (axes.empty() && flags[1] != 0) {  // nothing to do, as at the end of a broadcast gradient that was not broadcast
     Value stack[2] = {call.tensor(0), 0};
     return call.run("aten::clone", "", stack) && call.give_result(0, stack[0]);
@@ -379,23 +389,48 @@ bool leaky_relu_backward(Call& call) {
 
 bool where(Call& call) {
   if (!call.are_floats({1, 2}) || !call.given(0) || call.type(0) != UINT8) return false;
-  const std::int64_t rank = std::max({call.rank(0), call.rank(1), call.rank(2)});
-  Ints shape(rank, 1), steps(3 * rank, 0);
-  for (std::size_t i = 0; i < 3; ++i) {
-    const Ints sizes = call.shape(i), apart = dense_strides(sizes);
-    for (std::size_t from_last = 1; from_last <= sizes.size(); ++from_last) {
-      const std::int64_t size = sizes[sizes.size() - from_last];
-      if (size == 1) continue;
-      std::int64_t& whole = shape[rank - from_last];
-      if (whole != 1 && whole != size) return false;
-      whole = size;
-      steps[(i + 1) * rank - from_last] = apart[sizes.size() - from_last];
-    }
-  }
-  Tensor made = call.empty(shape);
+  Ints shape;
+  std::vector<broadcast::Source> sources;
+  Tensor made = broadcast::read(call, {0, 1, 2}, &shape, &sources) ? call.empty(shape) : nullptr;
   if (made == nullptr) return false;
-  ortlab_where(rank, shape.data(), steps.data(), call.data<void>(0), call.data<void>(1), call.data<void>(2),
-               Call::floats(made));
+  if (call.numel(0) != 0 && call.numel(1) != 0 && call.numel(2) != 0) {
+    choice::compute(shape, std::move(sources), Call::floats(made));
+  }
+  return call.give(0, made);
+}
+
+bool sum_of_products(Call& call) {
+  // int[] flags, int[]? axes, two or three factors
+  Ints axes, flags;
+  if (!read_reduction(call, 0, 1, &axes, &flags) || !call.are_floats({2, 3})) return false;
+  std::vector<std::size_t> inputs = {2, 3};
+  if (call.given(4)) inputs.push_back(4);
+  Ints shape, kept, steps;
+  std::vector<broadcast::Source> factors;
+  for (std::size_t i : inputs) {
+    if (call.type(i) != FLOAT32 || call.numel(i) == 0) return false;
+  }
+  if (!broadcast::read(call, inputs, &shape, &factors)) return false;
+  const std::int64_t rank = static_cast<std::int64_t>(shape.size());
+  if (axes.empty() && flags[1] != 0) return false;  // no sum at all
+  std::vector<bool> summed(shape.size(), axes.empty());
+  for (std::int64_t axis : axes) {
+    if (axis < -rank || axis >= rank) return false;
+    summed[axis + (axis < 0 ? rank : 0)] = true;
+  }
+  Ints sizes = shape;
+  for (std::int64_t axis = 0; axis < rank; ++axis) {
+    if (summed[axis]) sizes[axis] = 1;
+    if (!summed[axis] || flags[0] != 0) kept.push_back(sizes[axis]);
+  }
+  steps = dense_strides(sizes);
+  for (std::int64_t axis = 0; axis < rank; ++axis) {
+    if (sizes[axis] == 1) steps[axis] = 0;
+  }
+  Tensor made = call.empty(kept);
+  if (made == nullptr) return false;
+  sums::compute(shape, std::move(factors), steps, count(kept.data(), static_cast<std::int64_t>(kept.size())),
+                Call::floats(made));
   return call.give(0, made);
 }
 
@@ -868,6 +903,7 @@ struct Kernel {
 const Kernel KERNELS[] = {
     {"ortlab::sum_over", sum_over, true},
     {"ortlab::mean_over", mean_over, true},
+    {"ortlab::sum_of_products", sum_of_products, true},
     {"ortlab::matmul", matmul, true},
     {"ortlab::matmul_transposed", matmul_transposed, true},
     {"ortlab::matmul_of_rows", matmul_of_rows, true},

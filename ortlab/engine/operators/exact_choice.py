@@ -83,6 +83,11 @@ def choose_exact(model: onnx.ModelProto) -> None:
         put_calls(model, nodes, dict.fromkeys(choice.untyped, TensorProto.FLOAT))
 
 
+def normalises_batches(graph: onnx.GraphProto) -> bool:
+    """Say whether a graph has batch or instance normalisations, which make much of each difference in digits."""
+    return any(aten_operator(node) in {"native_batch_norm", "ortlab::instance_norm"} for node in graph.node)
+
+
 class _ExactChoice:
     """The choice of what takes the place of each node of a graph."""
 
@@ -92,9 +97,7 @@ class _ExactChoice:
         self._constants: list[onnx.NodeProto] = []  # that the call in work takes
         self._opset = next(one.version for one in model.opset_import if one.domain in {"", "ai.onnx"})
         self._facts = GraphFacts(model)
-        self._normalises_batches = any(
-            aten_operator(node) in {"native_batch_norm", "ortlab::instance_norm"} for node in model.graph.node
-        )
+        self._normalises_batches = normalises_batches(model.graph)
         self._kinds: dict[str, _Kind] = {
             "ReduceSum": self._reduced,
             "ReduceMean": self._reduced,

@@ -19,6 +19,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from ortlab.engine.operators.exact_choice import choose_exact
 from ortlab.engine.operators.quick_choice import choose_quick
+from ortlab.engine.operators.sums_of_products import sum_products
 from ortlab.engine.operators.torch_kernels import OutputBuffers, keep_heap
 from ortlab.engine.passes.graph_edits import (
     ATEN,
@@ -85,6 +86,7 @@ class TorchBackward:
                 free_outputs = choose_kernels(models.optimized_model)
                 choose_exact(models.optimized_model)
                 choose_quick(models.optimized_model)
+                sum_products(models.optimized_model)
                 self._graph_info = _with_free_outputs(self._graph_info, free_outputs)
             add_in_threads(models.optimized_model)
         info = self._graph_transition_manager._post_export_processed_model_info  # type: ignore[attr-defined]

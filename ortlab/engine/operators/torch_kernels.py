@@ -628,16 +628,17 @@ def log_softmax_loss_backward(
 @kernel("(Tensor x, int[] flags, int[]? axes=None) -> Tensor")
 def sum_over(x: Tensor, flags: list[int], axes: list[int] | None) -> Tensor:
     """Sum over some axes, or all; `flags` are ONNX's keepdims and noop_with_empty_axes."""
-    return _over(torch.sum, x, flags, axes)
+    return over(torch.sum, x, flags, axes)
 
 
 @kernel("(Tensor x, int[] flags, int[]? axes=None) -> Tensor")
 def mean_over(x: Tensor, flags: list[int], axes: list[int] | None) -> Tensor:
     """Average over some axes, or all; see `sum_over`."""
-    return _over(torch.mean, x, flags, axes)
+    return over(torch.mean, x, flags, axes)
 
 
-def _over(reduce: Callable[..., Tensor], x: Tensor, flags: list[int], axes: list[int] | None) -> Tensor:
+def over(reduce: Callable[..., Tensor], x: Tensor, flags: list[int], axes: list[int] | None) -> Tensor:
+    """Reduce some axes, or all; see `sum_over`."""
     keeps, nothing_is_none = flags
     if not axes and nothing_is_none:
         return x

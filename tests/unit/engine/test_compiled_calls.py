@@ -25,6 +25,7 @@ from ortlab.engine.operators import (
     compiled_calls,
     dropout,  # noqa: F401 - it declares kernels
     recurrent,
+    sums_of_products,  # noqa: F401 - it declares a kernel
 )
 from ortlab.engine.operators.torch_calls import TorchCall
 from ortlab.errors import ExecutionError
@@ -73,6 +74,7 @@ def random(*shape):
 
 
 X = random(3, 5, 8)
+WHOLE = (X * 4).round()
 GRAD = random(3, 5, 8) * 2
 ROWS = random(8)
 PROBABILITIES = X.softmax(-1)
@@ -109,6 +111,18 @@ CALLS = {
     "sum of doubles": ("ortlab::sum_over", [X.double(), numbers(1, 0), numbers(-1)], 1),
     "sum over nothing": ("ortlab::sum_over", [X, numbers(1, 1), torch.zeros(0, dtype=torch.int64)], 1),
     "mean": ("ortlab::mean_over", [X, numbers(0, 0), numbers(2)], 1),
+    # Of whole numbers, whose sums are the same in each order.
+    "sum of products": ("ortlab::sum_of_products", [numbers(0, 0), numbers(0, 1), WHOLE, WHOLE + 1], 1),
+    "sum of three products over all": (
+        "ortlab::sum_of_products",
+        [numbers(0, 0), None, WHOLE, WHOLE + 1, WHOLE - 2],
+        1,
+    ),
+    "sum of a product that is broadcast": (
+        "ortlab::sum_of_products",
+        [numbers(1, 1), numbers(-2), WHOLE[:1], WHOLE[:, :1, :1], WHOLE[0, 0]],
+        1,
+    ),
     "product": ("ortlab::matmul", [X, random(8, 6)], 1),
     "product with a transpose": ("ortlab::matmul_transposed", [X, random(6, 8)], 1),
     "product of rows": ("ortlab::matmul_of_rows", [X, random(3, 5, 4)], 1),
@@ -491,6 +505,64 @@ def test_the_same_bits_as_through_python(compiled, call):
             assert result.dtype == one.dtype
             assert result.is_contiguous()
             torch.testing.assert_close(result, one, rtol=0, atol=0, equal_nan=True)
+
+
+def sum_of_products(compiled, factors, axes):
+    """Return what the library computes, without the axes that it sums over; for no axes it sums over all."""
+    before = compiled_calls.computed()
+    inputs = [numbers(0, 0), numbers(*axes) if axes else None, *factors]
+    (result,), _ = called(compiled, "ortlab::sum_of_products", inputs, 1)
+    assert compiled_calls.computed() == before + 1
+    return result
+
+
+# Shapes of factors, and the axes that their product is summed over.
+PRODUCTS = {
+    "over all": ([(7, 33, 70)] * 2, ()),
+    "over all, of a long row": ([(100_003,)] * 3, ()),
+    "over the rows": ([(50, 40, 65)] * 2, (0, 1)),
+    "over the rows, of wide ones": ([(9, 9001)] * 3, (0,)),
+    "over the columns": ([(400, 70)] * 2, (1,)),
+    "over images": ([(3, 40, 14, 13)] * 3, (0, 2, 3)),
+    "over channels": ([(3, 40, 14, 13)] * 2, (1,)),
+    "over every other axis": ([(5, 4, 6, 7, 3)] * 2, (-1, 0, -3)),
+    "of what is broadcast": ([(6, 1, 9), (70, 9), (6, 70, 1)], (0, 2)),
+    "of a single number": ([(1,), (80, 70)], (0,)),
+    "of many sums": ([(3, 700, 900)] * 2, (0,)),
+}
+
+
+@pytest.mark.parametrize("case", PRODUCTS)
+def test_sums_of_products_are_exact_whatever_the_threads(compiled, case):
+    shapes, axes = PRODUCTS[case]
+    factors = [random(*shape) for shape in shapes]
+    product = factors[0] * factors[1]  # in single precision, as a product of its own is
+    for factor in factors[2:]:
+        product = product * factor
+    summed = axes or tuple(range(product.dim()))
+    expected = product.double().sum(summed)
+    most = product.abs().double().sum(summed) * torch.finfo(torch.float32).eps
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            found.append(sum_of_products(compiled, factors, axes))
+    finally:
+        torch.set_num_threads(threads)
+    assert found[0].shape == expected.shape
+    assert ((found[0].double() - expected).abs() <= most).all()
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_what_is_not_finite_reaches_its_own_sum_of_products_only(compiled, value):
+    a, b = random(30, 64), random(30, 64).abs() + 1
+    a[3, 5] = value
+    for axes in ((), (0,), (1,)):
+        found = sum_of_products(compiled, [a, b], axes)
+        expected = (a * b).sum(axes or (0, 1))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4, equal_nan=True)
 
 
 def depthwise_gradients(compiled, grad, x, weight, window, wanted=(1, 1, 1)):
