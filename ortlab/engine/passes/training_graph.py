@@ -273,14 +273,14 @@ def _is_long_sum(node: onnx.NodeProto) -> bool:
 def add_in_threads(model: onnx.ModelProto) -> None:
     """Write the sums behind the YieldOp of a gradient graph, changed in place, as Add; the bits are the same."""
     # ORT's Sum adds on one thread (``core/providers/cpu/math/element_wise_ops.cc``, Sum_8), which takes up to five
-    # times as long, and takes memory for the result; Add may write it over what nobody reads any more. One of a Gemm
-    # and another value stays, since ORT makes one node of both (GemmSumFusion).
+    # times as long, and takes memory for the result; Add may write it over what nobody reads any more. One of a Gemm,
+    # perhaps transposed, and another value stays, since ORT makes one node of both (GemmSumFusion).
     graph, facts = model.graph, GraphFacts(model)
     place = next((index for index, node in enumerate(graph.node) if node.op_type == _YIELD), len(graph.node))
     nodes = [copied(node) for node in graph.node[:place]]
-    for node in map(copied, graph.node[place:]):
+    for node in graph.node[place:]:
         if node.op_type != "Sum" or node.domain or _goes_into_a_gemm(node, facts):
-            nodes.append(node)
+            nodes.append(copied(node))
             continue
         first, *others = node.input
         if not others:  # a sum of one
@@ -296,7 +296,12 @@ def add_in_threads(model: onnx.ModelProto) -> None:
 
 
 def _goes_into_a_gemm(node: onnx.NodeProto, facts: GraphFacts) -> bool:
-    makers = [facts.producers.get(name) for name in node.input if facts.only_reader(name) is node]
+    parts = [
+        facts.source(name, {"Identity", "Transpose"})
+        for name in node.input
+        if facts.only_reader(name) is node
+    ]
+    makers = [facts.producers.get(name) for name in parts if facts.only_reader(name) is not None]
     return len(node.input) == _SUM_OF_TWO and any(one is not None and one.op_type == "Gemm" for one in makers)
 
 

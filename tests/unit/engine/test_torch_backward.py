@@ -503,6 +503,30 @@ def test_the_parts_of_a_gradient_are_added_as_they_come(returned, loss):
     assert max(differences(expected, actual).values()) <= TOLERANCE
 
 
+def test_onnx_runtime_adds_the_gradient_of_a_residual_in_the_product(ortmodule):
+    """Two rows of numbers and a Gemm: what is added goes into the Gemm, and no other sum is left."""
+
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.layer = nn.Linear(8, 16), nn.Linear(16, 16)
+
+        def forward(self, x):
+            h = self.first(x).tanh()
+            return h + self.layer(h)
+
+    torch.manual_seed(4)
+    x = torch.randn(5, 8)
+    expected, actual, lab = trained(Residual(), lambda module: module(x).square().sum(), ortlab.Options())
+    stages = {stage: lab.graph(stage).model.graph.node for stage in ("gradient", "execution")}
+    lab.unwrap()
+    assert [node.op_type for node in stages["gradient"]].count("Sum") == 1
+    assert not {"Add", "Sum"} & {
+        node.op_type for node in stages["execution"] if any("_grad" in name for name in node.output)
+    }
+    assert max(differences(expected, actual).values()) <= TOLERANCE
+
+
 @pytest.mark.parametrize("sizes", [("rows", "rows"), ("rows", "others"), (None, None)])
 def test_a_product_broadcasts_only_where_the_other_factor_has_the_shape(sizes):
     make, kind = helper.make_node, TensorProto.FLOAT
