@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ortlab.engine.operators.exact_choice import normalises_batches
-from ortlab.engine.operators.torch_kernels import kernel, over
+from ortlab.engine.operators.torch_kernels import broadcast, empty, kernel, over
 from ortlab.engine.passes.graph_edits import (
     NAMESPACE,
     SIZES,
@@ -38,9 +38,10 @@ _MOST_FACTORS: Final = 3
 @kernel("(int[] flags, int[]? axes, Tensor[] factors) -> Tensor")
 def sum_of_products(flags: list[int], axes: list[int] | None, factors: list[Tensor]) -> Tensor:
     """Multiply, and sum over some axes, or all; `flags` are ONNX's keepdims and noop_with_empty_axes."""
-    product = factors[0] * factors[1]
-    for factor in factors[2:]:
-        product = product * factor
+    product = factors[0]
+    for factor in factors[1:]:
+        shape = broadcast(product.shape, factor.shape)
+        product = torch.mul(product, factor, out=empty(shape, product))
     return over(torch.sum, product, flags, axes)
 
 
