@@ -639,23 +639,27 @@ bool gather_backward(Call& call) {
   return call.give(0, output);
 }
 
-bool index_add(Call& call) {
-  // x, int axis, indices, source, alpha
-  if (!call.are_floats({0, 3}) || !call.is_int(1) || (call.given(4) && !(call.is_float(4) && call.one_float(4) == 1))) {
-    return false;
-  }
-  Ints shape = call.shape(0), places;
-  const std::int64_t rank = call.rank(0), axis = call.one_int(1) + (call.one_int(1) < 0 ? rank : 0);
-  if (axis < 0 || axis >= rank || !read_places(call, 2, shape[axis], false, &places)) return false;
+bool rows_added(Call& call, std::size_t x, std::size_t at, std::size_t indices, std::size_t source) {
+  if (!call.are_floats({x, source}) || !call.is_int(at)) return false;
+  Ints shape = call.shape(x), places;
+  const std::int64_t rank = call.rank(x), axis = call.one_int(at) + (call.one_int(at) < 0 ? rank : 0);
+  if (axis < 0 || axis >= rank || !read_places(call, indices, shape[axis], false, &places)) return false;
   Ints rows = shape;
   rows[axis] = static_cast<std::int64_t>(places.size());
-  if (call.shape(3) != rows) return false;
+  if (call.shape(source) != rows) return false;
   Tensor output = call.empty(shape);
   if (output == nullptr) return false;
-  std::memcpy(Call::floats(output), call.data<float>(0), static_cast<std::size_t>(call.numel(0)) * sizeof(float));
-  add_at(places, shape, axis, call.data<float>(3), Call::floats(output));
+  std::memcpy(Call::floats(output), call.data<float>(x), static_cast<std::size_t>(call.numel(x)) * sizeof(float));
+  add_at(places, shape, axis, call.data<float>(source), Call::floats(output));
   return call.give(0, output);
 }
+
+bool index_add(Call& call) {
+  // x, int axis, indices, source, alpha
+  const bool is_plain = !call.given(4) || (call.is_float(4) && call.one_float(4) == 1);
+  return is_plain && rows_added(call, 0, 1, 2, 3);
+}
+bool index_add_to(Call& call) { return rows_added(call, 1, 2, 3, 0); }  // source, x, int axis, indices
 
 // ---- parts of tensors -----------------------------------------------------------------------------------------------
 
@@ -936,6 +940,7 @@ const Kernel KERNELS[] = {
     {"ortlab::log_softmax_loss_backward", log_softmax_loss_backward, true},
     {"ortlab::gather_backward", gather_backward, false},
     {"index_add", index_add, false},
+    {"ortlab::index_add_to", index_add_to, false},
     {"ortlab::rotary_backward", rotary_backward, false},
     {"ortlab::slice_backward", slice_backward, false},
     {"ortlab::gather_elements", gather_elements, false},
@@ -1071,6 +1076,7 @@ const Named NAMED[] = {
     {"ortlab::erf", "aten::erf", "", "T0", false},
     {"ortlab::sigmoid", "aten::sigmoid", "", "T0", false},
     {"ortlab::copy_of", "aten::clone", "", "T0 n", false},
+    {"ortlab::scatter_add_to", "aten::scatter_add", "", "T1 I2 T3 T0", false},
     {"ortlab::adaptive_avg_pool2d", "aten::adaptive_avg_pool2d", "", "T0 L1", true},
 };
 

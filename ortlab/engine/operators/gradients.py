@@ -106,6 +106,11 @@ _GRADIENTS: Final[dict[str, tuple[tuple[int, ...], list[_Node]]]] = {
         [_backward("ortlab::grouped_linear_backward", "GO(0) I(0) I(1) I(2)", "GI(0) GI(1)")],
     ),
     "index_add": ((1, 2, 4), [_OF_OUTPUT, _backward("index_select", "GO(0) I(1) I(2)", "GI(3)")]),
+    "ortlab::index_add_to": ((1, 2, 3), [_backward("index_select", "GO(0) I(2) I(3)")]),
+    "ortlab::scatter_add_to": (
+        (1, 2, 3),
+        [_constant("sparse_grad", value=False), _backward("gather", "GO(0) I(2) I(3) sparse_grad")],
+    ),
     # Takes grad, log_probabilities, target, weight, reduction, ignore_index, total.
     "ortlab::cross_entropy": (
         (1, 2, 3, 4),

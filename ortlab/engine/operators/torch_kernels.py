@@ -767,6 +767,18 @@ def convolution_backward(
     return tuple(found[index] for index in wanted)
 
 
+@kernel("(Tensor source, Tensor x, int axis, Tensor index) -> Tensor")
+def index_add_to(source: Tensor, x: Tensor, axis: int, index: Tensor) -> Tensor:
+    """Add rows to `x`, which has no gradient."""
+    return empty(x.shape, x).copy_(x).index_add_(axis, index, source)
+
+
+@kernel("(Tensor source, Tensor x, int axis, Tensor index) -> Tensor")
+def scatter_add_to(source: Tensor, x: Tensor, axis: int, index: Tensor) -> Tensor:
+    """Add entries to `x`, which has no gradient."""
+    return empty(x.shape, x).copy_(x).scatter_add_(axis, index, source)
+
+
 # --- sums, in the memory of their first operand ------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from itertools import pairwise
+from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
 from onnx import TensorProto, defs, helper
@@ -25,6 +26,7 @@ from ortlab.engine.passes.graph_edits import (
     GraphFacts,
     aten_operator,
     attributes_of,
+    call_kernel,
     nodes_of,
 )
 from ortlab.engine.passes.isolation import (
@@ -64,6 +66,10 @@ _GRADIENT_INPUTS: Final = {
     "ortlab::instance_norm": (0, 1, 2),
     "scatter_add": (0, 3),
 }
+
+
+_ONTO_CONSTANTS: Final = {"index_add": "index_add_to", "scatter_add": "scatter_add_to"}
+"""Kernels that take what is added first, and then what it is added to, as zeros: that one has no gradient."""
 
 
 _MEETING: Final = ("Add", "Sub", "Mul", "Div", "MatMul", "Expand")
@@ -295,9 +301,20 @@ def tie_gradient_inputs(model: onnx.ModelProto) -> bool:
     # of them needs no gradient, such as the image that a model's first layer gets or a kernel that is a buffer: the
     # build ends in "... is not a valid intermediate output" or the backward in "invalid index -1". LayerNormalization
     # defines the gradient of a constant bias once for each layer that shares it. Such an input gets a zero added that
-    # depends on one that needs a gradient. Where chooses the zero, so that an infinite weight stays without influence.
+    # depends on a parameter that needs a gradient. Where chooses the zero, so that an infinite weight stays without
+    # influence. What rows or entries are added to is mostly zeros, as large as the result: there another kernel helps.
     facts, additions = GraphFacts(model), GraphAdditions(model)
+    smallest = _smallest_sources(model, facts)
+    given = {value.name for value in model.graph.input}
+    changed = False
     for node in model.graph.node:
+        kernel = _ONTO_CONSTANTS.get(aten_operator(node))
+        if kernel is not None and node.input[0] not in facts.differentiable:
+            total, axis, places, added, *_ = node.input
+            node.input[:] = [added, total, axis, places]
+            call_kernel(node, kernel)
+            changed = True
+            continue
         inputs = {
             index: node.input[index]
             for index in _GRADIENT_INPUTS.get(aten_operator(node) or node.op_type, ())
@@ -305,16 +322,46 @@ def tie_gradient_inputs(model: onnx.ModelProto) -> bool:
         source = next((name for name in inputs.values() if name in facts.differentiable), None)
         if source is None:
             continue
-        for index, name in inputs.items():
-            if name and name not in facts.differentiable:
-                stem = f"{node.output[0]}_tied{index}"
-                element_type = facts.element_types[source]
-                never = additions.scalar(node, f"{stem}_never", TensorProto.BOOL, value=False)
-                zero = additions.scalar(node, f"{stem}_zero", element_type, value=0)
-                total = additions.node(node, "ReduceSum", [source], f"{stem}_sum", keepdims=0)
-                nothing = additions.node(node, "Where", [never, total, zero], f"{stem}_nothing")
-                node.input[index] = additions.node(node, "Add", [name, nothing], stem)
-    return additions.apply()
+        if facts.element_types.get(smallest.get(source, "")) == facts.element_types[source]:
+            source = smallest[source]
+        # A frozen weight of one layer alone gets a gradient that nobody reads.
+        alone = node.op_type == "LayerNormalization"
+        tied = {
+            index: name
+            for index, name in inputs.items()
+            if name
+            and name not in facts.differentiable
+            and not (alone and name in given and facts.only_reader(name) is node)
+        }
+        if not tied:
+            continue
+        stem = f"{node.output[0]}_tied"
+        never = additions.scalar(node, f"{stem}_never", TensorProto.BOOL, value=False)
+        zero = additions.scalar(node, f"{stem}_zero", facts.element_types[source], value=0)
+        total = additions.node(node, "ReduceSum", [source], f"{stem}_sum", keepdims=0)
+        nothing = additions.node(node, "Where", [never, total, zero], f"{stem}_nothing")
+        for index, name in tied.items():
+            node.input[index] = additions.node(node, "Add", [name, nothing], f"{stem}{index}")
+    return additions.apply() or changed
+
+
+def _smallest_sources(model: onnx.ModelProto, facts: GraphFacts) -> dict[str, str]:
+    """Return by value the smallest input of fixed size that a gradient of it goes to."""
+    # It is no other, since an input that no gradient came to would get zeros instead of none.
+    sizes: dict[str, int] = {}
+    for value in model.graph.input:
+        shape = facts.shapes.get(value.name)
+        fixed = [size for size in shape or () if isinstance(size, int)]
+        if shape is not None and len(fixed) == len(shape) and value.name in facts.differentiable:
+            sizes[value.name] = prod(fixed)
+    found = {name: name for name in sizes}
+    for node in model.graph.node:
+        sources = [found[name] for name in node.input if name in found]
+        if not sources or aten_operator(node) == STOP:
+            continue
+        source = min(sources, key=sizes.__getitem__)
+        found |= {name: source for name in node.output if name in facts.differentiable}
+    return found
 
 
 def lift_vector_products(model: onnx.ModelProto) -> bool:

@@ -156,6 +156,16 @@ CALLS = {
         [X, number(-1), numbers(7), random(3, 5, 1), number(1.0)],
         1,
     ),
+    "rows added to what has no gradient": (
+        "ortlab::index_add_to",
+        [random(3, 3, 8), X, number(1), numbers(4, 0, 4)],
+        1,
+    ),
+    "entries added to what has no gradient": (
+        "ortlab::scatter_add_to",
+        [random(1, 5, 4), X, number(1), ENTRIES.abs() % 5],
+        1,
+    ),
     "rows added nowhere": ("index_add", [X, number(0), CLASSES[:0], X[:0], number(1.0)], 1),
     "a copy": ("ortlab::copy_of", [X], 1),
     "a copy of whole numbers": ("ortlab::copy_of", [CLASSES], 1),

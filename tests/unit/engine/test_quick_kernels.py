@@ -377,3 +377,30 @@ def test_what_selects_is_not_run_once_more_for_its_gradient(case, wrap):
     used = [node.operator for node in lab.profile(n=1, progress=False).nodes]
     assert any("value_selecting_reduction_backward" in operator for operator in used)
     assert not any("_vjp" in operator for operator in used)
+
+
+ADDING = {
+    "index_add_to": lambda x: torch.zeros_like(x).index_add(1, torch.tensor([3, 3, 0, 1] * 4), x),
+    "index_add_to, in place": lambda x: x.new_ones(9, 16, 64).index_add_(0, torch.arange(8) // 2, x * 2),
+    "scatter_add_to": lambda x: torch.zeros(3, 16, 64).scatter_add(0, (x > 0).long(), x),
+}
+
+
+@pytest.mark.parametrize("case", ADDING)
+def test_what_is_added_to_zeros_costs_no_sum_of_itself(case, wrap):
+    """1.19.2 wants gradients of both or of none, and zeros have none."""
+    torch.manual_seed(1)
+    eager = Of(ADDING[case])
+    model = copy.deepcopy(eager)
+    lab = wrap(model, log_level="ERROR")
+    x = torch.randn(8, 16, 64)
+    lab.step(lambda: train(model, x), n=1, memory=False)
+    train(eager, x)
+    for one, other in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-3)
+    used = [node.operator for node in lab.profile(n=1, progress=False).nodes]
+    assert f"ortlab::{case.partition(',')[0]}" in used
+    assert "ortlab::where" not in used
+    assert used.count("ortlab::sum_over") == len(list(model.parameters())) // 2, (
+        "the gradients of biases only"
+    )

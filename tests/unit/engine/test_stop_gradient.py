@@ -546,3 +546,78 @@ def test_dropping_everything_gives_zeros_and_passes_a_gradient_of_zeros():
     for one, other in zip(plain.parameters(), ours.parameters(), strict=True):
         torch.testing.assert_close(other.grad, one.grad)
     assert not ours[0].weight.grad.any()
+
+
+class Frozen(nn.Module):
+    """Layers some of whose weights are constants or need no gradient, in front of and behind trained ones."""
+
+    def __init__(self, shape, *layers):
+        super().__init__()
+        self.shape = shape
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def frozen(layer):
+    return layer.requires_grad_(requires_grad=False)
+
+
+SHARED = frozen(nn.LayerNorm(8))
+HALF_FROZEN = {
+    "norms of their own": lambda: Frozen(
+        (4, 6, 8), nn.Linear(8, 8), frozen(nn.LayerNorm(8)), nn.Linear(8, 8), frozen(nn.LayerNorm(8))
+    ),
+    "a norm that is shared": lambda: Frozen((4, 6, 8), nn.Linear(8, 8), SHARED, nn.Linear(8, 8), SHARED),
+    "norms without weights": lambda: Frozen(
+        *((4, 6, 8), nn.Linear(8, 8), nn.LayerNorm(8, elementwise_affine=False)),
+        *(nn.Linear(8, 8), nn.LayerNorm(8, elementwise_affine=False)),
+    ),
+    "batch norm": lambda: Frozen((4, 3, 6, 6), nn.Conv2d(3, 5, 3), frozen(nn.BatchNorm2d(5))),
+    "instance norm": lambda: Frozen(
+        (4, 3, 6, 6), nn.Conv2d(3, 5, 3), nn.InstanceNorm2d(5), nn.Conv2d(5, 2, 1)
+    ),
+    "group norm": lambda: Frozen((4, 3, 6, 6), nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4, affine=False)),
+    "an image and a transposed convolution": lambda: Frozen((4, 3, 6, 6), nn.ConvTranspose2d(3, 5, 3)),
+}
+
+
+@pytest.mark.parametrize("case", HALF_FROZEN)
+def test_what_needs_no_gradient_takes_no_sum_of_an_activation(case):
+    torch.manual_seed(3)
+    model = HALF_FROZEN[case]()
+    eager = copy.deepcopy(model)
+    x = torch.randn(model.shape)
+    lab = ortlab.wrap(model)
+    for one in (model, eager):
+        one(x).sin().sum().backward()
+    for one, other in zip(model.parameters(), eager.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        if one.grad is not None:
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-4)
+    graph = lab.graph("gradient").model.graph
+    lab.unwrap()
+    given = {value.name for value in graph.input}
+    sums = [node for node in graph.node if any(name.endswith("_tied_sum") for name in node.output)]
+    assert all(node.input[0] in given for node in sums)
+    assert bool(sums) == (case != "norms of their own")
+
+
+def test_what_no_gradient_came_to_has_none_beside_a_norm_without_weights():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.small, self.large = nn.Linear(8, 8, bias=False), nn.Linear(8, 16)
+
+        def forward(self, x):
+            return self.small(x), nn.functional.layer_norm(self.large(x), (16,))
+
+    model = Two()
+    lab = ortlab.wrap(model)
+    model(torch.randn(4, 8))[1].sin().sum().backward()
+    lab.unwrap()
+    assert model.small.weight.grad is None
+    assert model.large.bias.grad is not None
