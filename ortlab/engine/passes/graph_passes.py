@@ -347,7 +347,7 @@ def tie_gradient_inputs(model: onnx.ModelProto) -> bool:
 
 def _smallest_sources(model: onnx.ModelProto, facts: GraphFacts) -> dict[str, str]:
     """Return by value the smallest input of fixed size that a gradient of it goes to."""
-    # It is no other, since an input that no gradient came to would get zeros instead of none.
+    # No other input would do: one that no gradient comes to would get zeros instead of none.
     sizes: dict[str, int] = {}
     for value in model.graph.input:
         shape = facts.shapes.get(value.name)

@@ -272,9 +272,9 @@ def _is_long_sum(node: onnx.NodeProto) -> bool:
 
 def add_in_threads(model: onnx.ModelProto) -> None:
     """Write the sums behind the YieldOp of a gradient graph, changed in place, as Add; the bits are the same."""
-    # ORT's Sum adds on one thread (``core/providers/cpu/math/element_wise_ops.cc``, Sum_8), which takes up to five
-    # times as long, and takes memory for the result; Add may write it over what nobody reads any more. One of a Gemm,
-    # perhaps transposed, and another value stays, since ORT makes one node of both (GemmSumFusion).
+    # ORT's Sum adds on one thread (``core/providers/cpu/math/element_wise_ops.cc``, Sum_8), and takes memory for the
+    # result; Add may write it over what nobody reads any more. One of a Gemm, perhaps transposed, and another value
+    # stays, since ORT makes one node of both (GemmSumFusion).
     graph, facts = model.graph, GraphFacts(model)
     place = next((index for index, node in enumerate(graph.node) if node.op_type == _YIELD), len(graph.node))
     nodes = [copied(node) for node in graph.node[:place]]
