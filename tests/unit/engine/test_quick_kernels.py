@@ -63,6 +63,17 @@ def train(model, x):
     return loss
 
 
+def trained_alike(eager, x, wrap, atol=1e-4):
+    """Train a model on PyTorch and a copy on ONNX Runtime, compare their gradients, and name the operators that ran."""
+    model = copy.deepcopy(eager)
+    lab = wrap(model, log_level="ERROR")
+    lab.step(lambda: train(model, x), n=1, memory=False)
+    train(eager, x)
+    for one, other in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=atol)
+    return [node.operator for node in lab.profile(n=1, progress=False).nodes]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_kernel_takes_the_nodes_place_and_trains_as_pytorch(case, wrap):
     torch.manual_seed(1)
@@ -94,14 +105,7 @@ def test_small_nodes_stay_with_onnx_runtime(wrap):
 def test_the_rows_of_the_first_batch_count(rows, kernel, wrap):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
-    eager = copy.deepcopy(model)
-    lab = wrap(model)
-    x = torch.randn(rows, 4)
-    lab.step(lambda: train(model, x), n=1, memory=False)
-    train(eager, x)
-    for one, other in zip(model.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-4)
-    used = {node.operator for node in lab.profile(n=1, progress=False).nodes}
+    used = trained_alike(model, torch.randn(rows, 4), wrap)
     assert any(operator.endswith(kernel) for operator in used)
 
 
@@ -118,15 +122,8 @@ def test_a_square_or_a_cube_of_special_values_is_pytorchs(exponent, value, wrap)
 @pytest.mark.parametrize("exponent", [2, 2.0, 3])
 def test_a_square_or_a_cube_is_a_product(exponent, wrap):
     torch.manual_seed(1)
-    eager = Of(lambda x: x**exponent)
-    model = copy.deepcopy(eager)
-    lab = wrap(model, log_level="ERROR")
-    x = torch.randn(8, 16, 64)
-    lab.step(lambda: train(model, x), n=1, memory=False)
-    train(eager, x)
-    for one, other in zip(model.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-4)
-    assert "Pow" not in {node.operator for node in lab.profile(n=1, progress=False).nodes}
+    used = trained_alike(Of(lambda x: x**exponent), torch.randn(8, 16, 64), wrap)
+    assert "Pow" not in used
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -390,15 +387,8 @@ ADDING = {
 def test_what_is_added_to_zeros_costs_no_sum_of_itself(case, wrap):
     """1.19.2 wants gradients of both or of none, and zeros have none."""
     torch.manual_seed(1)
-    eager = Of(ADDING[case])
-    model = copy.deepcopy(eager)
-    lab = wrap(model, log_level="ERROR")
-    x = torch.randn(8, 16, 64)
-    lab.step(lambda: train(model, x), n=1, memory=False)
-    train(eager, x)
-    for one, other in zip(model.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-3)
-    used = [node.operator for node in lab.profile(n=1, progress=False).nodes]
+    model = Of(ADDING[case])
+    used = trained_alike(model, torch.randn(8, 16, 64), wrap, atol=1e-3)
     assert f"ortlab::{case.partition(',')[0]}" in used
     assert "ortlab::where" not in used
     assert used.count("ortlab::sum_over") == len(list(model.parameters())) // 2, (
