@@ -21,7 +21,7 @@ from typing import Any
 from report import THREADS, Report, arguments, in_own_process
 
 MIB = 2**20
-MAPPED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+MAPPED = {"MALLOC_MMAP_THRESHOLD_": "32768", "MALLOC_TRIM_THRESHOLD_": "32768"}
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ glibc keeps freed memory for reuse, so that a process that has trained before ca
 `following_live_buffers` runs, the resident set follows the live buffers: three things are different, and afterwards
 they are as before:
 
-- Buffers of 64 KiB or more are mapped each on its own, and unmapped when they are freed
+- Buffers of 32 KiB or more are mapped each on its own, and unmapped when they are freed
   (``mallopt(M_MMAP_THRESHOLD)``).
 - The gaps that earlier buffers left in the heap are occupied, because malloc fills a gap before it maps. What occupies
   them is never touched, so that it takes address space and next to no memory (`Gaps.fill`).
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import os
 import platform
 import re
@@ -292,7 +293,7 @@ def gauge_of(device: torch.device) -> Gauge:
 
 # ---- the heap -------------------------------------------------------------------------------------------------------
 
-LARGEST_IN_HEAP: Final = 64 * 1024
+LARGEST_IN_HEAP: Final = 32 * 1024
 """Bytes from which on a buffer is mapped on its own."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -353,7 +354,27 @@ def reason_unknown() -> str:
 
 def reset_peak() -> None:
     """Start the kernel's mark of this process's peak from the present resident set; raise OSError if it refuses."""
+    _hand_in_counted_pages()
     _CLEAR.write_text(_RESET_PEAK)
+
+
+def _hand_in_counted_pages() -> None:
+    """Make each processor hand in the pages that it has counted for this process and not told yet."""
+    # Since Linux 6.2 each processor counts the pages of a process apart, and hands its count in when it comes to a
+    # batch: 32 pages, or two for each processor (lib/percpu_counter.c). The mark of the peak knows only what was handed
+    # in. Where threads go from one processor to another, as on a busy machine, it would be wrong by up to 128 KiB for
+    # each. Pages that are given back together are more than a batch, and take with them what else was counted.
+    processors = os.sched_getaffinity(0)
+    pages = 2 * max(32, 2 * (os.cpu_count() or 1))
+    try:
+        for processor in processors:
+            os.sched_setaffinity(0, {processor})
+            with mmap.mmap(
+                -1, pages * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            ) as given_back:
+                given_back[:: mmap.PAGESIZE] = b"\1" * pages
+    finally:
+        os.sched_setaffinity(0, processors)
 
 
 class Gaps:
