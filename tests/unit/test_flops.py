@@ -245,7 +245,13 @@ def test_convolutions_count_as_torch_counts_them(kernels):
         ),
         ("com.microsoft.Attention", [(2, 3, 8), (8, 24)], [(2, 3, 8)], {}, 2 * 6 * 8 * 24 + 4 * 2 * 9 * 8),
         ("LSTM", [(7, 2, 3), (1, 20, 3), (1, 20, 5)], [(7, 1, 2, 5)], {}, 2 * 7 * 2 * (20 * 3 + 20 * 5)),
-        ("com.microsoft.LSTMTraining", [(7, 2, 3), (1, 20, 3), (1, 20, 5)], [(7, 1, 2, 5)], {}, 2 * 14 * (60 + 100)),
+        (
+            "com.microsoft.LSTMTraining",
+            [(7, 2, 3), (1, 20, 3), (1, 20, 5)],
+            [(7, 1, 2, 5)],
+            {},
+            2 * 14 * (60 + 100),
+        ),
         ("aten::ortlab::lstm_layer", [(7, 2, 3), (20, 3), (20, 5)], [(7, 2, 5)], {}, 2 * 7 * 2 * (60 + 100)),
         (
             "ortlab::gru_layer_backward",
