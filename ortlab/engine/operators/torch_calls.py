@@ -21,7 +21,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -127,6 +127,64 @@ def _kl_div(
 def _log_sigmoid(grad: Tensor, x: Tensor) -> tuple[Tensor]:
     # As torch's kernel has it: 1 less what is lost, so that numbers near 1 round alike.
     return (_aten.log_sigmoid_backward(grad, x, torch.exp(-x.abs())),)
+
+
+# --- complex numbers ---------------------------------------------------------------------------------------------
+
+_BACKWARD, _ORTHO, _FORWARD = 0, 1, 2  # who divides: nobody here, both by a root, this one
+_DIVIDES: Final = {None: _BACKWARD, "backward": _BACKWARD, "ortho": _ORTHO, "forward": _FORWARD}
+_INVERSE_DIVIDES: Final = {None: _FORWARD, "backward": _FORWARD, "ortho": _ORTHO, "forward": _BACKWARD}
+
+
+def _fft(
+    grad: Tensor,
+    x: Tensor,
+    sizes: int | Sequence[int] | None = None,
+    dims: int | Sequence[int] | None = -1,
+    norm: str | None = None,
+    *,
+    inverse: bool = False,
+) -> Any:
+    axes = list(range(x.dim())) if dims is None else [dims] if isinstance(dims, int) else list(dims)
+    axes = [axis % x.dim() for axis in axes]
+    if sizes is not None and sizes != x.shape[axes[0]]:
+        return ()
+    divides = (_INVERSE_DIVIDES if inverse else _DIVIDES)[norm]
+    found = _aten._fft_c2c(grad, axes, divides, forward=inverse)
+    return (found if x.is_complex() else found.real,)
+
+
+def _rfft(grad: Tensor, x: Tensor, n: int | None = None, dim: int = -1, norm: str | None = None) -> Any:
+    dim %= x.dim()
+    if n not in {None, x.shape[dim]}:
+        return ()
+    whole = grad.new_zeros(x.shape)
+    whole.narrow(dim, 0, grad.shape[dim]).copy_(grad)
+    return (_aten._fft_c2c(whole, [dim], _DIVIDES[norm], forward=False).real,)
+
+
+def _irfft(grad: Tensor, x: Tensor, _: int | None = None, dim: int = -1, norm: str | None = None) -> Any:
+    dim %= x.dim()
+    kept, size = x.shape[dim], grad.shape[dim]
+    if kept != size // 2 + 1:
+        return ()
+    found = _aten._fft_r2c(grad, [dim], _INVERSE_DIVIDES[norm], onesided=True)
+    found.narrow(dim, 1, size - kept).mul_(2)  # entries that stand for two
+    return (found,)
+
+
+OF_COMPLEX: Final[dict[tuple[str, str], Callable[..., tuple[Tensor, ...]]]] = {
+    ("abs", "default"): lambda grad, x: (x.sgn().mul_(grad),),
+    ("fft_fft", "default"): _fft,
+    ("fft_fftn", "default"): lambda grad, x, sizes=None, dims=None, norm=None: _fft(
+        grad, x, sizes, dims, norm
+    ),
+    ("fft_ifft", "default"): partial(_fft, inverse=True),
+    ("fft_irfft", "default"): _irfft,
+    ("fft_rfft", "default"): _rfft,
+    ("real", "default"): lambda grad, _: (torch.complex(grad, torch.zeros_like(grad)),),
+}
+"""As `FORMULAS`, for calls that take or return complex numbers; one returns nothing where its formula does not hold."""
 
 
 ONE_KERNEL: Final[dict[tuple[str, str], Callable[..., tuple[Any, ...]]]] = {
@@ -297,10 +355,18 @@ class CallableCall:
         state = rest.pop() if self.call.random else None
         if self._formula is not None and gradients[0] is not None:
             given, named = self._given_arguments(rest)
-            by_input = self._formula(gradients[0], *given, **named)
+            complex_result = self._dtypes[0].is_complex
+            by_input = self._formula(
+                _crossed(gradients[0], COMPLEX) if complex_result else gradients[0], *given, **named
+            )
             asked = max(self.call.gradient_of) + 1
             if asked <= len(by_input):
-                return [by_input[index] if index in self.call.gradient_of else None for index in range(asked)]
+                return [
+                    _crossing(by_input[index], by_input[index].dtype)
+                    if index in self.call.gradient_of
+                    else None
+                    for index in range(asked)
+                ]
         for index in self.call.gradient_of:
             rest[index] = _given(rest[index]).detach().requires_grad_()
         with torch.enable_grad(), _drawing_again(state, _device(rest)):
@@ -359,7 +425,10 @@ class CallableCall:
     def _formula(self) -> Callable[..., tuple[Tensor, ...]] | None:
         """The formula of the gradient, where only tensors are inputs; each of these operators has one result."""
         name = self.name.removesuffix(_GRADIENT).removeprefix("aten::")
-        return FORMULAS.get((name, self.call.overload)) if set(self.call.kinds) == {TENSOR} else None
+        kinds = {*self.call.kinds, *(COMPLEX for dtype in self._dtypes if dtype.is_complex)}
+        if not kinds <= {TENSOR, COMPLEX}:
+            return None
+        return (OF_COMPLEX if COMPLEX in kinds else FORMULAS).get((name, self.call.overload))
 
     def _values(self, tensors: Sequence[Tensor | None]) -> Iterator[Any]:
         inputs = iter(tensors)

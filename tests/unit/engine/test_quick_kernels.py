@@ -273,7 +273,20 @@ FORMULAS = {
     ),
     "cumsum": lambda x, _: x.cumsum(-1),
     "elu": lambda x, _: F.elu(x, 0.7),
+    "abs of complex numbers": lambda x, w: torch.complex(x, w).abs(),
+    "fft_fft": lambda x, _: torch.view_as_real(torch.fft.fft(x, dim=1, norm="ortho")),
+    "fft_fft of complex numbers": lambda x, w: torch.view_as_real(torch.fft.fft(torch.complex(x, w))),
+    "fft_fftn": lambda x, _: torch.view_as_real(torch.fft.fftn(x, dim=(1, 3))),
+    "fft_ifft": lambda x, _: torch.view_as_real(torch.fft.ifft(x, norm="forward").resolve_conj()),
+    "fft_ifft of complex numbers": lambda x, w: torch.view_as_real(
+        torch.fft.ifft(torch.complex(x, w), dim=2)
+    ),
+    "fft_irfft": lambda x, w: torch.fft.irfft(torch.complex(x, w)),
+    "fft_irfft to an odd size": lambda x, w: torch.fft.irfft(torch.complex(x, w), n=7, dim=1),
+    "fft_rfft": lambda x, _: torch.view_as_real(torch.fft.rfft(x)),
+    "fft_rfft of an odd size": lambda x, _: torch.view_as_real(torch.fft.rfft(x[..., 1:], norm="ortho")),
     "flip": lambda x, _: x.flip(0, 2),
+    "real": lambda x, w: torch.complex(x, w).mul(torch.complex(w, x)).real,
     "grid_sampler": lambda x, w: F.grid_sample(
         x, w[:, 0, :, :2, None].expand(-1, -1, -1, 2), align_corners=False
     ),
@@ -331,11 +344,12 @@ def test_a_call_whose_gradient_has_a_formula_runs_no_second_forward(case, dtype,
     x = torch.randn(2, 4, 4, 6, dtype=dtype)
     used = []
     name = case.split()[0]
-    formulas = {
-        key: lambda *args, key=key, of=of, **named: (used.append(key[0]), of(*args, **named))[1]
-        for key, of in torch_calls.FORMULAS.items()
-    }
-    monkeypatch.setattr(torch_calls, "FORMULAS", formulas)
+    for table in ("FORMULAS", "OF_COMPLEX"):
+        formulas = {
+            key: lambda *args, key=key, of=of, **named: (used.append(key[0]), of(*args, **named))[1]
+            for key, of in getattr(torch_calls, table).items()
+        }
+        monkeypatch.setattr(torch_calls, table, formulas)
     with compiled_calls.through_python():
         train(model, x)
     train(eager, x)
