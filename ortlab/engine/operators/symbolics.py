@@ -124,6 +124,7 @@ def install() -> None:
         "avg_pool1d": layers.avg_pool1d,
         "avg_pool3d": layers.avg_pool3d,
         "batch_norm": layers.batch_norm,
+        "glu": indexing.left_to_torch("in pieces it makes eight tensors where torch makes two"),
         "index_put": indexing.index_put(plain_symbolic("index_put")),
         "max_pool1d": layers.max_pool1d,
         "max_pool3d": layers.max_pool3d,

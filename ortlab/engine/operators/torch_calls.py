@@ -190,6 +190,7 @@ OF_COMPLEX: Final[dict[tuple[str, str], Callable[..., tuple[Tensor, ...]]]] = {
 ONE_KERNEL: Final[dict[tuple[str, str], Callable[..., tuple[Any, ...]]]] = {
     ("elu", "default"): lambda grad, x, *how: ("elu_backward", grad, *how, False, x),
     ("flip", "default"): lambda grad, _, dims: ("flip", grad, dims),
+    ("glu", "default"): lambda grad, x, dim=-1: ("glu_backward", grad, x, dim),
     ("hardshrink", "default"): lambda grad, x, size: ("hardshrink_backward", grad, x, size),
     ("hardswish", "default"): lambda grad, x: ("hardswish_backward", grad, x),
     ("hardtanh", "default"): lambda grad, x, low, high: ("hardtanh_backward", grad, x, low, high),

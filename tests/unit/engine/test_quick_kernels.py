@@ -287,6 +287,8 @@ FORMULAS = {
     "fft_rfft of an odd size": lambda x, _: torch.view_as_real(torch.fft.rfft(x[..., 1:], norm="ortho")),
     "flip": lambda x, _: x.flip(0, 2),
     "real": lambda x, w: torch.complex(x, w).mul(torch.complex(w, x)).real,
+    "glu": lambda x, _: F.glu(x),
+    "glu of channels": lambda x, _: F.glu(x, dim=1),
     "grid_sampler": lambda x, w: F.grid_sample(
         x, w[:, 0, :, :2, None].expand(-1, -1, -1, 2), align_corners=False
     ),
