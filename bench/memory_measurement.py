@@ -21,6 +21,7 @@ from typing import Any
 from report import THREADS, Report, arguments, in_own_process
 
 MIB = 2**20
+# As `ortlab.runs.process_memory.LARGEST_IN_HEAP`: both sides of a comparison map the same buffers.
 MAPPED = {"MALLOC_MMAP_THRESHOLD_": "32768", "MALLOC_TRIM_THRESHOLD_": "32768"}
 
 

@@ -23,7 +23,7 @@ import platform
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
@@ -362,19 +362,24 @@ def _hand_in_counted_pages() -> None:
     """Make each processor hand in the pages that it has counted for this process and not told yet."""
     # Since Linux 6.2 each processor counts the pages of a process apart, and hands its count in when it comes to a
     # batch: 32 pages, or two for each processor (lib/percpu_counter.c). The mark of the peak knows only what was handed
-    # in. Where threads go from one processor to another, as on a busy machine, it would be wrong by up to 128 KiB for
+    # in. Where threads go from one processor to another, as on a busy machine, it would be wrong by up to a batch for
     # each. Pages that are given back together are more than a batch, and take with them what else was counted.
+    if not hasattr(os, "sched_setaffinity"):
+        return
     processors = os.sched_getaffinity(0)
     pages = 2 * max(32, 2 * (os.cpu_count() or 1))
-    try:
-        for processor in processors:
-            os.sched_setaffinity(0, {processor})
-            with mmap.mmap(
-                -1, pages * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            ) as given_back:
-                given_back[:: mmap.PAGESIZE] = b"\1" * pages
-    finally:
-        os.sched_setaffinity(0, processors)
+    with suppress(
+        OSError
+    ):  # where a thread may not choose its processor, the mark is as good as the kernel's
+        try:
+            for processor in processors:
+                os.sched_setaffinity(0, {processor})
+                with mmap.mmap(
+                    -1, pages * mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+                ) as given_back:
+                    given_back[:: mmap.PAGESIZE] = b"\1" * pages
+        finally:
+            os.sched_setaffinity(0, processors)
 
 
 class Gaps:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import random
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -263,29 +263,47 @@ def test_systems_that_cannot_tell_say_why(lab, monkeypatch):
     assert lab._bench.configuration == before
 
 
+_COUNTED_APART = """
+import mmap, os, random
+from ortlab.runs import process_memory
+
+processors, draw, kept = sorted(os.sched_getaffinity(0)), random.Random(7), []
+for _ in range(200):
+    for _ in range(draw.randint(1, 40)):
+        os.sched_setaffinity(0, {draw.choice(processors)})
+        pages = draw.randint(1, 8)
+        kept.append(mmap.mmap(-1, pages * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        kept[-1][:: mmap.PAGESIZE] = b"1" * pages
+        if len(kept) > 20:
+            kept.pop(draw.randrange(20)).close()
+    os.sched_setaffinity(0, processors)
+    process_memory.reset_peak()
+    now, peak = process_memory.resident_set()
+    assert peak - now <= 8 * mmap.PAGESIZE, (peak, now)
+"""
+
+
 @only_linux
 def test_the_mark_of_a_peak_knows_what_every_processor_has_counted():
     """Linux counts pages on each processor apart, and its mark did not know up to 31 of each."""
-    processors, draw, kept = sorted(os.sched_getaffinity(0)), random.Random(7), []
+    # In a process of its own, where no other thread gives pages back meanwhile.
+    run = subprocess.run([sys.executable, "-c", _COUNTED_APART], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
 
-    def touched(pages: int) -> mmap.mmap:
-        found = mmap.mmap(-1, pages * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        found[:: mmap.PAGESIZE] = b"1" * pages
-        return found
 
-    try:
-        for _ in range(200):
-            for _ in range(draw.randint(1, 40)):
-                os.sched_setaffinity(0, {draw.choice(processors)})
-                kept.append(touched(draw.randint(1, 8)))
-                if len(kept) > 20:
-                    kept.pop(draw.randrange(20)).close()
-            os.sched_setaffinity(0, processors)
-            process_memory.reset_peak()
-            now, peak = process_memory.resident_set()
-            assert peak - now <= 8 * mmap.PAGESIZE
-    finally:
-        os.sched_setaffinity(0, processors)
+@only_linux
+def test_a_peak_starts_anew_where_no_thread_may_choose_its_processor(monkeypatch):
+    def refused(*_):
+        raise PermissionError("not here")
+
+    with mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as large:
+        large.write(bytes(64 * MIB))
+    _, before = process_memory.resident_set()
+    monkeypatch.setattr(os, "sched_setaffinity", refused)
+    process_memory.reset_peak()
+    assert process_memory.resident_set()[1] < before - 32 * MIB
+    monkeypatch.delattr(os, "sched_setaffinity")  # as on other systems than Linux
+    process_memory.reset_peak()
 
 
 @only_linux
