@@ -6,9 +6,9 @@ Some operators have no form in ONNX, or their form has no gradient in 1.19.2. Su
 second node runs the operator again on the saved inputs and asks torch for the vector-Jacobian product, as
 ``torch.utils.checkpoint`` does. So every operator that torch can differentiate trains.
 
-Where torch has a formula that needs no second forward (``derivatives.yaml``), `FORMULAS` holds it: each function takes
-the gradient of the operator's only result and the operator's arguments, and returns the gradients of its tensors in
-their order.
+Where torch has a formula that needs no second forward (``derivatives.yaml``), `FORMULAS` holds it, or `OF_COMPLEX` for
+complex numbers: each function takes the gradient of the operator's only result and the operator's arguments, and
+returns the gradients of its tensors in their order.
 
 Between the nodes of a graph, booleans that such a call returns are bytes, because that is what
 `ortlab.engine.border` hands over, and complex numbers are pairs of real ones in a last dimension of two,
@@ -129,62 +129,45 @@ def _log_sigmoid(grad: Tensor, x: Tensor) -> tuple[Tensor]:
     return (_aten.log_sigmoid_backward(grad, x, torch.exp(-x.abs())),)
 
 
-# --- complex numbers ---------------------------------------------------------------------------------------------
-
-_BACKWARD, _ORTHO, _FORWARD = 0, 1, 2  # who divides: nobody here, both by a root, this one
-_DIVIDES: Final = {None: _BACKWARD, "backward": _BACKWARD, "ortho": _ORTHO, "forward": _FORWARD}
-_INVERSE_DIVIDES: Final = {None: _FORWARD, "backward": _FORWARD, "ortho": _ORTHO, "forward": _BACKWARD}
+# Torch's `fft_norm_mode`: 0 divides by nothing, 1 by the root of the size, 2 by the size.
+_DIVIDED_BY: Final = {None: 0, "backward": 0, "ortho": 1, "forward": 2}
+_INVERSE_DIVIDED_BY: Final = {None: 2, "backward": 2, "ortho": 1, "forward": 0}
 
 
 def _fft(
     grad: Tensor,
     x: Tensor,
-    sizes: int | Sequence[int] | None = None,
-    dims: int | Sequence[int] | None = -1,
-    norm: str | None = None,
+    sizes: int | Sequence[int] | None,
+    dims: int | Sequence[int] | None,
+    norm: str | None,
     *,
     inverse: bool = False,
-) -> Any:
-    axes = list(range(x.dim())) if dims is None else [dims] if isinstance(dims, int) else list(dims)
-    axes = [axis % x.dim() for axis in axes]
+) -> tuple[Tensor, ...]:
+    named = range(x.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
+    axes = [axis % x.dim() for axis in named]
     if sizes is not None and sizes != x.shape[axes[0]]:
         return ()
-    divides = (_INVERSE_DIVIDES if inverse else _DIVIDES)[norm]
-    found = _aten._fft_c2c(grad, axes, divides, forward=inverse)
+    divided_by = (_INVERSE_DIVIDED_BY if inverse else _DIVIDED_BY)[norm]
+    found = _aten._fft_c2c(grad, axes, divided_by, forward=inverse)
     return (found if x.is_complex() else found.real,)
 
 
-def _rfft(grad: Tensor, x: Tensor, n: int | None = None, dim: int = -1, norm: str | None = None) -> Any:
-    dim %= x.dim()
-    if n not in {None, x.shape[dim]}:
+def _rfft(grad: Tensor, x: Tensor, n: int | None, dim: int, norm: str | None) -> tuple[Tensor, ...]:
+    if n is not None and n != x.shape[dim]:
         return ()
     whole = grad.new_zeros(x.shape)
     whole.narrow(dim, 0, grad.shape[dim]).copy_(grad)
-    return (_aten._fft_c2c(whole, [dim], _DIVIDES[norm], forward=False).real,)
+    return _fft(whole, x, None, dim, norm)
 
 
-def _irfft(grad: Tensor, x: Tensor, _: int | None = None, dim: int = -1, norm: str | None = None) -> Any:
+def _irfft(grad: Tensor, x: Tensor, _: int | None, dim: int, norm: str | None) -> tuple[Tensor, ...]:
     dim %= x.dim()
     kept, size = x.shape[dim], grad.shape[dim]
     if kept != size // 2 + 1:
         return ()
-    found = _aten._fft_r2c(grad, [dim], _INVERSE_DIVIDES[norm], onesided=True)
+    found = _aten._fft_r2c(grad, [dim], _INVERSE_DIVIDED_BY[norm], onesided=True)
     found.narrow(dim, 1, size - kept).mul_(2)  # entries that stand for two
     return (found,)
-
-
-OF_COMPLEX: Final[dict[tuple[str, str], Callable[..., tuple[Tensor, ...]]]] = {
-    ("abs", "default"): lambda grad, x: (x.sgn().mul_(grad),),
-    ("fft_fft", "default"): _fft,
-    ("fft_fftn", "default"): lambda grad, x, sizes=None, dims=None, norm=None: _fft(
-        grad, x, sizes, dims, norm
-    ),
-    ("fft_ifft", "default"): partial(_fft, inverse=True),
-    ("fft_irfft", "default"): _irfft,
-    ("fft_rfft", "default"): _rfft,
-    ("real", "default"): lambda grad, _: (torch.complex(grad, torch.zeros_like(grad)),),
-}
-"""As `FORMULAS`, for calls that take or return complex numbers; one returns nothing where its formula does not hold."""
 
 
 ONE_KERNEL: Final[dict[tuple[str, str], Callable[..., tuple[Any, ...]]]] = {
@@ -239,6 +222,17 @@ FORMULAS: Final[dict[tuple[str, str], Callable[..., tuple[Tensor, ...]]]] = {
 
 What returns fewer gradients than there are tensors knows those of the first tensors only: a loss's target needs none.
 """
+
+OF_COMPLEX: Final[dict[tuple[str, str], Callable[..., tuple[Tensor, ...]]]] = {
+    ("abs", "default"): lambda grad, x: (x.sgn().mul_(grad),),
+    ("fft_fft", "default"): _fft,
+    ("fft_fftn", "default"): _fft,
+    ("fft_ifft", "default"): partial(_fft, inverse=True),
+    ("fft_irfft", "default"): _irfft,
+    ("fft_rfft", "default"): _rfft,
+    ("real", "default"): lambda grad, _: (torch.complex(grad, torch.zeros_like(grad)),),
+}
+"""As `FORMULAS`, for calls that take or return complex numbers; without those in which a transform changes a size."""
 
 
 TENSOR, BOOLEAN, COMPLEX = "tensor", "boolean", "complex"
@@ -356,18 +350,11 @@ class CallableCall:
         state = rest.pop() if self.call.random else None
         if self._formula is not None and gradients[0] is not None:
             given, named = self._given_arguments(rest)
-            complex_result = self._dtypes[0].is_complex
-            by_input = self._formula(
-                _crossed(gradients[0], COMPLEX) if complex_result else gradients[0], *given, **named
-            )
+            of_result = _crossed(gradients[0], COMPLEX if self._dtypes[0].is_complex else TENSOR)
+            by_input = [_crossing(one, one.dtype) for one in self._formula(of_result, *given, **named)]
             asked = max(self.call.gradient_of) + 1
             if asked <= len(by_input):
-                return [
-                    _crossing(by_input[index], by_input[index].dtype)
-                    if index in self.call.gradient_of
-                    else None
-                    for index in range(asked)
-                ]
+                return [by_input[index] if index in self.call.gradient_of else None for index in range(asked)]
         for index in self.call.gradient_of:
             rest[index] = _given(rest[index]).detach().requires_grad_()
         with torch.enable_grad(), _drawing_again(state, _device(rest)):

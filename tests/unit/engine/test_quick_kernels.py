@@ -267,26 +267,31 @@ def test_rows_of_no_expert_are_zeros():
 
 
 FORMULAS = {
+    "abs of complex numbers": lambda x, w: torch.complex(x, w).abs(),
     "binary_cross_entropy_with_logits": lambda x, w: F.binary_cross_entropy_with_logits(x, w.detach()),
     "binary_cross_entropy_with_logits with weights": lambda x, w: F.binary_cross_entropy_with_logits(
         x, w.detach() / 2, weight=w.detach()[:1], pos_weight=w.detach()[0, 0, 0] + 1, reduction="none"
     ),
     "cumsum": lambda x, _: x.cumsum(-1),
     "elu": lambda x, _: F.elu(x, 0.7),
-    "abs of complex numbers": lambda x, w: torch.complex(x, w).abs(),
     "fft_fft": lambda x, _: torch.view_as_real(torch.fft.fft(x, dim=1, norm="ortho")),
     "fft_fft of complex numbers": lambda x, w: torch.view_as_real(torch.fft.fft(torch.complex(x, w))),
+    "fft_fft that pads": lambda x, _: torch.view_as_real(torch.fft.fft(x, n=9)),
     "fft_fftn": lambda x, _: torch.view_as_real(torch.fft.fftn(x, dim=(1, 3))),
+    "fft_fftn of all": lambda x, _: torch.view_as_real(torch.fft.fftn(x, norm="forward")),
+    "fft_fftn to other sizes": lambda x, _: torch.view_as_real(torch.fft.fftn(x, (3, 7), (1, 3))),
     "fft_ifft": lambda x, _: torch.view_as_real(torch.fft.ifft(x, norm="forward").resolve_conj()),
     "fft_ifft of complex numbers": lambda x, w: torch.view_as_real(
         torch.fft.ifft(torch.complex(x, w), dim=2)
     ),
     "fft_irfft": lambda x, w: torch.fft.irfft(torch.complex(x, w)),
+    "fft_irfft that cuts off": lambda x, w: torch.fft.irfft(torch.complex(x, w), n=4),
     "fft_irfft to an odd size": lambda x, w: torch.fft.irfft(torch.complex(x, w), n=7, dim=1),
     "fft_rfft": lambda x, _: torch.view_as_real(torch.fft.rfft(x)),
+    "fft_rfft that cuts off": lambda x, _: torch.view_as_real(torch.fft.rfft(x, n=4)),
+    "fft_rfft that pads": lambda x, _: torch.view_as_real(torch.fft.rfft(x, n=12, dim=1)),
     "fft_rfft of an odd size": lambda x, _: torch.view_as_real(torch.fft.rfft(x[..., 1:], norm="ortho")),
     "flip": lambda x, _: x.flip(0, 2),
-    "real": lambda x, w: torch.complex(x, w).mul(torch.complex(w, x)).real,
     "glu": lambda x, _: F.glu(x),
     "glu of channels": lambda x, _: F.glu(x, dim=1),
     "grid_sampler": lambda x, w: F.grid_sample(
@@ -300,6 +305,7 @@ FORMULAS = {
     "mse_loss": lambda x, w: F.mse_loss(x, w.detach()),
     "mse_loss that broadcasts": lambda x, w: torch._C._nn.mse_loss(x, w.detach()[:1], 0),
     "pixel_shuffle": lambda x, _: F.pixel_shuffle(x, 2),
+    "real": lambda x, w: torch.complex(x, w).mul(torch.complex(w, x)).real,
     "rms_norm": lambda x, w: F.rms_norm(x, (4, 6), w[0, 0, :, :6].contiguous(), eps=1e-3),
     "rms_norm without weight": lambda x, _: F.rms_norm(x, (4, 6)),
     "roll": lambda x, _: x.roll((1, -2), (-1, 2)),
