@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from playwright.sync_api import expect
 
 from .conftest import CELLS_SECONDS
 from .test_graph_map_browser import drawn, rows, run_cells
@@ -53,6 +54,31 @@ class Deep(torch.nn.Module):
 
 model, x = Deep(), torch.randn(16, 8)
 lab = %ort_wrap --no-panel model"""
+
+SLOW = """\
+import time
+from ortlab.notebook.widgets.record_table import Column, Content, Intents, Look, RecordTable
+
+ticked = set()
+
+def show(words):
+    plans = Content(
+        ["Gelu", "Cast"], [Column("plan", str, str)], str, lambda plan: Look(plan, ticked=plan in ticked),
+        ("plan", "plans"), totals=lambda _: {"plan": words}
+    )
+    table.show(plans)
+
+def tick(plan, on):
+    table.draw()  # what other news of the kernel do: the same table once more, and another one
+    show("not answered yet")
+    time.sleep(2)
+    if plan == "Gelu":  # the other one is refused
+        ticked.add(plan)
+    show(f"answered {plan}")
+
+table = RecordTable("Recompute plans", Intents(tick=tick))
+show("nobody has asked")
+table"""
 
 TINY = """\
 %load_ext ortlab
@@ -181,6 +207,20 @@ def test_two_panels_follow_a_sweep(open_notebook, notebook, screenshots):
         assert panels.nth(at).locator(".ortlab-progress .widget-hprogress").first.is_hidden()
         assert panels.nth(at).get_by_role("alert").count() == 0
     panels.nth(1).screenshot(path=screenshots / "sweep-panels.png")
+
+
+def test_a_tick_stays_until_the_kernel_answers(open_notebook, notebook):
+    page = open_notebook(notebook(SLOW))
+    run_cells(page, 0)
+    table = page.get_by_role("table", name="Recompute plans")
+    for plan in ("Gelu", "Cast"):
+        box = table.get_by_label(plan)
+        box.wait_for(timeout=1000 * CELLS_SECONDS)
+        box.check()
+        table.get_by_text("not answered yet").wait_for()
+        assert box.is_checked()
+        table.get_by_text(f"answered {plan}").wait_for()
+        expect(box).to_be_checked(checked=plan == "Gelu")
 
 
 def test_a_kernel_that_dies_while_the_slider_moves_is_said(open_notebook, notebook, screenshots):

@@ -26,9 +26,18 @@ export function render({ model, el }, { unpack }) {
   let view = null; // what was sent last
   let drawn = ""; // what the rows below show
   let takeBack = []; // sets a control to what its row says
+  const asks = new Map(); // what a control was set to and the kernel has not answered yet, by the control's `data-at`
+
+  // A table that was sent before the answer, for something else, does not take back what the user has just set.
+  function ask(at, act, ...values) {
+    const asked = unique();
+    asks.set(at, { asked, value: values.at(-1) });
+    model.send({ do: act, with: values, asked });
+  }
+  const latest = (at, known) => (asks.has(at) ? asks.get(at).value : known);
 
   const filter = make("input", { type: "search", className: "ortlab-filter" });
-  const picker = make("select");
+  const picker = make("select", { "data-at": "pick" });
   const pickerLabel = make("span");
   const pickerBox = make("label", {}, pickerLabel, picker);
   const found = make("span", { role: "status", className: "ortlab-quiet" });
@@ -60,7 +69,7 @@ export function render({ model, el }, { unpack }) {
     typing = setTimeout(sendFilter, FILTER_PAUSE);
   });
   filter.addEventListener("change", sendFilter);
-  picker.addEventListener("change", () => send("pick", picker.value));
+  picker.addEventListener("change", () => ask("pick", "pick", picker.value));
   earlier.addEventListener("click", () => send("turn", -1));
   later.addEventListener("click", () => send("turn", 1));
 
@@ -84,16 +93,17 @@ export function render({ model, el }, { unpack }) {
   }
 
   function tick(row) {
+    const at = `tick ${row.key}`;
     const box = make("input", {
       type: "checkbox",
-      checked: row.ticked,
+      checked: latest(at, row.ticked),
       disabled: Boolean(row.locked),
       title: row.locked || null,
       "aria-label": row.name,
-      "data-at": `tick ${row.key}`,
+      "data-at": at,
     });
-    box.addEventListener("change", () => send("tick", row.key, box.checked));
-    takeBack.push(() => (box.checked = row.ticked));
+    box.addEventListener("change", () => ask(at, "tick", row.key, box.checked));
+    takeBack.push(() => (box.checked = latest(at, row.ticked)));
     return make("td", { className: "ortlab-tick" }, box);
   }
 
@@ -115,20 +125,21 @@ export function render({ model, el }, { unpack }) {
 
   function count(row) {
     const [now, most] = row.count;
+    const at = `count ${row.key}`;
     const box = make("input", {
       type: "number",
       min: 1,
       max: most,
-      value: now,
+      value: latest(at, now),
       disabled: Boolean(row.locked),
       "aria-label": `places of ${row.name}, 1 to ${most}`,
-      "data-at": `count ${row.key}`,
+      "data-at": at,
     });
     box.addEventListener("change", () => {
-      if (box.value !== "" && box.checkValidity()) send("count", row.key, box.valueAsNumber);
+      if (box.value !== "" && box.checkValidity()) ask(at, "count", row.key, box.valueAsNumber);
       else box.value = now;
     });
-    takeBack.push(() => (box.value = now));
+    takeBack.push(() => (box.value = latest(at, now)));
     return make("td", { className: "ortlab-number" }, box, ` of ${most}`);
   }
 
@@ -201,7 +212,8 @@ export function render({ model, el }, { unpack }) {
       picker.replaceChildren(
         ...view.picker.options.map(([key, words]) => make("option", { value: key, textContent: words })),
       );
-      picker.value = view.picker.value;
+      takeBack.push(() => (picker.value = latest("pick", view.picker.value)));
+      takeBack.at(-1)();
     }
     earlier.disabled = !view.pages.earlier;
     later.disabled = !view.pages.later;
@@ -252,6 +264,12 @@ export function render({ model, el }, { unpack }) {
   }
 
   function answered(message) {
+    for (const [at, { asked }] of asks) {
+      if (asked !== message.answered) continue;
+      asks.delete(at);
+      draw();
+      return;
+    }
     const state = [...sliders.values()].find((one) => one.asked !== null && one.asked === message.answered);
     if (!state) return;
     const next = state.wanted;
