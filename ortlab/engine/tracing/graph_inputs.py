@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Protocol
 
 from ortlab.engine.kept_builds import written_buffers
 from ortlab.engine.patching import replace, set_to
@@ -137,7 +137,7 @@ class StateWrites:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
-        self._before: dict[str, int] = {}
+        self._before: dict[str, _Before] = {}
         self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.written: set[str] = set()
         self.given: tuple[str, ...] = ()  # whose last values the export gives out
@@ -147,8 +147,8 @@ class StateWrites:
         return {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
 
     def begin(self) -> None:
-        """Note which values of the trace these are."""
-        self._before = {name: _traced(one) for name, one in self.state().items()}
+        """Note what these are in the trace, and how often they have been written to."""
+        self._before = {name: _Before(one, _traced(one), _version(one)) for name, one in self.state().items()}
 
     def end(self, stops: Stops) -> None:
         """Note which have other values now that are made of data or random numbers: others are the same each time."""
@@ -156,9 +156,17 @@ class StateWrites:
         self.written = {
             name
             for name, one in self.state().items()
-            if (self._before.get(name) != _traced(one) or stops.wrote_to(one))
+            if (self._is_another(name, one) or stops.wrote_to(one))
             and origins.of(one) in {Origin.INPUTS, Origin.RANDOM}
         }
+
+    def _is_another(self, name: str, tensor: torch.Tensor) -> bool:
+        """Say whether a name stands for another value of the trace than before, in another tensor or by a write."""
+        before = self._before.get(name)
+        if before is None or _traced(tensor) == before.traced:
+            return before is None
+        # What returns its own argument, as `contiguous` does of a dense tensor, makes another value without a write.
+        return tensor is not before.tensor or before.version is None or _version(tensor) != before.version
 
     def save(self, parameter: torch.Tensor) -> None:
         """Keep the values of a parameter that will be written to."""
@@ -170,6 +178,19 @@ class StateWrites:
         """Write the values of parameters back."""
         for parameter, values in self._saved.values():
             parameter.detach().copy_(values)
+
+
+class _Before(NamedTuple):
+    """A buffer or parameter as it was before the forward."""
+
+    tensor: torch.Tensor
+    traced: int
+    version: int | None
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """Count the writes to a tensor; PyTorch does not for those made in its inference mode."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def _traced(tensor: torch.Tensor) -> int:

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 
 import ortlab
+from ortlab.engine.kept_builds import written_buffers
+from ortlab.engine.tracing.graph_inputs import StateWrites
 from ortlab.errors import BuildError, ExecutionError
 
 pytestmark = pytest.mark.usefixtures("no_fallback")
@@ -207,6 +209,30 @@ def test_a_buffer_outside_the_state_dict_is_exported_once_for_each_mode(body, wr
         torch.testing.assert_close(state(model), state(reference), rtol=1e-5, atol=1e-6)
     assert lab.status.executed_by == "ort"
     assert not builds(lab)
+
+
+READERS = {
+    "contiguous": lambda net, h, _: h - net.mean.contiguous(),
+    "to": lambda net, h, _: h - net.mean.to(h.dtype),
+    "broadcast_tensors": lambda net, h, _: sum(torch.broadcast_tensors(h, net.queue[:4], net.hidden)),
+    "mse_loss": lambda net, h, _: h + F.mse_loss(h, net.hidden),
+    "a parameter": lambda net, h, _: h @ net.student.weight.contiguous() + net.teacher.bias.to(h.dtype),
+}
+
+
+@pytest.mark.parametrize("body", READERS.values(), ids=READERS)
+def test_what_a_forward_reads_only_is_not_written(body, wrap, monkeypatch):
+    # Some functions return their argument, which then is another value of the trace.
+    exports = []
+    end = StateWrites.end
+    monkeypatch.setattr(StateWrites, "end", lambda *of: exports.append(end(*of)))
+    model, reference = pair(body)
+    lab = wrap(model)
+    found, expected = (steps(one, batches=(4, 4)) for one in (model, reference))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert lab.status.executed_by == "ort"
+    assert len(exports) == 1
+    assert not written_buffers(model)
 
 
 def test_a_buffer_that_training_alone_writes_to_is_no_constant_of_evaluation(wrap):
