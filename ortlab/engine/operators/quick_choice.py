@@ -2,15 +2,16 @@
 
 Of 1.19.2, the gradients of Relu, LeakyRelu, LogSoftmax, LayerNormalization and both Gelus run on one thread or in
 several passes, those of Gather and GatherElements add one entry at a time, Where makes two tensors and puts them
-together, Sin and Cos ask the C library for each entry, ``x ** 2`` and ``x ** 3`` are raised to a power on one thread,
-and the gradient of the first to the power of one. LayerNormalization takes twice as long, and takes the variance as the
-mean of squares less the square of the mean, which loses digits where the mean is large. Gradients of grouped
-convolutions and maxima of windows are torch's anyway: they get the layout that is quicker. Only nodes of float32 are
-taken, and of most kinds only those of at least `FEWEST` entries, since a call costs some 30 microseconds.
+together, Sin, Cos and Log ask the C library for each entry on one thread, where ``x ** 2`` and ``x ** 3`` are raised to
+a power, too, and the gradient of the first to the power of one. LayerNormalization takes twice as long, and takes the
+variance as the mean of squares less the square of the mean, which loses digits where the mean is large. Gradients of
+grouped convolutions and maxima of windows are torch's anyway: they get the layout that is quicker. Only nodes of
+float32 are taken, and of most kinds only those of at least `FEWEST` entries, since a call costs some 30 microseconds.
 
-In the forward LeakyRelu, Pow, ReduceLogSumExp, Sin, Cos, TopK, GatherElements and calls of torch are taken at once,
-which ORT cannot recompute to save memory (``memory_optimizer/recompute_analysis.cc``, GetAllowedRecomputeOps). What it
-can if it is its own is left to ORT until a session is made of the graph, and its plans have acted; so no plan is lost.
+In the forward LeakyRelu, Log, Pow, ReduceLogSumExp, Sin, Cos, TopK, GatherElements and calls of torch are taken at
+once, which ORT cannot recompute to save memory (``memory_optimizer/recompute_analysis.cc``, GetAllowedRecomputeOps).
+What it can if it is its own is left to ORT until a session is made of the graph, and its plans have acted; so no plan
+is lost.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _UNKNOWN: Final = 64
 """What a dimension counts at least that another batch may change."""
 
 _FORWARD: Final = frozenset(
-    {"LeakyRelu", "Pow", "ReduceLogSumExp", "Sin", "Cos", "TopK", "GatherElements", "ATen"}
+    {"LeakyRelu", "Log", "Pow", "ReduceLogSumExp", "Sin", "Cos", "TopK", "GatherElements", "ATen"}
 )
 BEHIND_PLANS: Final = {"LayerNormalization": "ortlab::layer_norm", "Where": "ortlab::where"}
 """Operators that a session computes otherwise when ONNX Runtime's plans have acted, and the calls that do."""
@@ -121,6 +122,7 @@ class _Choice:
         self._same: dict[str, str] = {}
         self._kinds: dict[str, _Kind] = {
             "LeakyRelu": self._leaky("leaky_relu"),
+            "Log": self._call("log"),
             "Pow": self._multiplied,
             "ReduceLogSumExp": self._log_sum,
             "Sin": self._call("sin"),
