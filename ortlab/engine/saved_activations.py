@@ -20,11 +20,10 @@ import onnx
 from onnx import TensorProto, helper
 
 from ortlab.engine.inspection.places import Places
-from ortlab.engine.passes.graph_edits import aten_operator
 from ortlab.engine.passes.training_graph import HIDING
 from ortlab.engine.value_shapes import Inferred, ValueShapes
 from ortlab.errors import BuildError
-from ortlab.graphs.nodes import YIELD, is_copy, is_holder, without_stand_in
+from ortlab.graphs.nodes import YIELD, is_copy, is_holder, operator_in_namespace
 from ortlab.graphs.viewer.grouping import in_order
 from ortlab.memory.saved_activations import (
     KeptInput,
@@ -46,8 +45,8 @@ if TYPE_CHECKING:
     from ortlab.engine.execution import Execution, Progress
     from ortlab.engine.kept_builds import BuiltGraph
 
-_IN_WORDS: Final = "com.microsoft"
-"""Domain of ORT's own operators, which plans and logs name without it."""
+_ORTS_OWN: Final = "com.microsoft."
+"""Before the names of ORT's own operators, which plans and logs name without it."""
 
 
 def read_activations(
@@ -155,12 +154,13 @@ def _read(
         if kept.root in forward.made:
             place, output = forward.made[kept.root]
             node = forward.nodes[place]
+            maker = forward.nodes[forward.made[forward.source(kept.root)][0]]
             module, source, layer = origins.of(kept.root)
             rows.append(
                 SavedActivation(
                     value=kept.root,
                     node=name_of(node),
-                    operator=_operator(forward.nodes[forward.made[forward.source(kept.root)][0]]),
+                    operator=operator_in_namespace(maker).removeprefix(_ORTS_OWN),
                     output=output,
                     module=module,
                     source=source,
@@ -217,14 +217,6 @@ def _dtype(element_type: int) -> tuple[str, int]:
     if element_type == TensorProto.STRING:
         return name, 0
     return name, int(np.dtype(helper.tensor_dtype_to_np_dtype(element_type)).itemsize)
-
-
-def _operator(node: onnx.NodeProto) -> str:
-    node = without_stand_in(node)
-    called = aten_operator(node)
-    if called:
-        return called if "::" in called else f"aten::{called}"
-    return node.op_type if node.domain in {"", _IN_WORDS} else f"{node.domain}.{node.op_type}"
 
 
 class _Origins:

@@ -60,6 +60,9 @@ def node_names(graph: GraphProto) -> list[str]:
     return names
 
 
+_ONNX: Final = frozenset({"", "ai.onnx"})
+"""How graphs write the domain of ONNX's own operators."""
+
 _STAND_INS: Final = {
     "ortlab::dropout": "Dropout",
     "ortlab::dropout_to_repeat": "Dropout",
@@ -72,13 +75,19 @@ _STAND_INS: Final = {
 def operator_of(node: NodeProto) -> str:
     """Return the operator of a node, with its domain unless it is ONNX's."""
     node = without_stand_in(node)
-    return f"{node.domain}.{node.op_type}" if node.domain else str(node.op_type)
+    return str(node.op_type) if node.domain in _ONNX else f"{node.domain}.{node.op_type}"
 
 
 def executed_operator(node: NodeProto) -> str:
     """Return the operator that runs for a node: of an ``ATen`` node torch's, else its own; see `operator_of`."""
     node = without_stand_in(node)
     return _called(node) or operator_of(node)
+
+
+def operator_in_namespace(node: NodeProto) -> str:
+    """Return the operator that runs for a node; one of torch's with its namespace: "aten::gelu"."""
+    called = _called(without_stand_in(node))
+    return f"aten::{called}" if called and "::" not in called else called or operator_of(node)
 
 
 def without_stand_in(node: NodeProto) -> NodeProto:

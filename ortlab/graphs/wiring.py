@@ -9,7 +9,7 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from ortlab.graphs.nodes import Value, executed_operator, node_names, without_stand_in
+from ortlab.graphs.nodes import Value, node_names, operator_in_namespace, without_stand_in
 
 if TYPE_CHECKING:
     from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
@@ -18,7 +18,6 @@ Place: TypeAlias = tuple[int, int]
 """A node by its number, and one of its inputs or outputs."""
 
 _CONSTANT: Final = "Constant"
-_ATEN: Final = "org.pytorch.aten"
 _SMALL: Final = 8
 """Numbers of a constant that are written out."""
 
@@ -148,18 +147,11 @@ def _wired(number: int, name: str, node: NodeProto) -> WiredNode:
     return WiredNode(
         number,
         name,
-        _operator(node),
+        operator_in_namespace(node),
         (*node.input, *inside),
         tuple(node.output),
         tuple(sorted((one.name, _words(one)) for one in node.attribute if _PROCESS_BOUND not in one.name)),
     )
-
-
-def _operator(node: NodeProto) -> str:
-    if node.domain == _ATEN:
-        called = executed_operator(node)
-        return called if "::" in called else f"aten::{called}"
-    return node.op_type if node.domain in {"", "ai.onnx"} else f"{node.domain}.{node.op_type}"
 
 
 def _graphs(attribute: AttributeProto) -> Iterator[GraphProto]:
