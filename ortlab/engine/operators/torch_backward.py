@@ -31,6 +31,7 @@ from ortlab.engine.passes.graph_edits import (
     needed_nodes,
     put_calls,
 )
+from ortlab.engine.passes.joined_products import join_products
 from ortlab.engine.passes.training_graph import (
     GraphInfo,
     add_in_threads,
@@ -78,6 +79,7 @@ class TorchBackward:
         models = self._onnx_models  # type: ignore[attr-defined]
         mend_layer_gradients(models.optimized_model)
         if self._device.type == "cpu":  # type: ignore[attr-defined]
+            join_products(models.optimized_model)
             add_one_by_one(models.optimized_model)
             leave_short_sums(models.optimized_model)
             drop_empty_sums(models.optimized_model)

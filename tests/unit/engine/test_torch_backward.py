@@ -71,6 +71,11 @@ def trained(module: nn.Module, call: object, options: ortlab.Options, steps: int
     return expected, module, lab
 
 
+def in_double(module: nn.Module) -> nn.Module:
+    """Copy a module; on some processors PyTorch's own gradients of float32 are as far from these as is allowed."""
+    return copy.deepcopy(module).double()
+
+
 def kernels(graph: Graph) -> set[str]:
     found = {
         attribute.s.decode()
@@ -95,8 +100,11 @@ def test_gradients_agree_with_pytorch(which, aten_cross_entropy):
     torch.manual_seed(1)
     options = ortlab.Options(aten_cross_entropy=aten_cross_entropy)
     arguments = batch()
-    expected, actual, lab = trained(Tied(), lambda module: LOSSES[which](*module(*arguments)), options)
-    found = differences(expected, actual)
+    module = Tied()
+    exact = in_double(module)
+    LOSSES[which](*exact(*arguments)).backward()
+    _, actual, lab = trained(module, lambda module: LOSSES[which](*module(*arguments)), options)
+    found = differences(exact, actual)
     chosen = kernels(lab.graph("gradient"))
     lab.unwrap()
     assert max(found.values()) <= TOLERANCE, found
@@ -113,7 +121,7 @@ def test_gradients_agree_with_pytorch(which, aten_cross_entropy):
 def test_each_step_may_use_other_outputs(wrap):
     torch.manual_seed(1)
     module = Tied()
-    expected = copy.deepcopy(module)
+    expected = in_double(module)
     wrap(module)
     for which in (*LOSSES, *reversed(LOSSES)):
         for side in (expected, module):
