@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 STATIC: Final = Path(__file__).parent / "static"
 """Folder of the scripts and style sheets."""
 
-_COMMENT: Final = re.compile(r"^\s*//.*$", re.MULTILINE)
+_COMMENT: Final = re.compile(r"(?:^\s*|(?<=[;{,(]) +)//.*$", re.MULTILINE)
 _AROUND: Final = re.compile(r"\s*([{};,])\s*")
 _EMPTY: Final = re.compile(r"\n\s*")
 
 
 def compact(name: str) -> str:
-    """Read a file of `STATIC` without its indentation and the comments that have a line of their own."""
+    """Read a file of `STATIC` without its indentation and its comments."""
     # Every widget carries its script with it, so a notebook that is saved with its widgets holds it once for each.
     try:
         return compacted((STATIC / name).read_text(encoding="utf-8"))
@@ -45,7 +45,7 @@ def compact(name: str) -> str:
 
 
 def compacted(text: str) -> str:
-    """Remove the indentation of a script or style sheet, and the comments that have a line of their own."""
+    """Remove the indentation of a script or style sheet, and comments: of a line, or behind one of ``; { , (``."""
     return _EMPTY.sub("\n", _COMMENT.sub("", text)).strip()
 
 

@@ -34,7 +34,7 @@ export function render({ model, el }, { unpack }) {
     asks.set(at, { asked, value: values.at(-1) });
     model.send({ do: act, with: values, asked });
   }
-  const latest = (at, known) => (asks.has(at) ? asks.get(at).value : known);
+  const latest = (at, known) => asks.get(at)?.value ?? known;
 
   const filter = make("input", { type: "search", className: "ortlab-filter" });
   const picker = make("select", { "data-at": "pick" });
@@ -157,24 +157,21 @@ export function render({ model, el }, { unpack }) {
     return made;
   }
 
-  // A slider moves on while the kernel works: what it shows last is sent when its answer has come, and a table that was
-  // sent before that, for something else, does not move it back.
+  // A slider moves on while the kernel works: what it shows last is sent when its answer has come.
   function slider(one) {
     const id = `${one.key}-${unique()}`;
-    const range = make("input", { type: "range", id, "data-at": `range ${one.key}` });
+    const at = `range ${one.key}`;
+    const range = make("input", { type: "range", id, "data-at": at });
     const number = make("input", {
       type: "number",
       "aria-label": `${one.label}, as a number`,
       "data-at": `number ${one.key}`,
     });
-    const state = { range, number, asked: null, wanted: null };
+    const state = { range, number, next: null };
     state.ask = (value) => {
       number.value = range.value = value;
-      if (state.asked !== null) state.wanted = value;
-      else {
-        state.asked = unique();
-        model.send({ do: "slide", with: [one.key, value], asked: state.asked });
-      }
+      if (asks.has(at)) state.next = value;
+      else ask(at, "slide", one.key, value);
     };
     range.addEventListener("input", () => state.ask(range.valueAsNumber));
     number.addEventListener("change", () => {
@@ -196,7 +193,7 @@ export function render({ model, el }, { unpack }) {
     for (const one of wanted) {
       const state = sliders.get(one.key);
       for (const input of [state.range, state.number]) Object.assign(input, { min: one.low, max: one.high });
-      if (state.asked === null) state.range.value = state.number.value = one.value;
+      if (!asks.has(`range ${one.key}`)) state.range.value = state.number.value = one.value;
     }
     sliderBox.hidden = wanted.length === 0;
   }
@@ -264,18 +261,15 @@ export function render({ model, el }, { unpack }) {
   }
 
   function answered(message) {
-    for (const [at, { asked }] of asks) {
-      if (asked !== message.answered) continue;
-      asks.delete(at);
-      draw();
-      return;
-    }
-    const state = [...sliders.values()].find((one) => one.asked !== null && one.asked === message.answered);
-    if (!state) return;
-    const next = state.wanted;
-    state.asked = state.wanted = null;
+    const [at] = [...asks].find(([, one]) => one.asked === message.answered) ?? [];
+    if (!asks.delete(at)) return;
+    const state = sliders.get(at.replace("range ", ""));
+    const next = state?.next ?? null;
     if (next === null) draw();
-    else state.ask(next);
+    else {
+      state.next = null;
+      state.ask(next);
+    }
   }
 
   model.on("change:table", draw);
