@@ -113,11 +113,13 @@ def _groups(products: Iterable[_Product]) -> list[list[_Product]]:
 
 
 def _at_once(products: list[onnx.NodeProto], result: str) -> list[onnx.NodeProto]:
-    """Return the product of the operands of several, one below the other."""
+    """Return the product of the operands of several, one below the other, with names that tell the module."""
+    # The exporter puts a number behind the module's name in all calls but the first.
+    name = min((product.name for product in products), key=len)
     operands = []
     made = []
     for side in range(2):
         operands.append(f"{result}_rows_{side}")
         rows = [product.input[side] for product in products]
-        made.append(helper.make_node("Concat", rows, operands[-1:], name=operands[-1], axis=0))
-    return [*made, helper.make_node("Gemm", operands, [result], name=f"{result}_Gemm", transA=1)]
+        made.append(helper.make_node("Concat", rows, operands[-1:], name=f"{name}_rows_{side}", axis=0))
+    return [*made, helper.make_node("Gemm", operands, [result], name=f"{name}_joined", transA=1)]

@@ -45,7 +45,12 @@ class Shared(nn.Module):
 
 
 def trained(eager, batches, wrap):
-    """Train on PyTorch, and a copy on ONNX Runtime, compare gradients, and count the products that weights' are of."""
+    """Train on PyTorch, and a copy on ONNX Runtime, compare gradients, and count the products."""
+    return len(products(train(eager, batches, wrap)))
+
+
+def train(eager, batches, wrap):
+    """Train on PyTorch, and a copy on ONNX Runtime, compare gradients, and return the lab."""
     model = copy.deepcopy(eager)
     lab = wrap(model, log_level="ERROR")
     for x in batches:
@@ -55,11 +60,17 @@ def trained(eager, batches, wrap):
         for one, other in zip(model.parameters(), eager.parameters(), strict=True):
             torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-4)
     assert lab.status.executed_by == "ort"
-    return sum(
-        aten_operator(node) == "ortlab::matmul_of_rows"
-        or (node.op_type == "Gemm" and attributes_of(node).get("transA") == 1)
+    return lab
+
+
+def products(lab):
+    """Return the nodes that multiply rows, as for the gradients of weights."""
+    return [
+        node
         for node in lab.graph("gradient").model.graph.node
-    )
+        if aten_operator(node) == "ortlab::matmul_of_rows"
+        or (node.op_type == "Gemm" and attributes_of(node).get("transA") == 1)
+    ]
 
 
 @pytest.mark.parametrize("cell", [nn.RNNCell, nn.GRUCell, nn.LSTMCell])
@@ -74,6 +85,15 @@ def test_a_cell_in_a_loop_has_one_product_for_each_weight(cell, width, wrap):
 def test_no_more_rows_are_copied_than_a_few_gradients_have_entries(rows, found, wrap):
     torch.manual_seed(1)
     assert trained(Shared(), [torch.randn(rows, WIDTH)], wrap) == found
+
+
+def test_its_time_is_told_of_the_module(wrap):
+    torch.manual_seed(1)
+    model, x = Loop(nn.GRUCell(32, WIDTH)), torch.randn(USES, 4, 32)
+    lab = wrap(model, log_level="ERROR")
+    lab.step(lambda: model(x).sum().backward(), n=1, memory=False)
+    told = {node.name: node.module for node in lab.profile(n=1, progress=False).nodes}
+    assert [told[node.name] for node in products(lab)] == ["cell", "cell"]
 
 
 def test_a_gradient_with_other_parts_is_added_to_them(wrap):
