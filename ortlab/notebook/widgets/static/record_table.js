@@ -22,7 +22,6 @@ export function render({ model, el }, { unpack }) {
   const send = (act, ...values) => model.send({ do: act, with: values });
   const sliders = new Map();
   let typing = 0;
-  let asked = null; // the filter that was sent, until it is answered
   let view = null; // what was sent last
   let drawn = ""; // what the rows below show
   let takeBack = []; // sets a control to what its row says
@@ -60,9 +59,7 @@ export function render({ model, el }, { unpack }) {
   const sendFilter = () => {
     clearTimeout(typing);
     typing = 0;
-    if (filter.value === (asked ?? view?.filter)) return;
-    asked = filter.value;
-    send("filter", asked);
+    if (filter.value !== latest("filter", view?.filter)) ask("filter", "filter", filter.value);
   };
   filter.addEventListener("input", () => {
     clearTimeout(typing);
@@ -135,11 +132,12 @@ export function render({ model, el }, { unpack }) {
       "aria-label": `places of ${row.name}, 1 to ${most}`,
       "data-at": at,
     });
+    const back = () => (box.value = latest(at, now));
     box.addEventListener("change", () => {
       if (box.value !== "" && box.checkValidity()) ask(at, "count", row.key, box.valueAsNumber);
-      else box.value = now;
+      else back();
     });
-    takeBack.push(() => (box.value = latest(at, now)));
+    takeBack.push(back);
     return make("td", { className: "ortlab-number" }, box, ` of ${most}`);
   }
 
@@ -167,7 +165,7 @@ export function render({ model, el }, { unpack }) {
       "aria-label": `${one.label}, as a number`,
       "data-at": `number ${one.key}`,
     });
-    const state = { range, number, next: null };
+    const state = { at, range, number, next: null };
     state.ask = (value) => {
       number.value = range.value = value;
       if (asks.has(at)) state.next = value;
@@ -193,14 +191,14 @@ export function render({ model, el }, { unpack }) {
     for (const one of wanted) {
       const state = sliders.get(one.key);
       for (const input of [state.range, state.number]) Object.assign(input, { min: one.low, max: one.high });
-      if (!asks.has(`range ${one.key}`)) state.range.value = state.number.value = one.value;
+      if (!asks.has(state.at)) state.range.value = state.number.value = one.value;
     }
     sliderBox.hidden = wanted.length === 0;
   }
 
   function drawTools() {
     filter.setAttribute("aria-label", `Filter ${view.noun}`);
-    if (!typing && asked === null && filter.value !== view.filter) filter.value = view.filter;
+    if (!typing && !asks.has("filter") && filter.value !== view.filter) filter.value = view.filter;
     found.textContent = view.found;
     if (view.picker === null) pickerBox.remove();
     else {
@@ -209,8 +207,9 @@ export function render({ model, el }, { unpack }) {
       picker.replaceChildren(
         ...view.picker.options.map(([key, words]) => make("option", { value: key, textContent: words })),
       );
-      takeBack.push(() => (picker.value = latest("pick", view.picker.value)));
-      takeBack.at(-1)();
+      const back = () => (picker.value = latest("pick", view.picker.value));
+      back();
+      takeBack.push(back);
     }
     earlier.disabled = !view.pages.earlier;
     later.disabled = !view.pages.later;
@@ -222,7 +221,6 @@ export function render({ model, el }, { unpack }) {
     const sent = await unpack(packed);
     if (sent === null || packed !== model.get("table")) return; // a later one has come meanwhile
     view = sent;
-    if (view.filter === asked) asked = null;
     const content = JSON.stringify({ ...view, drawn: 0 });
     if (content === drawn) {
       // A key pressed on a control is lost with it, so what has not changed stays; a refused tick is taken back.
@@ -263,7 +261,7 @@ export function render({ model, el }, { unpack }) {
   function answered(message) {
     const [at] = [...asks].find(([, one]) => one.asked === message.answered) ?? [];
     if (!asks.delete(at)) return;
-    const state = sliders.get(at.replace("range ", ""));
+    const state = [...sliders.values()].find((one) => one.at === at);
     const next = state?.next ?? null;
     if (next === null) draw();
     else {
