@@ -163,10 +163,11 @@ class StateWrites:
     def _is_another(self, name: str, tensor: torch.Tensor) -> bool:
         """Say whether a name stands for another value of the trace than before, in another tensor or by a write."""
         before = self._before.get(name)
-        if before is None or _traced(tensor) == before.traced:
-            return before is None
+        if before is None:
+            return True
         # What returns its own argument, as `contiguous` does of a dense tensor, makes another value without a write.
-        return tensor is not before.tensor or before.version is None or _version(tensor) != before.version
+        written = before.version is None or _version(tensor) != before.version
+        return _traced(tensor) != before.traced and (tensor is not before.tensor or written)
 
     def save(self, parameter: torch.Tensor) -> None:
         """Keep the values of a parameter that will be written to."""

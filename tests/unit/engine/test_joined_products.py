@@ -45,11 +45,6 @@ class Shared(nn.Module):
 
 
 def trained(eager, batches, wrap):
-    """Train on PyTorch, and a copy on ONNX Runtime, compare gradients, and count the products."""
-    return len(products(train(eager, batches, wrap)))
-
-
-def train(eager, batches, wrap):
     """Train on PyTorch, and a copy on ONNX Runtime, compare gradients, and return the lab."""
     model = copy.deepcopy(eager)
     lab = wrap(model, log_level="ERROR")
@@ -78,13 +73,13 @@ def products(lab):
 def test_a_cell_in_a_loop_has_one_product_for_each_weight(cell, width, wrap):
     torch.manual_seed(1)
     batches = [torch.randn(USES, rows, 32) for rows in (4, 4, 40)]
-    assert trained(Loop(cell(32, width)), batches, wrap) == 2
+    assert len(products(trained(Loop(cell(32, width)), batches, wrap))) == 2
 
 
 @pytest.mark.parametrize(("rows", "found"), [(4, 1), (12, 2), (20, USES)])
 def test_no_more_rows_are_copied_than_a_few_gradients_have_entries(rows, found, wrap):
     torch.manual_seed(1)
-    assert trained(Shared(), [torch.randn(rows, WIDTH)], wrap) == found
+    assert len(products(trained(Shared(), [torch.randn(rows, WIDTH)], wrap))) == found
 
 
 def test_its_time_is_told_of_the_module(wrap):
@@ -98,9 +93,9 @@ def test_its_time_is_told_of_the_module(wrap):
 
 def test_a_gradient_with_other_parts_is_added_to_them(wrap):
     torch.manual_seed(1)
-    assert trained(Shared(scales=True), [torch.randn(4, WIDTH)], wrap) == 1
+    assert len(products(trained(Shared(scales=True), [torch.randn(4, WIDTH)], wrap))) == 1
 
 
 def test_networks_that_normalise_batches_keep_pytorchs_digits(wrap):
     torch.manual_seed(1)
-    assert trained(Shared(nn.BatchNorm1d(WIDTH)), [torch.randn(4, WIDTH)], wrap) == USES
+    assert len(products(trained(Shared(nn.BatchNorm1d(WIDTH)), [torch.randn(4, WIDTH)], wrap))) == USES

@@ -59,9 +59,14 @@ def differences(expected: nn.Module, actual: nn.Module) -> dict[str, float]:
     }
 
 
-def trained(module: nn.Module, call: object, options: ortlab.Options, steps: int = 2):
+def in_double(module: nn.Module) -> nn.Module:
+    """Copy a module; on some processors PyTorch's own gradients of float32 are as far from these as is allowed."""
+    return copy.deepcopy(module).double()
+
+
+def trained(module: nn.Module, call: object, options: ortlab.Options, steps: int = 2, copied=copy.deepcopy):
     """Run a step on PyTorch, and steps of the same on ORT; return both modules and the lab, still wrapped."""
-    expected = copy.deepcopy(module)
+    expected = copied(module)
     call(expected).backward()
     lab = ortlab.wrap(module, options=options)
     for _ in range(steps):
@@ -69,11 +74,6 @@ def trained(module: nn.Module, call: object, options: ortlab.Options, steps: int
         call(module).backward()
     assert lab.status.executed_by == "ort"
     return expected, module, lab
-
-
-def in_double(module: nn.Module) -> nn.Module:
-    """Copy a module; on some processors PyTorch's own gradients of float32 are as far from these as is allowed."""
-    return copy.deepcopy(module).double()
 
 
 def kernels(graph: Graph) -> set[str]:
@@ -100,11 +100,10 @@ def test_gradients_agree_with_pytorch(which, aten_cross_entropy):
     torch.manual_seed(1)
     options = ortlab.Options(aten_cross_entropy=aten_cross_entropy)
     arguments = batch()
-    module = Tied()
-    exact = in_double(module)
-    LOSSES[which](*exact(*arguments)).backward()
-    _, actual, lab = trained(module, lambda module: LOSSES[which](*module(*arguments)), options)
-    found = differences(exact, actual)
+    expected, actual, lab = trained(
+        Tied(), lambda module: LOSSES[which](*module(*arguments)), options, copied=in_double
+    )
+    found = differences(expected, actual)
     chosen = kernels(lab.graph("gradient"))
     lab.unwrap()
     assert max(found.values()) <= TOLERANCE, found
