@@ -291,7 +291,8 @@ def find_layers(model: torch.nn.Module, paths: Sequence[str] = ()) -> tuple[Laye
     # The user names `paths` as `model.named_modules()` gives them, or patterns of such; a `ModuleList` or a
     # `Sequential` stands for what it holds. Without them: what repeats in the `ModuleList` or `Sequential` where that
     # has most parameters, and in every other one that repeats the same class or at least a tenth of these parameters.
-    # The model itself may be one of them; lists inside a layer of another one do not count.
+    # The model itself may be one of them; lists inside a layer of another one do not count. Where nothing repeats: what
+    # holds most of the parameters as the only module of a list, as ALBERT's layer does, which is called several times.
     known = dict(model.named_modules())
     known.pop("")
     if not paths:
@@ -322,6 +323,8 @@ def _repeated(model: torch.nn.Module, known: Mapping[str, torch.nn.Module]) -> t
             found.append(Layers(name, layers))
             inside.update(id(part) for layer in layers for part in layer.modules())
     if not found:
+        found += _single(model, known)
+    if not found:
         others = [name for name, one in known.items() if isinstance(one, _CONTAINERS)]
         seen = f" It has {', '.join(others[:3])}, which hold no such modules." if others else ""
         raise OptionError(
@@ -335,6 +338,15 @@ def _repeated(model: torch.nn.Module, known: Mapping[str, torch.nn.Module]) -> t
     least = _numbers(*largest.modules) * _SMALLEST_SHARE
     kind = type(largest.modules[0])
     return tuple(one for one in found if type(one.modules[0]) is kind or _numbers(*one.modules) >= least)
+
+
+def _single(model: torch.nn.Module, known: Mapping[str, torch.nn.Module]) -> list[Layers]:
+    """Return the outermost list of a single block that has most of the model's parameters, if there is one."""
+    for name, one in known.items():
+        blocks = tuple(one) if isinstance(one, _CONTAINERS) else ()
+        if len(blocks) == 1 and _are_blocks(blocks) and 2 * _numbers(*blocks) > _numbers(model):
+            return [Layers(name, blocks)]
+    return []
 
 
 def _layers_in(container: torch.nn.Module) -> tuple[torch.nn.Module, ...]:

@@ -110,7 +110,7 @@ def _wanted(execution: Execution, model: onnx.ModelProto, part: str) -> _Wanted:
     processed = execution._info._post_export_processed_model
     made = {name for node in model.graph.node for name in node.output if name}
     aliases = _aliases(processed)
-    places = Scopes(execution.module)
+    places = Places(execution.module)
     contributions = _contributions(model)
     forward: list[tuple[Mark, tuple[str, ...]]] = []
     backward: list[tuple[Mark, tuple[str, ...]]] = []
@@ -208,31 +208,14 @@ def _contributions(model: onnx.ModelProto) -> dict[str, dict[str, str]]:
     return {name.removesuffix(_GRADIENT): parts(name) for name in producers if name.endswith(_GRADIENT)}
 
 
-def _of_module(contributions: Mapping[str, str], module: str, places: Scopes) -> tuple[str, ...]:
+def _of_module(contributions: Mapping[str, str], module: str, places: Places) -> tuple[str, ...]:
     """Return the parts of a gradient that come from inside a module; none where that cannot be told of each part."""
     if len(contributions) == 1:
         return tuple(contributions)
     if not all("/" in node for node in contributions.values()):
         return ()
-    paths = {name: places.path(node) for name, node in contributions.items()}
+    paths = {name: places.of_name(node).module for name, node in contributions.items()}
     return tuple(name for name, path in paths.items() if path == module or path.startswith(f"{module}."))
-
-
-class Scopes:
-    """Finds the module that a node is from; the exporter numbers the scopes of a module's later calls: "norm_1"."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._places = Places(module)
-        names = [name.split(".") for name, _ in module.named_modules()]
-        self._known = {".".join(parts[start:]) for parts in names for start in range(len(parts))}
-
-    def path(self, node: str) -> str:
-        """Return the path of a node's module."""
-        return self._places.of_name("/".join(map(self._plain, node.split("/")))).module
-
-    def _plain(self, scope: str) -> str:
-        name, _, number = scope.rpartition("_")
-        return name if scope not in self._known and number.isdigit() and name in self._known else scope
 
 
 def _captured_agent(execution: Execution, names: list[str], edit: Edit | None) -> Any:

@@ -29,7 +29,7 @@ from ortlab.engine.passes.recompute import (
 )
 from ortlab.engine.passes.training_graph import GraphInfo
 from ortlab.errors import OptionError, did_you_mean
-from ortlab.graphs.nodes import executed_operator, joined, path_in, scopes_in
+from ortlab.graphs.nodes import CALL, executed_operator, joined, path_in, scopes_in
 from ortlab.memory.plan import RECOMPUTE_IS, PlanRow
 from ortlab.memory.products import is_product
 from ortlab.memory.recompute import COPY
@@ -64,11 +64,13 @@ class Region:
     second: bool = False  # whether it is the second of them
     # Of what it is a part, that runs again as a whole first, to make again what its parts hand on; None for no part.
     within: object = None
+    # The scopes around it and the number of the call: a module that is called several times is as many regions.
+    call: tuple[str, ...] = ()
 
     @property
     def whole(self) -> Region:
         """The region that this one is a part of, or itself."""
-        return self if self.within is None else Region(self.within, self.kept)
+        return self if self.within is None else Region(self.within, self.kept, call=self.call)
 
 
 WHOLE: Final = "whole"
@@ -201,12 +203,15 @@ def regions_of_nodes(
 ) -> dict[int, Region | None]:
     """Return the region of each node of the forward; a node without a module's name goes with what it reads."""
     found: dict[int, Region | None] = {}
+    by_scopes: dict[tuple[str, ...], Region | None] = {}
     for place in forward.places:
         node = forward.nodes[place]
         name = next((one for one in (node.name, *node.output) if "/" in one), "")
         if name:
-            path = path_in(scopes_in(name), modules)
-            found[place] = _region(path, regions)
+            scopes = tuple(scopes_in(name))
+            if scopes not in by_scopes:
+                by_scopes[scopes] = _region(scopes, regions, modules)
+            found[place] = by_scopes[scopes]
         else:
             before = next((forward.made[one] for one in node.input if one in forward.values), None)
             found[place] = None if before is None else found[before]
@@ -264,10 +269,19 @@ def _half(forward: ForwardPass, places: Sequence[int]) -> int:
     return max(end for before, end in cuts if abs(2 * before - products) == best) or len(places)
 
 
-def _region(path: str, regions: Regions) -> Region | None:
-    while path and path not in regions:
-        path = path.rpartition(".")[0]
-    return regions.get(path)
+def _region(scopes: Sequence[str], regions: Regions, modules: Collection[str]) -> Region | None:
+    paths = [path_in(scopes[:depth], modules) for depth in range(len(scopes) + 1)]
+    of = paths[-1]
+    while of and of not in regions:
+        of = of.rpartition(".")[0]
+    if of not in regions:
+        return None
+    depth = next(depth for depth, path in enumerate(paths) if f"{path}.".startswith(f"{of}.") or not of)
+    return (
+        replace(regions[of], call=(*scopes[: depth - 1], scopes[depth - 1].partition(CALL)[2]))
+        if depth
+        else regions[of]
+    )
 
 
 def made_again(

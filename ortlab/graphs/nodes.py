@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 INSIDE: Final = "_original_module"
 """What ORTModule's own module calls the user's."""
 
+CALL: Final = "#"
+"""What stands in a scope before the number of the call, from the second on: "cell#2"."""
+
+ELSEWHERE: Final = "."
+"""What a scope begins with that is a whole path, of a module that the names around it do not lead to."""
+
 _GRADIENT: Final = "_Grad/"
 _ENDING: Final = r"(?:/\w+(?:Replacement|Fusion)\w*/)+(?:_token_\d+)?$"
 _COPIED: Final = re.compile(rf"(?:{COPY})+(?={_ENDING}|$)")
@@ -125,14 +131,17 @@ def scopes_in(name: str) -> list[str]:
 
 def path_in(names: Iterable[str], modules: Collection[str] | None, traced: str = "") -> str:
     """Follow scopes down from the traced module, as far as they lead to modules, and return the last one's path."""
-    # The outermost scope comes first. A child of a `Sequential` has the name of its parent as a prefix: "head/head.0".
+    # The outermost scope comes first. A child of a `Sequential` has the scope of its parent as a prefix: "head/head.0".
     # `modules` holds the paths of the modules that there are; None where that is not known, and every scope is taken
     # for one. `traced` is the path of the module that was exported; empty for the model itself.
-    path = traced
-    for name in names:
-        name = name.removeprefix(f"{INSIDE}.")  # noqa: PLW2901 - a child of a `Sequential` that is wrapped itself
-        parent = path.rpartition(".")[2]
-        own = name.removeprefix(f"{parent}.")
+    path, outer = traced, INSIDE
+    for scope in names:
+        name = scope.partition(CALL)[0]
+        own, outer = name.removeprefix(f"{outer}."), name
+        if name.startswith(ELSEWHERE):
+            outer = name.removeprefix(ELSEWHERE)
+            path = joined(traced, outer)
+            continue
         if modules is None:
             path = joined(path, own)
             continue

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ortlab.engine.tracing.source_lines import ORTLAB, is_model_code, model_line
+from ortlab.engine.tracing.source_lines import ORTLAB, is_model_code, model_line, scopes_of
 from ortlab.graphs.nodes import INSIDE, joined, path_in
 from ortlab.records.preflight import Place
 
@@ -64,9 +64,7 @@ class Places:
 
     def of_node(self, node: Any) -> Place:
         """Return the place of a node of a traced graph, a `torch._C.Node`."""
-        scopes = [part.rpartition("::")[2] for part in node.scopeName().split("/")]
-        path = self._resolve([one for one in scopes if one and one != INSIDE])
-        return self.of_module(path, model_line(node.sourceRange()))
+        return self.of_module(self._resolve(scopes_of(node.scopeName())), model_line(node.sourceRange()))
 
     def of_name(self, name: str) -> Place:
         """Return the place of a node of an ONNX graph, whose name begins with the path of its module."""

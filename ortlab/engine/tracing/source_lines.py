@@ -1,8 +1,10 @@
-"""Which code is the model's, and the lines of it that an export comes from, node by node.
+"""Which code is the model's, and the lines and calls of modules that an export comes from, node by node.
 
 Torch's tracer notes the Python stack of each operator that it records, and hands it on to the ONNX nodes that the
 operator becomes; ``torch.onnx.export`` throws it away unless it is told to be verbose, and then writes the whole stack
 into each node. It is read here where the nodes get their names, which is the last step before the graph is written.
+Nodes are named after the modules around them. Torch numbers what would have the same name, "cell_1", as if it were
+another module; the scopes of an export say here which call it is, "cell#2", and lead to one module.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ import os
 import re
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
@@ -23,8 +26,9 @@ from typing import Any, Final
 import torch
 
 import ortlab
+from ortlab.engine.exporter import symbolic_module
 from ortlab.engine.patching import replace
-from ortlab.graphs.nodes import INSIDE
+from ortlab.graphs.nodes import CALL, ELSEWHERE, INSIDE, path_in
 
 _lines: ContextVar[dict[str, str] | None] = ContextVar("lines", default=None)
 
@@ -96,8 +100,10 @@ def in_onnx_runtime() -> bool:
 
 
 def install() -> None:
-    """Read the lines of each export that `source_lines` is around. Calling it again changes nothing."""
+    """Read lines, and name calls, in each export that `source_lines` is around. Calling it again changes nothing."""
     replace(torch._C, "_jit_pass_onnx_assign_scoped_names_for_node_and_value", _read_lines)
+    replace(symbolic_module("utils"), "_setup_trace_module_map", _with_calls)
+    replace(torch.nn.Module, "_slow_forward", _in_scope)
 
 
 @contextmanager
@@ -130,3 +136,66 @@ def _note(block: Any, found: dict[str, str]) -> None:
             found[name] = line
         for inner in node.blocks():
             _note(inner, found)
+
+
+# --- the calls of an export ---------------------------------------------------------------------------------------
+
+
+def scopes_of(name: str) -> list[str]:
+    """Return the scopes in a name of torch's tracer, outermost first: "fc" of "torch.nn.Linear::fc"."""
+    scopes = (part.rpartition("::")[2] for part in name.split("/"))
+    return [scope for scope in scopes if scope and scope != INSIDE]
+
+
+class _CallScopes(dict[torch.nn.Module, str]):
+    """The scope of each module that torch asks for when it traces a call of it, and then opens around the call."""
+
+    def __init__(self, model: torch.nn.Module, scopes: dict[torch.nn.Module, str]) -> None:
+        super().__init__(scopes)
+        self._paths = {
+            module: path.removeprefix(INSIDE).removeprefix(".") for path, module in model.named_modules()
+        }
+        self._known = set(self._paths.values())
+        self._calls: Counter[tuple[str, ...]] = Counter()
+        self._open: tuple[str, ...] = ()
+
+    @contextmanager
+    def around(self, module: torch.nn.Module) -> Iterator[None]:
+        """Give the module, in the block, the scope of its next call."""
+        path, plain, outer = self._paths[module], self[module], self._open
+        if not path:
+            yield
+            return
+        kind, _, name = plain.rpartition("::")
+        if path_in([*outer, name], self._known) != path:
+            name = f"{ELSEWHERE}{path}"
+        called = (*outer, name)
+        self._calls[called] += 1
+        number = self._calls[called]
+        scope = f"{name}{CALL}{number}" if number > 1 else name
+        self[module], self._open = f"{kind}::{scope}", (*outer, scope)
+        try:
+            yield
+        finally:
+            self[module], self._open = plain, outer
+
+
+def _with_calls(original: Callable[..., Any]) -> Callable[..., Any]:
+    def setup_trace_module_map(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = original(model, *args, **kwargs)
+        if _lines.get() is not None:
+            traced = torch.jit._trace
+            traced._trace_module_map = _CallScopes(model, traced._trace_module_map or {})
+        return result
+
+    return setup_trace_module_map
+
+
+def _in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
+    def slow_forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        scopes = torch.jit._trace._trace_module_map
+        named = scopes.around(self) if isinstance(scopes, _CallScopes) and self in scopes else nullcontext()
+        with named:
+            return original(self, *args, **kwargs)
+
+    return slow_forward

@@ -206,6 +206,11 @@ def stage(count, width=4, more=1):
         ([nn.ModuleDict({"body": nn.Sequential(nn.Linear(4, 4), *stage(2))})], ["2 Block in 0.body"]),
         # Nor are layers what repeats inside one.
         ([Block(more=3), nn.Linear(4, 4), Block(more=3)], ["2 Block in the model"]),
+        # The only module of a list with most of the parameters, which a forward may call several times.
+        (
+            [nn.Linear(4, 4), nn.ModuleDict({"groups": nn.ModuleList([stage(1, 40)])})],
+            ["1 Sequential in 1.groups"],
+        ),
     ],
 )
 def test_blocks_are_found_among_other_modules_and_where_the_model_is_the_list(modules, found):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import Counter
 
 import onnx
@@ -10,7 +11,8 @@ import pytest
 import torch
 from small_transformers import batch_of, bert, gpt2, llama, t5
 from torch import nn
-from transformers import OPTConfig, OPTForCausalLM
+from transformers import AlbertConfig, AlbertForMaskedLM, OPTConfig, OPTForCausalLM
+from transformers.utils import ModelOutput
 
 import ortlab
 from ortlab.engine.passes.recompute import ForwardPass
@@ -605,6 +607,57 @@ def test_layers_of_a_part_that_the_model_calls_past_its_owner_recompute(wrapped)
     assert_same(gradients(lab, model, inputs), expected)
     assert lab.activations().total_bytes < 0.7 * kept
     assert copies(lab)
+
+
+class Loop(nn.Module):
+    """Calls one block several times, as a universal transformer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.block = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True)
+
+    def forward(self, input_ids, labels, **_):
+        states = self.words(input_ids)
+        for _ in range(LAYERS):
+            states = self.block(states)
+        loss = nn.functional.cross_entropy(self.head(states).flatten(0, 1), labels.flatten())
+        return ModelOutput(loss=loss)
+
+
+def albert():
+    return AlbertForMaskedLM(
+        AlbertConfig(
+            vocab_size=WORDS,
+            embedding_size=16,
+            hidden_size=WIDTH,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=4,
+            intermediate_size=4 * WIDTH,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "words"), [(albert, "layers"), (albert, "layers:1/2 nested"), (Loop, ("block",))]
+)
+def test_each_call_of_a_shared_layer_hands_on_what_is_kept_of_it(make, words, wrapped):
+    torch.manual_seed(3)
+    model = make()
+    lab, inputs = wrapped(model), batch()
+    expected = gradients(lab, model, inputs)
+    lab.set(recompute=words)
+    assert_same(gradients(lab, model, inputs), expected)
+    states = batch()["input_ids"].numel() * WIDTH * 4
+    rows = [
+        row
+        for row in lab.activations().rows
+        if row.bytes == states and ("albert_layers" in row.node or "/block" in row.node)
+    ]
+    calls = [re.search(r"(?:block|albert_layer_groups\.0)(?:#(\d))?", row.node)[1] for row in rows]
+    assert calls == [None, *map(str, range(2, LAYERS + 1))]
 
 
 # --- what is shown ------------------------------------------------------------------------------------------------

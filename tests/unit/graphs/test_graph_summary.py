@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import re
-from collections import Counter
+from collections import Counter, OrderedDict
 from dataclasses import replace
 
 import onnx
@@ -216,6 +216,45 @@ def test_a_recorded_line_is_the_line_that_the_operator_was_called_in(lab):
         assert (
             found >= {"BertForMaskedLM": {"query", "dense"}, "LlamaForCausalLM": {"q_proj", "lm_head"}}[model]
         )
+
+
+class Doubled(torch.nn.Module):
+    """Calls a nested `Sequential`, parts of it and a part of a part more than once; a sibling is called "cell_1"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inner = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
+        self.body = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Sequential(inner, torch.nn.Sigmoid()))
+        self.owner = torch.nn.ModuleDict({"body": torch.nn.Linear(4, 4), "down": torch.nn.ReLU()})
+        self.cell, self.cell_1 = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in (self.body, self.body, self.body[1], self.body[1][0], self.cell, self.cell, self.cell_1):
+            x = part(x)
+        return self.owner["down"](self.owner["body"](x))
+
+
+@pytest.mark.parametrize("only", [None, ["inside"]])
+def test_each_call_of_a_module_has_a_name_that_leads_to_the_module(only):
+    model, called = torch.nn.Sequential(OrderedDict(inside=Doubled())), []
+    for path, module in model.named_modules():
+        if path and not list(module.children()):
+            module.register_forward_hook(lambda *_, path=path: called.append(path))
+    model(torch.randn(2, 4))  # without ONNX Runtime
+    expected, lab = Counter(called), ortlab.wrap(model, only=only)
+    try:
+        model(torch.randn(2, 4)).sum().backward()
+        lab.step(lambda: model(torch.randn(2, 4)).sum().backward(), progress=False)
+        graph = lab.graph("exported", part="inside" if only else None)
+        found = graph.summary.forward_nodes
+        assert Counter(node.origin.module for node in found if node.origin.module in expected) == expected
+        assert {node.origin.how for node in found if node.origin.module in expected} == {"recorded"}
+        assert [node.name.split("/")[-2] for node in found if node.origin.module == "inside.cell"] == [
+            "cell",
+            "cell#2",
+        ]
+    finally:
+        lab.unwrap(forget=True)
 
 
 def test_fused_nodes_keep_their_module(lab):
