@@ -343,9 +343,10 @@ def _repeated(model: torch.nn.Module, known: Mapping[str, torch.nn.Module]) -> t
 def _single(model: torch.nn.Module, known: Mapping[str, torch.nn.Module]) -> list[Layers]:
     """Return the outermost list of a single block that has most of the model's parameters, if there is one."""
     for name, one in known.items():
-        blocks = tuple(one) if isinstance(one, _CONTAINERS) else ()
+        inside = dict(one.named_children()) if isinstance(one, _CONTAINERS) else {}
+        blocks = tuple(inside.values())
         if len(blocks) == 1 and _are_blocks(blocks) and 2 * _numbers(*blocks) > _numbers(model):
-            return [Layers(name, blocks)]
+            return [Layers(f"{name}.{next(iter(inside))}", blocks)]
     return []
 
 

@@ -209,7 +209,7 @@ def stage(count, width=4, more=1):
         # The only module of a list with most of the parameters, which a forward may call several times.
         (
             [nn.Linear(4, 4), nn.ModuleDict({"groups": nn.ModuleList([stage(1, 40)])})],
-            ["1 Sequential in 1.groups"],
+            ["Sequential 1.groups.0"],
         ),
     ],
 )
