@@ -10,6 +10,9 @@ configuration of ONNX Runtime that rises by at most 1.02 of what the candidate r
 said.
 
 At least 27 of the 30 are to take no less time than ONNX Runtime does then.
+
+With `--large` the models have 12 layers of 768, and batches of 4 x 128 and of 2 x 512 tokens: hours for all of them,
+ten minutes for one (`--only "GPT-2, 4 x 128"`).
 """
 
 from __future__ import annotations
@@ -19,15 +22,23 @@ import sys
 from typing import Any
 
 from budget import MIB, training
-from report import THREADS, Report, arguments, in_own_process, machine, one_by_one
+from report import THREADS, Report, arguments, check_names, in_own_process, machine, one_by_one
 from rounds import ratio
 
 BUDGETS = (0.5, 0.2)
-WORDS = ("layers", "layers:1/2", "all but matmuls")
+WORDS = ("layers", "layers:1/2", "layers:1/2 nested", "all but matmuls")
 STEPS = 3
 """Steps of each run; the first does not count."""
 
 MODELS = ("BERT", "GPT-2", "Llama", "DeBERTa-v2", "T5", "ViT")
+
+QUICK, USUAL = (2, 32, 4, 64, 128), (4, 512, 8, 256, 8192)
+"""Layers, their width, sequences, tokens of each, vocabulary."""
+LARGE = {
+    f"{model}, {rows} x {length}": (model, (12, 768, rows, length, 8192))
+    for rows, length in ((4, 128), (2, 512))
+    for model in MODELS
+}
 
 EQUAL = 1.02
 """Ratio of two rises up to which the smaller one is not called smaller."""
@@ -39,12 +50,13 @@ def main() -> None:
         family, rounds = sys.argv[sys.argv.index("--child") + 1 :][:2]
         print(json.dumps(candidates(family, int(rounds), quick="--quick" in sys.argv)))
         return
-    read = arguments(__doc__, rounds=3, resumes=True, only="models")
-    report = Report("memory_engines", read)
-    families = read.only or (MODELS[1:2] if read.quick else MODELS)
-    rows = one_by_one(
-        "memory_engines", read, families, lambda one: in_fresh_process(one, read.rounds, quick=read.quick)
-    )
+    also = {"large": "12 layers of 768, two shapes of batches"}
+    read = arguments(__doc__, rounds=3, resumes=True, only="models", also=also)
+    name = "memory_engines_large" if read.large else "memory_engines"
+    report = Report(name, read)
+    families = read.only or (MODELS[1:2] if read.quick else tuple(LARGE) if read.large else MODELS)
+    check_names("model", families, LARGE if read.large else MODELS)
+    rows = one_by_one(name, read, families, lambda one: in_fresh_process(one, read.rounds, quick=read.quick))
     report.table(
         "When each was measured",
         [{"model": family, **found["measured"]} for family, found in zip(families, rows, strict=True)],
@@ -94,7 +106,8 @@ def candidates(family: str, rounds: int, *, quick: bool) -> dict[str, Any]:
     from ortlab.errors import OrtlabError
 
     torch.set_num_threads(THREADS)
-    model, batch = training(family, *((2, 32, 4, 64, 128) if quick else (4, 512, 8, 256, 8192)))
+    kind, shape = LARGE.get(family, (family, QUICK if quick else USUAL))
+    model, batch = training(kind, *shape)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     lab = ortlab.wrap(model, name=family, log_level="ERROR")
 

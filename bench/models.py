@@ -1,4 +1,4 @@
-"""The models that are measured: transformers of seven families with seeded weights, nothing downloaded."""
+"""The models that are measured: transformers of eight families with seeded weights, nothing downloaded."""
 
 from __future__ import annotations
 
@@ -96,6 +96,7 @@ def families(
             t.DebertaV2ForMaskedLM,
             t.DebertaV2Config(**common, **wide, **text, **still, **relative),
         ),
+        "ALBERT": (t.AlbertForMaskedLM, t.AlbertConfig(**common, **wide, **text, **still)),
         "BLOOM": (
             t.BloomForCausalLM,
             t.BloomConfig(n_layer=layers, hidden_size=hidden, n_head=heads, **text, **ends),
