@@ -53,7 +53,7 @@ def main() -> None:
     also = {"large": "12 layers of 768, two shapes of batches"}
     read = arguments(__doc__, rounds=3, resumes=True, only="models", also=also)
     name = "memory_engines_large" if read.large else "memory_engines"
-    report = Report(name, read)
+    report = Report(name, read, command="python bench/memory_engines.py --large" if read.large else "")
     families = read.only or (MODELS[1:2] if read.quick else tuple(LARGE) if read.large else MODELS)
     check_names("model", families, LARGE if read.large else MODELS)
     rows = one_by_one(name, read, families, lambda one: in_fresh_process(one, read.rounds, quick=read.quick))

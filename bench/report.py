@@ -84,14 +84,16 @@ class Report:
         Of the benchmark, and of its file.
     read
         What `arguments` returned.
+    command
+        That runs it, where it is not the file of its name alone.
     """
 
-    def __init__(self, name: str, read: argparse.Namespace) -> None:
+    def __init__(self, name: str, read: argparse.Namespace, *, command: str = "") -> None:
         self._name = name
         self._output: Path = read.output
         self._content: dict[str, object] = {
             "benchmark": name,
-            "command": f"python bench/{name}.py",
+            "command": command or f"python bench/{name}.py",
             "quick": read.quick,
             "rounds": read.rounds,
             "machine": machine(),

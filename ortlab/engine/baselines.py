@@ -132,7 +132,7 @@ class CompileEngine(_PyTorchEngine):
         return backend
 
 
-_SMALLEST_SHARE: Final = 0.1
+SMALLEST_SHARE: Final = 0.1
 """Lists of another class, with fewer parameters than this share of the largest list's, are adapters or heads."""
 
 _CONTAINERS: Final = (torch.nn.ModuleList, torch.nn.Sequential)
@@ -335,7 +335,7 @@ def _repeated(model: torch.nn.Module, known: Mapping[str, torch.nn.Module]) -> t
             f'engine="checkpoint:{(others or ["+".join(list(known)[:2]) or "path"])[0]}".',
         )
     largest = max(found, key=lambda one: _numbers(*one.modules))
-    least = _numbers(*largest.modules) * _SMALLEST_SHARE
+    least = _numbers(*largest.modules) * SMALLEST_SHARE
     kind = type(largest.modules[0])
     return tuple(one for one in found if type(one.modules[0]) is kind or _numbers(*one.modules) >= least)
 

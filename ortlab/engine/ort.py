@@ -95,6 +95,7 @@ class OrtEngine:
         self._device_type = "cpu"
         self._starts_over = False
         self._lines: Mapping[str, str] = {}  # of what is built, by node
+        self._called_again: tuple[str, ...] = ()  # as the last build told, which may be freed
 
     # ---- running ----------------------------------------------------------------------------------------------
 
@@ -271,6 +272,17 @@ class OrtEngine:
                 why=self.fallback_reason,
                 fix="Correct that, or wrap a part of the model only: ortlab.wrap(model, only=[...]).",
             )
+
+    @property
+    def called_again(self) -> tuple[str, ...]:
+        """Paths of the blocks that the forward calls several times; empty before a step has run."""
+        from ortlab.engine.recompute_words import called_again
+
+        last = self._sessions.last()
+        if last is not None:
+            graph = last.execution.unrepeated.models.optimized_model.graph
+            self._called_again = called_again(graph, last.execution.module)
+        return self._called_again
 
     def graph_digests(self) -> dict[str, str]:
         """Return SHA-256 digests of the training graph without and with its gradient; none after a fallback."""

@@ -2,10 +2,11 @@
 
 "layers" keeps what each layer hands on, and makes the rest of a layer again when its backward begins, as gradient
 checkpointing does; "layers:2" does so for every two layers, "layers:1/2" for each half of a layer, "layers[:4]" for the
-first four. "layers:4 nested" keeps what every fourth layer hands on, first makes again what the others do, and from
-that layer by layer the rest. Names and patterns of modules do the same as "layers" for these modules. "all but matmuls"
-keeps what products of matrices and convolutions return, and makes all else again; "all but linear" does not keep
-products of two activations, such as attention has. Both can be said of layers and modules: "layers[4:8] but linear".
+first four. In a model without a list of layers, the blocks count that its forward calls several times.
+"layers:4 nested" keeps what every fourth layer hands on, first makes again what the others do, and from that layer by
+layer the rest. Names and patterns of modules do the same as "layers" for these modules. "all but matmuls" keeps what
+products of matrices and convolutions return, and makes all else again; "all but linear" does not keep products of two
+activations, such as attention has. Both can be said of layers and modules: "layers[4:8] but linear".
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Final, cast
 from weakref import WeakKeyDictionary
 
-from ortlab.engine.baselines import find_layers
+from ortlab.engine.baselines import SMALLEST_SHARE, find_layers
 from ortlab.engine.passes.graph_edits import FLOAT_TYPES
 from ortlab.engine.passes.recompute import (
     WITHOUT_VALUES,
@@ -45,6 +46,7 @@ from ortlab.options.switches import (
 )
 
 if TYPE_CHECKING:
+    import onnx
     import torch
 
     from ortlab.engine.execution import Execution
@@ -80,12 +82,14 @@ Regions = Mapping[str, Region]
 """By path of a module whose forward runs again: the region that it is in."""
 
 
-def find_regions(module: torch.nn.Module, words: Sequence[str], part: str = "") -> Regions | Region:
+def find_regions(
+    module: torch.nn.Module, words: Sequence[str], part: str = "", again: Sequence[str] = ()
+) -> Regions | Region:
     """Say which modules of a model run again, and which of them together; one region for "all but ...".
 
     `words` are what `Options.recompute` holds. `part` is the path of the module in the model that it is a part of,
-    whose names are asked for, and which may have them elsewhere. Raises OptionError, with near names, where the model
-    has no such modules or layers.
+    whose names are asked for, and which may have them elsewhere. `again` are the blocks that `called_again` has found.
+    Raises OptionError, with near names, where the model has no such modules or layers.
     """
     if words[0].startswith(f"{_ALL}{_BUT}"):
         return Region(WHOLE, words[0].partition(_BUT)[2])
@@ -97,7 +101,7 @@ def find_regions(module: torch.nn.Module, words: Sequence[str], part: str = "") 
             for pattern, _, kept in named
             for path in _matching(module, pattern, part)
         }
-    layers = numbered_layers(module)
+    layers = numbered_layers(module, again)
     found: dict[str, Region] = {}
     for one in ranges:
         some = layers[one.first : one.end]
@@ -117,18 +121,20 @@ def find_regions(module: torch.nn.Module, words: Sequence[str], part: str = "") 
     return found
 
 
-def numbered_layers(module: torch.nn.Module) -> list[tuple[str, str, int]]:
+def numbered_layers(module: torch.nn.Module, again: Sequence[str] = ()) -> list[tuple[str, str, int]]:
     """Return the layers that repeat, in the model's order: path, path of the list that it is in, number in that.
 
-    Raises OptionError where there are none.
+    Where no list has any, these are the blocks that the forward calls `again`. Raises OptionError where there are none.
     """
     paths = {id(one): path for path, one in module.named_modules()}
     try:
         lists = find_layers(module)
     except OptionError as error:
+        if again:
+            return [(path, path, 0) for path in again]
         raise OptionError(
             f"{type(module).__name__} has no repeated layers to recompute.",
-            why=error.why,
+            why=f"{error.why} A block that the forward calls several times counts, too, once a step has run.",
             fix='Name modules, as in recompute=["encoder.layer.*.attention"], or use recompute="all but matmuls".',
         ) from None
     return [
@@ -136,6 +142,28 @@ def numbered_layers(module: torch.nn.Module) -> list[tuple[str, str, int]]:
         for layers in lists
         for number, layer in enumerate(layers.modules)
     ]
+
+
+def called_again(graph: onnx.GraphProto, module: torch.nn.Module) -> tuple[str, ...]:
+    """Return the paths of the blocks that a forward calls several times, in the model's order, none inside another.
+
+    A block has parts and parameters, at least a tenth of those that the largest of them has.
+    """
+    known = dict(module.named_modules())
+    named = {tuple(scopes_in(node.name)) for node in graph.node}
+    called = {
+        path_in(scopes[: depth + 1], known)
+        for scopes in named
+        for depth, scope in enumerate(scopes)
+        if CALL in scope
+    }
+    sizes = {
+        path: sum(one.numel() for one in block.parameters())
+        for path, block in known.items()
+        if path in called and any(True for _ in block.children())
+    }
+    large = [path for path, size in sizes.items() if size and size >= SMALLEST_SHARE * max(sizes.values())]
+    return tuple(path for path in large if not any(path.startswith(f"{outer}.") for outer in large))
 
 
 def _matching(module: torch.nn.Module, pattern: str, part: str) -> list[str]:
@@ -291,11 +319,11 @@ def made_again(
 
     `built` is a graph in which nothing is recomputed.
     """
+    forward = ForwardPass(built.models.optimized_model, inputs)
     try:
-        layers = numbered_layers(module)
+        layers = numbered_layers(module, called_again(built.models.optimized_model.graph, module))
     except OptionError:
         return {}
-    forward = ForwardPass(built.models.optimized_model, inputs)
     modules = [path for path, _ in module.named_modules()]
     found = {}
     for way in WAYS:
@@ -324,10 +352,11 @@ def recomputed_rows(
     """
     forward = ForwardPass(execution.unrepeated.models.optimized_model, execution.user_inputs)
     modules = [path for path, _ in execution.module.named_modules()]
+    again = called_again(execution.unrepeated.models.optimized_model.graph, execution.module)
     found = {}
     for words in dict.fromkeys(wishes):
         try:
-            regions = find_regions(execution.module, words, part)
+            regions = find_regions(execution.module, words, part, again)
         except OptionError:
             continue
         values, nodes = repeated(forward, *kept_values(forward, regions, modules))
@@ -366,7 +395,8 @@ def recomputed_graph(
     known = _REWRITTEN.setdefault(built, {})
     if words not in known:
         forward = ForwardPass(built.models.optimized_model, inputs)
-        regions = find_regions(module, words, part)
+        again = called_again(built.models.optimized_model.graph, module)
+        regions = find_regions(module, words, part, again)
         modules = [path for path, _ in module.named_modules()]
         made = recomputing(forward, *kept_values(forward, regions, modules))
         known[words] = _built_of(built, made), made

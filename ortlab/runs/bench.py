@@ -69,13 +69,15 @@ def bench_of(module: torch.nn.Module) -> Bench | None:
     return next((one for one in benches if one and one.wrapped and one.takeover.holds(module)), None)
 
 
-def _check_options(module: torch.nn.Module, options: Options, have: Collection[Need]) -> None:
+def _check_options(
+    module: torch.nn.Module, options: Options, have: Collection[Need], again: Sequence[str] = ()
+) -> None:
     """Raise OptionError for options that cannot act here, or where a model has not what `recompute` names."""
     check_needs(options, have)
     if options.recompute:
         from ortlab.engine.recompute_words import find_regions
 
-        find_regions(module, options.recompute)
+        find_regions(module, options.recompute, again=again)
 
 
 class Bench:
@@ -161,10 +163,12 @@ class Bench:
     def configure(self, configuration: Configuration, *, unchanged: bool = False) -> None:
         """Take over an engine and switches as a whole; `unchanged` is what `Bench.unchanged` is then."""
         self.check_usable("change options")
-        _check_options(self.module, configuration.options, self.have)
+        options = configuration.options
+        again = self.ort.called_again if options.recompute else ()
+        _check_options(self.module, options, self.have, again)
         self.unchanged = unchanged
         self.engine = self.choose(configuration.engine)
-        self.options = self.ort.options = configuration.options
+        self.options = self.ort.options = options
         self.notify("options")
         self.notify("status")
 

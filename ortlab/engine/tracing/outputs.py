@@ -138,7 +138,8 @@ class ObjectPart(Part):
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return a new one; its class's `__init__` is not called."""
-        made: Any = object.__new__(self.kind)
+        base = types.SimpleNamespace if issubclass(self.kind, types.SimpleNamespace) else object
+        made: Any = base.__new__(self.kind)
         for name, part in self.attributes.items():
             object.__setattr__(made, name, part.filled(tensors))
         return made
@@ -277,7 +278,7 @@ def _is_object(data: object) -> bool:
     """Say whether an object consists of its attributes: its classes are written in Python, and it is no module."""
     kinds = type(data).__mro__[:-1]
     return not isinstance(data, (torch.nn.Module, type)) and all(
-        kind.__flags__ & _MADE_IN_PYTHON for kind in kinds
+        kind is types.SimpleNamespace or kind.__flags__ & _MADE_IN_PYTHON for kind in kinds
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -55,6 +56,7 @@ class Holder:
 RETURNED: dict[str, Any] = {
     "a dataclass": lambda h: Scores(h, h.shape[0]),
     "a frozen dataclass with slots": lambda h: Frozen(h, flag=True, scale=0.5),
+    "a simple namespace": lambda h: SimpleNamespace(values=h, more=[h * 2]),
     "a named tuple": lambda h: Pair(h, Scores(h * 2, 3)),
     "a mapping with numbers as keys": lambda h: {0: h, 1: [h * 2]},
     "a defaultdict": lambda h: defaultdict(list, {"a": h}),

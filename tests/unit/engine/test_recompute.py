@@ -625,6 +625,15 @@ class Loop(nn.Module):
         return ModelOutput(loss=loss)
 
 
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Loop()
+
+    def forward(self, **batch):
+        return self.inner(**batch)
+
+
 def albert():
     return AlbertForMaskedLM(
         AlbertConfig(
@@ -641,7 +650,8 @@ def albert():
 
 
 @pytest.mark.parametrize(
-    ("make", "words"), [(albert, "layers"), (albert, "layers:1/2 nested"), (Loop, ("block",))]
+    ("make", "words"),
+    [(albert, "layers"), (albert, "layers:1/2 nested"), (Loop, ("block",)), (Loop, "layers")],
 )
 def test_each_call_of_a_shared_layer_hands_on_what_is_kept_of_it(make, words, wrapped):
     torch.manual_seed(3)
@@ -727,6 +737,20 @@ def test_words_that_find_nothing_to_make_again_are_said(wrapped):
         lab.module(torch.randn(2, 4)).sum().backward()
     assert [one.filename for one in said] == [__file__]  # the line that has called, and none of ortlab's
     assert "makes nothing again" in lab.messages[-1].text
+
+
+@pytest.mark.parametrize("only", [None, ["inner"]])
+def test_a_block_that_is_called_several_times_counts_as_a_layer_once_a_step_has_run(only, wrapped):
+    torch.manual_seed(3)
+    model = Outer()
+    lab = wrapped(model, only=only)
+    with pytest.raises(OptionError, match="counts, too, once a step has run"):
+        lab.set(recompute="layers")
+    assert lab.options.recompute == ()
+    gradients(lab, model, batch())
+    lab.set(recompute="layers")
+    gradients(lab, model, batch())
+    assert any("recompute=layers" in row.config for row in lab.plan(part=only and only[0]).recomputed)
 
 
 def test_a_model_without_repeated_layers_says_what_else_there_is(wrapped):
