@@ -273,9 +273,8 @@ class OrtEngine:
                 fix="Correct that, or wrap a part of the model only: ortlab.wrap(model, only=[...]).",
             )
 
-    @property
     def called_again(self) -> tuple[str, ...]:
-        """Paths of the blocks that the forward calls several times; empty before a step has run."""
+        """Return the paths of the blocks that the forward calls several times; none before a step has run."""
         from ortlab.engine.recompute_words import called_again
 
         last = self._sessions.last()

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import copy
 import fnmatch
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
 from ortlab.engine.baselines import SMALLEST_SHARE, find_layers
@@ -78,17 +79,20 @@ class Region:
 WHOLE: Final = "whole"
 """What a region is of that is no part of the model, but all of it: nothing but products is kept."""
 
+Blocks: TypeAlias = Callable[[], Sequence[str]]
+"""Returns the paths of the blocks that a forward calls several times; see `called_again`."""
+
 Regions = Mapping[str, Region]
 """By path of a module whose forward runs again: the region that it is in."""
 
 
 def find_regions(
-    module: torch.nn.Module, words: Sequence[str], part: str = "", again: Sequence[str] = ()
+    module: torch.nn.Module, words: Sequence[str], part: str = "", again: Blocks = tuple
 ) -> Regions | Region:
     """Say which modules of a model run again, and which of them together; one region for "all but ...".
 
     `words` are what `Options.recompute` holds. `part` is the path of the module in the model that it is a part of,
-    whose names are asked for, and which may have them elsewhere. `again` are the blocks that `called_again` has found.
+    whose names are asked for, and which may have them elsewhere. `again` is asked where no list has layers.
     Raises OptionError, with near names, where the model has no such modules or layers.
     """
     if words[0].startswith(f"{_ALL}{_BUT}"):
@@ -121,7 +125,7 @@ def find_regions(
     return found
 
 
-def numbered_layers(module: torch.nn.Module, again: Sequence[str] = ()) -> list[tuple[str, str, int]]:
+def numbered_layers(module: torch.nn.Module, again: Blocks = tuple) -> list[tuple[str, str, int]]:
     """Return the layers that repeat, in the model's order: path, path of the list that it is in, number in that.
 
     Where no list has any, these are the blocks that the forward calls `again`. Raises OptionError where there are none.
@@ -130,8 +134,8 @@ def numbered_layers(module: torch.nn.Module, again: Sequence[str] = ()) -> list[
     try:
         lists = find_layers(module)
     except OptionError as error:
-        if again:
-            return [(path, path, 0) for path in again]
+        if blocks := again():
+            return [(path, path, 0) for path in blocks]
         raise OptionError(
             f"{type(module).__name__} has no repeated layers to recompute.",
             why=f"{error.why} A block that the forward calls several times counts, too, once a step has run.",
@@ -304,12 +308,9 @@ def _region(scopes: Sequence[str], regions: Regions, modules: Collection[str]) -
         of = of.rpartition(".")[0]
     if of not in regions:
         return None
-    depth = next(depth for depth, path in enumerate(paths) if f"{path}.".startswith(f"{of}.") or not of)
-    return (
-        replace(regions[of], call=(*scopes[: depth - 1], scopes[depth - 1].partition(CALL)[2]))
-        if depth
-        else regions[of]
-    )
+    depth = next(depth for depth, path in enumerate(paths) if not of or f"{path}.".startswith(f"{of}."))
+    *around, called = scopes[:depth] or [""]
+    return replace(regions[of], call=(*around, called.partition(CALL)[2]))
 
 
 def made_again(
@@ -321,7 +322,7 @@ def made_again(
     """
     forward = ForwardPass(built.models.optimized_model, inputs)
     try:
-        layers = numbered_layers(module, called_again(built.models.optimized_model.graph, module))
+        layers = numbered_layers(module, partial(called_again, built.models.optimized_model.graph, module))
     except OptionError:
         return {}
     modules = [path for path, _ in module.named_modules()]
@@ -352,7 +353,7 @@ def recomputed_rows(
     """
     forward = ForwardPass(execution.unrepeated.models.optimized_model, execution.user_inputs)
     modules = [path for path, _ in execution.module.named_modules()]
-    again = called_again(execution.unrepeated.models.optimized_model.graph, execution.module)
+    again = partial(called_again, execution.unrepeated.models.optimized_model.graph, execution.module)
     found = {}
     for words in dict.fromkeys(wishes):
         try:
@@ -395,7 +396,7 @@ def recomputed_graph(
     known = _REWRITTEN.setdefault(built, {})
     if words not in known:
         forward = ForwardPass(built.models.optimized_model, inputs)
-        again = called_again(built.models.optimized_model.graph, module)
+        again = partial(called_again, built.models.optimized_model.graph, module)
         regions = find_regions(module, words, part, again)
         modules = [path for path, _ in module.named_modules()]
         made = recomputing(forward, *kept_values(forward, regions, modules))

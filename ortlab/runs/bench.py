@@ -70,7 +70,10 @@ def bench_of(module: torch.nn.Module) -> Bench | None:
 
 
 def _check_options(
-    module: torch.nn.Module, options: Options, have: Collection[Need], again: Sequence[str] = ()
+    module: torch.nn.Module,
+    options: Options,
+    have: Collection[Need],
+    again: Callable[[], Sequence[str]] = tuple,
 ) -> None:
     """Raise OptionError for options that cannot act here, or where a model has not what `recompute` names."""
     check_needs(options, have)
@@ -164,8 +167,7 @@ class Bench:
         """Take over an engine and switches as a whole; `unchanged` is what `Bench.unchanged` is then."""
         self.check_usable("change options")
         options = configuration.options
-        again = self.ort.called_again if options.recompute else ()
-        _check_options(self.module, options, self.have, again)
+        _check_options(self.module, options, self.have, self.ort.called_again)
         self.unchanged = unchanged
         self.engine = self.choose(configuration.engine)
         self.options = self.ort.options = options

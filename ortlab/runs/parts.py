@@ -374,11 +374,10 @@ class PartsEngine:
         reasons = dict.fromkeys(part.engine.rebuild_reason for part in self._parts.values())
         return "; ".join(reason for reason in reasons if reason)
 
-    @property
     def called_again(self) -> tuple[str, ...]:
-        """Paths in the model of the blocks that a part's forward calls several times; empty before a step has run."""
+        """Return the paths of the blocks that a part's forward calls several times; none before a step has run."""
         return tuple(
-            f"{path}.{one}" for path, part in self._parts.items() for one in part.engine.called_again
+            f"{path}.{one}" for path, part in self._parts.items() for one in part.engine.called_again()
         )
 
     def graph_digests(self) -> dict[str, str]:

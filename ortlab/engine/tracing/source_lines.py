@@ -156,18 +156,20 @@ class _CallScopes(dict[torch.nn.Module, str]):
             module: path.removeprefix(INSIDE).removeprefix(".") for path, module in model.named_modules()
         }
         self._known = set(self._paths.values())
+        self._plain = dict(scopes)
         self._calls: Counter[tuple[str, ...]] = Counter()
         self._open: tuple[str, ...] = ()
 
     @contextmanager
     def around(self, module: torch.nn.Module) -> Iterator[None]:
         """Give the module, in the block, the scope of its next call."""
-        path, plain, outer = self._paths[module], self[module], self._open
+        path, before, outer = self._paths[module], self[module], self._open
         if not path:
             yield
             return
-        kind, _, name = plain.rpartition("::")
-        if path_in([*outer, name], self._known) != path:
+        kind, _, name = self._plain[module].rpartition("::")
+        # One that calls itself is not inside itself.
+        if path_in([*outer, name], self._known) != path or path_in(outer, self._known) == path:
             name = f"{ELSEWHERE}{path}"
         called = (*outer, name)
         self._calls[called] += 1
@@ -177,7 +179,7 @@ class _CallScopes(dict[torch.nn.Module, str]):
         try:
             yield
         finally:
-            self[module], self._open = plain, outer
+            self[module], self._open = before, outer
 
 
 def _with_calls(original: Callable[..., Any]) -> Callable[..., Any]:

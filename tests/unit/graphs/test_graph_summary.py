@@ -218,6 +218,17 @@ def test_a_recorded_line_is_the_line_that_the_operator_was_called_in(lab):
         )
 
 
+class Recursive(torch.nn.Module):
+    """Calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leaf = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+        return self(self.leaf(x), depth - 1) if depth else x
+
+
 class Doubled(torch.nn.Module):
     """Calls a nested `Sequential`, parts of it and a part of a part more than once; a sibling is called "cell_1"."""
 
@@ -227,11 +238,12 @@ class Doubled(torch.nn.Module):
         self.body = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Sequential(inner, torch.nn.Sigmoid()))
         self.owner = torch.nn.ModuleDict({"body": torch.nn.Linear(4, 4), "down": torch.nn.ReLU()})
         self.cell, self.cell_1 = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.tree = Recursive()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for part in (self.body, self.body, self.body[1], self.body[1][0], self.cell, self.cell, self.cell_1):
             x = part(x)
-        return self.owner["down"](self.owner["body"](x))
+        return self.owner["down"](self.owner["body"](self.tree(x)))
 
 
 @pytest.mark.parametrize("only", [None, ["inside"]])
