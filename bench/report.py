@@ -159,6 +159,12 @@ def one_by_one(
     how = [read.rounds, read.quick, THREADS, CLOCK]
     lines = kept.read_text(encoding="utf-8").splitlines() if read.resume and kept.exists() else []
     known = [json.loads(line) for line in lines if line.endswith("}")]  # the last one may be cut
+    others = [one["case"] for one in known if one["how"] != how]
+    if others:
+        print(
+            f"Not taken, since other rounds, threads or another clock measured them: {', '.join(others)}.",
+            file=sys.stderr,
+        )
     known = [one for one in known if one["how"] == how]
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text("".join(json.dumps(one) + "\n" for one in known), encoding="utf-8")
