@@ -81,6 +81,20 @@ def test_a_switch_makes_it_stale_and_the_next_run_draws_it_anew(panel, run):
     assert panel.graph.map.shown["pair"] == ["1", "2"]
 
 
+def test_a_graph_that_is_read_after_a_switch_is_that_of_the_switch_and_says_so(panel, run):
+    run()
+    panel.lab.set(memory_level=1)
+    panel.tabs.open(GRAPH)
+    assert panel.graph.graph.digest == panel.lab.graph().digest
+    assert panel.graph.map.shown["stale"] == ""
+    panel.lab.set(memory_level=0)  # as the last step had it; the map shows the other graph
+    assert "the next step builds another graph" in panel.graph.map.shown["stale"]
+    panel.tabs.open("Memory")
+    panel.tabs.open(GRAPH)
+    assert panel.graph.graph.digest == panel.lab.graph().digest
+    assert panel.graph.map.shown["stale"] == ""
+
+
 def test_other_switches_that_ran_in_between_do_not_make_it_stale(panel, run):
     run()
     panel.tabs.open(GRAPH)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ortlab.lab.lab import Lab
     from ortlab.memory.recompute import RecomputePlace, RecomputePlaces
     from ortlab.notebook.widgets.controls import ErrorBox, Looks
+    from ortlab.options.options import Options
     from ortlab.records.runs import Run
 
 
@@ -303,6 +304,7 @@ class GraphPart(controls.Column):
         self._lab = lab
         self._errors = errors
         self.graph: Graph | None = None  # what the map shows
+        self._ahead: Options | None = None  # the switches that it was read for before a step ran with them
         self.difference: GraphDiff | None = None
         self.part: str | None = None  # path of the part whose graph it is, where several are wrapped
         self.view: GraphView | None = None  # None until every node was asked for
@@ -331,7 +333,7 @@ class GraphPart(controls.Column):
         """Say whether the map is still the lab's; before there is one, ask for no step that has run meanwhile."""
         if self.map is not None:
             parts = {"parts": [[one, one] for one in self._parts()], "part": self.part} if self.part else {}
-            stale = DUE if is_changed(self._lab) else ""
+            stale = DUE if self._is_of_others() else ""
             self.map.say(stale=stale, runs=self._runs(), pair=self._pair(), **parts)
         elif self._nothing.value == _said(_NO_GRAPH) and self._has_run():
             self._nothing.value = _said(_READING)
@@ -340,14 +342,19 @@ class GraphPart(controls.Column):
         status = self._lab.status
         return status.can_repeat or bool(status.executed_by)
 
+    def _is_of_others(self) -> bool:
+        """Tell whether the map shows a graph of other switches than those that are set."""
+        return is_changed(self._lab) if self._ahead is None else self._lab.options != self._ahead
+
     def _read(self) -> None:
-        if self.graph is not None and is_changed(self._lab):
+        if self.graph is not None and is_changed(self._lab) and self._is_of_others():
             self.follow()
             return
         parts = self._parts()
         if self.part not in parts:
             self.part = parts[0] if len(parts) > 1 else None
         graph = self._lab.graph(part=self.part)
+        self._ahead = self._lab.options if is_changed(self._lab) else None
         if self.graph is None or self.difference is not None or graph.digest != self.graph.digest:
             if graph.mode == "training":
                 graph = graph.with_activations(self._lab.activations(self.part, progress=False))
