@@ -12,7 +12,7 @@ said.
 At least 27 of the 30 are to take no less time than ONNX Runtime does then.
 
 With `--large` the models have 12 layers of 768, and batches of 4 x 128 and of 2 x 512 tokens: hours for all of them,
-ten minutes for one (`--only "GPT-2, 4 x 128"`).
+a quarter of an hour for one (`--only "GPT-2, 4 x 128"`).
 """
 
 from __future__ import annotations

@@ -334,10 +334,10 @@ def _repeated(model: torch.nn.Module, known: Mapping[str, torch.nn.Module]) -> t
             fix="Name modules yourself, with a plus sign between them: "
             f'engine="checkpoint:{(others or ["+".join(list(known)[:2]) or "path"])[0]}".',
         )
-    largest = max(found, key=lambda one: _numbers(*one.modules))
-    least = _numbers(*largest.modules) * SMALLEST_SHARE
+    largest = max(found, key=lambda one: count_numbers(*one.modules))
+    least = count_numbers(*largest.modules) * SMALLEST_SHARE
     kind = type(largest.modules[0])
-    return tuple(one for one in found if type(one.modules[0]) is kind or _numbers(*one.modules) >= least)
+    return tuple(one for one in found if type(one.modules[0]) is kind or count_numbers(*one.modules) >= least)
 
 
 def _single(model: torch.nn.Module, known: Mapping[str, torch.nn.Module]) -> list[Layers]:
@@ -345,7 +345,7 @@ def _single(model: torch.nn.Module, known: Mapping[str, torch.nn.Module]) -> lis
     for name, one in known.items():
         inside = dict(one.named_children()) if isinstance(one, _CONTAINERS) else {}
         blocks = tuple(inside.values())
-        if len(blocks) == 1 and _are_blocks(blocks) and 2 * _numbers(*blocks) > _numbers(model):
+        if len(blocks) == 1 and are_blocks(blocks) and 2 * count_numbers(*blocks) > count_numbers(model):
             return [Layers(f"{name}.{next(iter(inside))}", blocks)]
     return []
 
@@ -357,20 +357,22 @@ def _layers_in(container: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
     by_class: dict[type, dict[torch.nn.Module, None]] = {}
     for one in container:
         by_class.setdefault(type(one), {})[one] = None
-    alike = [tuple(ones) for ones in by_class.values() if len(ones) > 1 and all(map(_numbers, ones))]
+    alike = [tuple(ones) for ones in by_class.values() if len(ones) > 1 and all(map(count_numbers, ones))]
     if len(by_class) > 1:
-        alike = [ones for ones in alike if _are_blocks(ones)]
-    found = max(alike, key=lambda ones: _numbers(*ones), default=())
+        alike = [ones for ones in alike if are_blocks(ones)]
+    found = max(alike, key=lambda ones: count_numbers(*ones), default=())
     # Stages that are lists of blocks themselves are no layers: the blocks are.
-    blocks = [one for stage in found if _are_blocks(inner := _layers_in(stage)) for one in inner]
-    return () if blocks and 2 * _numbers(*blocks) >= _numbers(*found) else found
+    blocks = [one for stage in found if are_blocks(inner := _layers_in(stage)) for one in inner]
+    return () if blocks and 2 * count_numbers(*blocks) >= count_numbers(*found) else found
 
 
-def _are_blocks(modules: Sequence[torch.nn.Module]) -> bool:
+def are_blocks(modules: Sequence[torch.nn.Module]) -> bool:
+    """Tell whether any of these has parts."""
     return any(True for one in modules for _ in one.children())
 
 
-def _numbers(*modules: torch.nn.Module) -> int:
+def count_numbers(*modules: torch.nn.Module) -> int:
+    """Return how many numbers the parameters of modules hold."""
     return sum(parameter.numel() for one in modules for parameter in one.parameters())
 
 

@@ -20,7 +20,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Final, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
-from ortlab.engine.baselines import SMALLEST_SHARE, find_layers
+from ortlab.engine.baselines import SMALLEST_SHARE, are_blocks, count_numbers, find_layers
 from ortlab.engine.passes.graph_edits import FLOAT_TYPES
 from ortlab.engine.passes.recompute import (
     WITHOUT_VALUES,
@@ -162,9 +162,7 @@ def called_again(graph: onnx.GraphProto, module: torch.nn.Module) -> tuple[str, 
         if CALL in scope
     }
     sizes = {
-        path: sum(one.numel() for one in block.parameters())
-        for path, block in known.items()
-        if path in called and any(True for _ in block.children())
+        path: count_numbers(block) for path, block in known.items() if path in called and are_blocks([block])
     }
     large = [path for path, size in sizes.items() if size and size >= SMALLEST_SHARE * max(sizes.values())]
     return tuple(path for path in large if not any(path.startswith(f"{outer}.") for outer in large))
@@ -320,11 +318,11 @@ def made_again(
 
     `built` is a graph in which nothing is recomputed.
     """
-    forward = ForwardPass(built.models.optimized_model, inputs)
     try:
         layers = numbered_layers(module, partial(called_again, built.models.optimized_model.graph, module))
     except OptionError:
         return {}
+    forward = ForwardPass(built.models.optimized_model, inputs)
     modules = [path for path, _ in module.named_modules()]
     found = {}
     for way in WAYS:

@@ -660,7 +660,7 @@ def test_each_call_of_a_shared_layer_hands_on_what_is_kept_of_it(make, words, wr
     expected = gradients(lab, model, inputs)
     lab.set(recompute=words)
     assert_same(gradients(lab, model, inputs), expected)
-    states = batch()["input_ids"].numel() * WIDTH * 4
+    states = inputs["input_ids"].numel() * WIDTH * 4
     rows = [
         row
         for row in lab.activations().rows
