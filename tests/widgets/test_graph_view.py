@@ -153,6 +153,29 @@ def test_a_rebuild_is_told_and_refreshed(lab):
         module(torch.randn(4, 8)).sum().backward()
 
 
+def test_a_view_that_is_opened_after_a_switch_is_that_of_the_switch_and_says_so(lab):
+    module = lab.module
+    lab.step(lambda: module(torch.randn(4, 8)).sum().backward())
+    lab.set(memory_plan=["Gelu+:1:-1"])
+    view = ortlab.show_graph(lab)
+    try:
+        assert any(name.endswith("_recompute") for name in view.names)
+        assert lab.rerun().number  # news of a run
+        lab.set(memory_plan=[])
+        assert "the next step builds another graph" in view.shown["stale"]
+        view.refresh()
+        lab.set(log_level=lab.options.log_level)  # news that changes no graph
+        assert view.shown["stale"] == ""
+        lab.set(memory_plan=["Gelu+:1:-1"])  # as the last step had it; the view shows the other graph
+        assert "the next step builds another graph" in view.shown["stale"]
+        lab.set(memory_plan=[])
+        assert view.shown["stale"] == ""
+    finally:
+        view.close()
+        lab.set(memory_plan=[])
+        lab.rerun()
+
+
 def test_marks_of_plans_follow_the_ticks_while_a_rebuild_is_due(view, lab):
     highlight_plans(lab, ["Gelu+:1:-1"])
     every = dict(view.marks)

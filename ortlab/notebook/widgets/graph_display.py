@@ -59,6 +59,21 @@ def is_built(lab: Lab) -> bool:
     return lab.engine == "ort" and bool(lab.status.executed_by) and not is_due(lab)
 
 
+class _Switches:
+    """For which switches a graph was read, where no step had run with them: other ones than the last step's."""
+
+    def __init__(self) -> None:
+        self.ahead: Options | None = None
+
+    def are_read(self, lab: Lab) -> None:
+        """Remember the lab's, where its graph has just been read ahead of a step."""
+        self.ahead = lab.options if is_changed(lab) else None
+
+    def are_others(self, lab: Lab) -> bool:
+        """Tell whether the lab is set otherwise than when its graph was read."""
+        return is_changed(lab) if self.ahead is None else lab.options != self.ahead
+
+
 def show_graph(
     source: Lab | Graph | GraphDiff | TritonKernel,
     stage: str = "",
@@ -127,12 +142,15 @@ def show_graph(
         return _of_kernel(source, stage, how, height)
     stage = stage or "execution"
     lab_ref = ref(source)
+    switches = _Switches()
 
     def read(wanted: str) -> Graph:
         living = lab_ref()
         if living is None:
             raise BuildError("The lab of this view is gone.", fix="Wrap the model again.")
-        return living.graph(wanted, part, mode=mode)
+        graph = living.graph(wanted, part, mode=mode)
+        switches.are_read(living)
+        return graph
 
     key = stage, part, mode
     views = _of_labs.setdefault(source, {})
@@ -141,7 +159,7 @@ def show_graph(
         known.show(stage, **how)
         return known
     view = GraphView(GraphSource(STAGES, read), stage, **how, height=height)
-    view.ends_with(observe(source, _follower(lab_ref, ref(view))))
+    view.ends_with(observe(source, _follower(lab_ref, ref(view), switches)))
     views[key] = ref(view)
     return view
 
@@ -236,14 +254,17 @@ def _kept(
     return view
 
 
-def _follower(lab: ref[Lab], view: ref[GraphView]) -> Callable[[str], None]:
+def _follower(lab: ref[Lab], view: ref[GraphView], switches: _Switches) -> Callable[[str], None]:
     def follow(event: str) -> None:
         kind = event.partition(":")[0]
         living, shown = lab(), view()
         if kind in {"options", "runs"} and living is not None and shown is not None and not shown.closed:
-            changed = is_changed(living)
-            if changed or not is_due(living):
-                shown.follow(rebuild_is_due=changed)
+            if switches.are_others(living):
+                shown.follow(DUE)
+            elif switches.ahead is not None and is_due(living):  # what was read last is shown
+                shown.follow("")
+            elif not is_due(living):  # else to read the graph would build it
+                shown.follow()
 
     return follow
 
@@ -304,7 +325,7 @@ class GraphPart(controls.Column):
         self._lab = lab
         self._errors = errors
         self.graph: Graph | None = None  # what the map shows
-        self._ahead: Options | None = None  # the switches that it was read for before a step ran with them
+        self._switches = _Switches()
         self.difference: GraphDiff | None = None
         self.part: str | None = None  # path of the part whose graph it is, where several are wrapped
         self.view: GraphView | None = None  # None until every node was asked for
@@ -333,7 +354,7 @@ class GraphPart(controls.Column):
         """Say whether the map is still the lab's; before there is one, ask for no step that has run meanwhile."""
         if self.map is not None:
             parts = {"parts": [[one, one] for one in self._parts()], "part": self.part} if self.part else {}
-            stale = DUE if self._is_of_others() else ""
+            stale = DUE if self._switches.are_others(self._lab) else ""
             self.map.say(stale=stale, runs=self._runs(), pair=self._pair(), **parts)
         elif self._nothing.value == _said(_NO_GRAPH) and self._has_run():
             self._nothing.value = _said(_READING)
@@ -342,19 +363,15 @@ class GraphPart(controls.Column):
         status = self._lab.status
         return status.can_repeat or bool(status.executed_by)
 
-    def _is_of_others(self) -> bool:
-        """Tell whether the map shows a graph of other switches than those that are set."""
-        return is_changed(self._lab) if self._ahead is None else self._lab.options != self._ahead
-
     def _read(self) -> None:
-        if self.graph is not None and is_changed(self._lab) and self._is_of_others():
+        if self.graph is not None and is_changed(self._lab) and self._switches.are_others(self._lab):
             self.follow()
             return
         parts = self._parts()
         if self.part not in parts:
             self.part = parts[0] if len(parts) > 1 else None
         graph = self._lab.graph(part=self.part)
-        self._ahead = self._lab.options if is_changed(self._lab) else None
+        self._switches.are_read(self._lab)
         if self.graph is None or self.difference is not None or graph.digest != self.graph.digest:
             if graph.mode == "training":
                 graph = graph.with_activations(self._lab.activations(self.part, progress=False))

@@ -189,17 +189,18 @@ class GraphView(Part):
         """Names of the nodes of the graph, in order."""
         return node_names(self.graph.model.graph)
 
-    def follow(self, *, rebuild_is_due: bool) -> None:
-        """Look whether the graph is still the lab's, and say in the view if not; `refresh` shows the present one.
+    def follow(self, stale: str | None = None) -> None:
+        """Say in the view why the graph is the lab's no more; without words, read it and look, and say so if not.
 
-        `rebuild_is_due` says that the next step builds another graph.
+        `refresh` shows the present one.
         """
-        try:
-            changed = not rebuild_is_due and self._source.read(self.stage).digest != self.graph.digest
-        except OrtlabError as error:
-            stale = f"There is no such graph any more. {error}"
-        else:
-            stale = DUE if rebuild_is_due else _BUILT if changed else ""
+        if stale is None:
+            try:
+                changed = self._source.read(self.stage).digest != self.graph.digest
+            except OrtlabError as error:
+                stale = f"There is no such graph any more. {error}"
+            else:
+                stale = _BUILT if changed else ""
         if stale != self._stale:
             self._stale = stale
             self._show()
