@@ -83,30 +83,32 @@ def main() -> None:
         )
         report.claim(f"{text}, largest absolute error", float(max(errors)))
     if with_costs:
-        errors = [abs(row["error of the cost"]) for row in with_costs]
-        text = f"{OF_COSTS[1]}, {len(errors)} plans"
-        report.claim(f"{text}, median absolute error", float(np.median(errors)), at_most=0.1)
-        dear = [
-            abs(row["error of the cost"])
-            for row in with_costs
-            if row["measured cost [ms]"] >= row["step without [ms]"] / 10
-        ]
-        if dear:
-            text = f"{OF_COSTS[1]}, of these the {len(dear)} that cost a tenth of the step or more"
-            report.claim(f"{text}, median absolute error", float(np.median(dear)), at_most=0.1)
-        text = f"{OF_COSTS[1]}, {len(errors)} plans"
-        shares = [
-            abs(row["predicted cost [ms]"] - row["measured cost [ms]"]) / row["step without [ms]"]
-            for row in with_costs
-        ]
-        for share, value in (("median", float(np.median(shares))), ("largest", max(shares))):
-            report.claim(f"{text}, {share} error as a share of the step without", value)
+        claim_costs(report, with_costs)
     for family, (told, every) in taus.items():
         report.claim(f"{family}: 1 - {OF_COSTS[0]} of predicted and measured costs", 1 - told, at_most=0.2)
         report.claim(f"{family}: the same over all pairs, however close, {OF_COSTS[0]}", 1 - every)
     if read.memory:
         repeat_costs(report, read.output / "memory_prediction.json")
     report.write()
+
+
+def claim_costs(report: Report, rows: list[dict[str, Any]]) -> None:
+    """Hold predicted costs against measured ones."""
+    dear = [row for row in rows if row["measured cost [ms]"] >= row["step without [ms]"] / 10]
+    told = {
+        f"{OF_COSTS[1]}, {len(rows)} plans": rows,
+        f"{OF_COSTS[1]}, of these the {len(dear)} that cost a tenth of the step or more": dear,
+    }
+    for text, some in told.items():
+        if some:
+            errors = [abs(row["error of the cost"]) for row in some]
+            report.claim(f"{text}, median absolute error", float(np.median(errors)), at_most=0.1)
+    shares = [
+        abs(row["predicted cost [ms]"] - row["measured cost [ms]"]) / row["step without [ms]"] for row in rows
+    ]
+    for share, value in (("median", float(np.median(shares))), ("largest", max(shares))):
+        text = f"{OF_COSTS[1]}, {len(rows)} plans, {share} error as a share of the step without"
+        report.claim(text, value)
 
 
 def repeat_costs(report: Report, file: Path) -> None:

@@ -153,7 +153,7 @@ _GRADIENTS: Final[dict[str, tuple[tuple[int, ...], list[_Node]]]] = {
         ],
     ),
     "ortlab::attention": (
-        (3, 4),
+        (3, 4, 5),
         [_backward("ortlab::attention_backward", "GO(0) I(0) I(1) I(2) O(0) O(1) O(2) I(4)", _OF_THREE)],
     ),
     # Takes grad, query, key, value, out, logsumexp, dropout_p, is_causal, attn_mask, scale.

@@ -4,7 +4,8 @@ Written out, as torch's exporter and many models have it, attention makes scores
 for each head: 4 heads of 4,096 positions take 256 MiB, more than once, and time to read and write. The fused kernel
 keeps a number a position, makes the scores again in the backward, and leaves out those behind a causal mask, which are
 half of them. For short sequences the pieces are quicker, and memory plans can recompute them; so only attention of
-`LONG` positions and more is taken, counted for the batch that a graph is built for.
+`LONG` positions and more is taken, or of `LONG_CAUSAL` where the graph itself says that a position sees none behind it.
+They are counted for the batch that a graph is built for.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 LONG: Final = 1024
 """Positions from which on the fused kernel takes no longer than the pieces, causal or not."""
 
+LONG_CAUSAL: Final = 256
+"""The same where each position sees those before it only: the kernel leaves out half, the pieces nothing."""
+
 _NEVER: Final = -1e30
 """What is added to a score, or less, leaves nothing of the score in float32."""
 
@@ -45,14 +49,19 @@ _MASKS: Final = (2, _RANK)
 # --- kernels ---------------------------------------------------------------------------------------------------------
 
 
-@kernel("(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale) -> (Tensor, Tensor, Tensor)")
-def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Any:
+@kernel(
+    "(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale, int is_causal=0) "
+    "-> (Tensor, Tensor, Tensor)"
+)
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: int = 0
+) -> Any:
     """Return softmax(scale * query @ key.T + mask) @ value, the logarithm of each row's sum, and the mask to keep.
 
     Of a causal mask an empty vector is kept, and an empty matrix where there is none. Query, key and value have the
-    shape (batch, heads, positions, features).
+    shape (batch, heads, positions, features). With `is_causal` there is no mask, and each position sees those up to it.
     """
-    causal = mask is not None and _is_causal(mask)
+    causal = bool(is_causal) or (mask is not None and _is_causal(mask))
     kept = mask.clone() if mask is not None and not causal else query.new_empty((0,) if causal else (0, 0))
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     output, sums = flash(query, key, value, 0.0, causal, attn_mask=None if causal else mask, scale=scale)
@@ -128,7 +137,8 @@ def with_long_attentions(model: onnx.ModelProto, sizes: Mapping[str, int]) -> on
             nodes.append(node)
             continue
         call = _call(one)
-        shapes = {**one.shapes, call.output[1]: one.rows, call.output[2]: None if one.inputs[3] else (0, 0)}
+        kept = (0,) if one.is_causal else None if one.inputs[3] else (0, 0)
+        shapes = {**one.shapes, call.output[1]: one.rows, call.output[2]: kept}
         told += [
             helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()
         ]
@@ -150,6 +160,7 @@ class _Attention(NamedTuple):
     """An attention: what it reads, the nodes that make that, and the last of its own nodes."""
 
     inputs: list[str]  # query, key, value and mask, "" if there is none
+    is_causal: bool
     scale: float
     rows: Shape  # batch, heads, positions
     added: list[onnx.NodeProto]
@@ -159,10 +170,19 @@ class _Attention(NamedTuple):
 
 def _call(one: _Attention) -> onnx.NodeProto:
     output = one.last.output[0]
-    scale = numpy_helper.from_array(np.array(one.scale, np.float32), f"{output}_scale_value")
-    one.added.append(helper.make_node("Constant", [], [f"{output}_scale"], value=scale))
-    outputs = [output, f"{output}_sums", f"{output}_kept"]
-    return kernel_call("attention", [*one.inputs, f"{output}_scale"], outputs, one.last)
+    numbers: dict[str, np.ndarray] = {
+        "scale": np.array(one.scale, np.float32),
+        "is_causal": np.array(one.is_causal, np.int64),
+    }
+    for name, number in numbers.items():
+        value = numpy_helper.from_array(number, f"{output}_{name}_value")
+        one.added.append(helper.make_node("Constant", [], [f"{output}_{name}"], value=value))
+    given = [*one.inputs, *(f"{output}_{name}" for name in numbers)]
+    return kernel_call("attention", given, [output, f"{output}_sums", f"{output}_kept"], one.last)
+
+
+def _is_to_float(cast: onnx.NodeProto) -> bool:
+    return attributes_of(cast).get("to") == TensorProto.FLOAT
 
 
 class _Search:
@@ -177,30 +197,37 @@ class _Search:
         facts = self._facts
         last, probabilities = self._reader(softmax.output[0])
         is_mixing = last is not None and last.op_type == "MatMul" and last.input[0] == probabilities
-        if last is None or not is_mixing or not self._is_long(softmax):
+        if last is None or not is_mixing:
             return None
         added: list[onnx.NodeProto] = []
-        mask, scores = self._mask(softmax.input[0], last, added)
+        mask, scores = "", self._before_causal_mask(softmax.input[0])
+        is_causal = bool(scores)
+        if not self._is_long(softmax, LONG_CAUSAL if is_causal else LONG):
+            return None
+        if not is_causal:
+            mask, scores = self._mask(softmax.input[0], last, added)
         scale, scores = self._scale(scores)
         product = self._made_by(scores, "MatMul")
         if product is None:
             return None
-        query, value = product.input[0], last.input[1]
-        if not self._are_alike(query, product.input[1], value):
+        (by_query, query), (by_key, turned) = map(self._scale, product.input)
+        scale, value = scale * by_query * by_key, last.input[1]
+        if not self._are_alike(query, turned, value):
             return None
         shapes = {one.output[0]: facts.shapes.get(one.input[0]) for one in added if one.op_type == "Where"}
         before = len(added)
-        key = self._turned(product.input[1], last, added)
-        batch, heads, features, positions = facts.shapes[product.input[1]]
+        key = self._turned(turned, last, added)
+        batch, heads, features, positions = facts.shapes[turned]
         shapes |= {node.output[0]: (batch, heads, positions, features) for node in added[before:]}
-        if len({name in facts.differentiable for name in (query, product.input[1], value)}) > 1:
+        if len({name in facts.differentiable for name in (query, turned, value)}) > 1:
             return None
-        return _Attention([query, key, value, mask], scale, facts.shapes[query][:3], added, shapes, last)
+        given = [query, key, value, mask]
+        return _Attention(given, is_causal, scale, facts.shapes[query][:3], added, shapes, last)
 
-    def _is_long(self, softmax: onnx.NodeProto) -> bool:
+    def _is_long(self, softmax: onnx.NodeProto, least: int) -> bool:
         shape = shape_at(self._facts.shapes.get(softmax.output[0], ()), self._sizes) or ()
         along = attributes_of(softmax).get("axis", -1) % _RANK
-        return len(shape) == _RANK and along == _RANK - 1 and min(shape[-2:]) >= LONG
+        return len(shape) == _RANK and along == _RANK - 1 and min(shape[-2:]) >= least
 
     def _are_alike(self, query: str, turned_key: str, value: str) -> bool:
         """Say whether all are of float32, with the same batch, heads and features: torch's kernel broadcasts none."""
@@ -211,6 +238,49 @@ class _Search:
         types = {facts.element_types.get(name) for name in names}
         features = {shapes[0][3], shapes[1][2], shapes[2][3]}
         return types == {TensorProto.FLOAT} and len({shape[:2] for shape in shapes}) == len(features) == 1
+
+    def _before_causal_mask(self, scores: str) -> str:
+        """Return the scores before a mask that shows each position those up to it; "" if there is no such mask."""
+        facts, node = self._facts, self._made_by(scores, "Add", "Where")
+        before, chosen = "", node
+        if node is not None and node.op_type == "Add":
+            before, mask = node.input
+            chosen = self._producer(mask, "Where")
+        if chosen is None:
+            return ""
+        condition, filled, shown = chosen.input
+        if before and facts.scalar(shown) != 0:
+            return ""
+        never = facts.scalar(filled)
+        hides = never is not None and never <= _NEVER and self._is_behind(condition, scores)
+        return (before or shown) if hides else ""
+
+    def _is_behind(self, condition: str, scores: str) -> bool:
+        """Say whether a condition holds where the key of a score is behind its query: ones(n, n).tril() == 0."""
+        facts = self._facts
+        positions = facts.shapes.get(scores, ())[-2:]
+        is_square = len(set(positions)) == 1 and facts.shapes.get(condition, ())[-2:] == positions
+        while (cast := self._producer(condition, "Cast", "Identity")) is not None:  # what is true stays true
+            condition = cast.input[0]
+        equal = self._producer(condition, "Equal")
+        lower = None if equal is None else self._producer(equal.input[0], "Trilu")
+        if not is_square or equal is None or lower is None or facts.scalar(equal.input[1]) != 0:
+            return False
+        diagonals = [facts.scalar(name) for name in lower.input[1:] if name]
+        is_lower = attributes_of(lower).get("upper", 1) == 0 and not any(one != 0 for one in diagonals)
+        return is_lower and self._are_ones(lower.input[0])
+
+    def _are_ones(self, name: str) -> bool:
+        node = self._producer(name, "ConstantOfShape", "Expand")
+        if node is None or node.op_type == "Expand":
+            return node is not None and self._facts.scalar(node.input[0]) == 1
+        value = attributes_of(node).get("value")
+        return value is not None and bool((numpy_helper.to_array(value) == 1).all())
+
+    def _producer(self, name: str, *operators: str) -> onnx.NodeProto | None:
+        """Return the node that makes a value, if it is one of these."""
+        node = self._facts.producers.get(name)
+        return node if node is not None and node.op_type in operators else None
 
     def _mask(self, scores: str, last: onnx.NodeProto, added: list[onnx.NodeProto]) -> tuple[str, str]:
         """Return what is added to the scores as a mask, "" if nothing is, and the scores before."""
@@ -240,18 +310,44 @@ class _Search:
                 return mask, before
         return "", ""
 
-    def _scale(self, scores: str) -> tuple[float, str]:
-        """Return the constants that the scores are multiplied with, as one, and the scores before."""
+    def _scale(self, name: str) -> tuple[float, str]:
+        """Return the numbers that a value was multiplied with, as one, and the value before."""
         scale = 1.0
-        while (node := self._made_by(scores, "Mul", "Div")) is not None:
-            number = self._facts.scalar(node.input[1])
-            scores = node.input[0]
+        while (node := self._made_by(name, "Mul", "Div")) is not None:
+            before, by = node.input
+            number = self._number(by)
             if number is None and node.op_type == "Mul":
-                number, scores = self._facts.scalar(node.input[0]), node.input[1]
+                number, before = self._number(before), by
             if number is None:
-                return scale, ""
-            scale *= number if node.op_type == "Mul" else 1 / number
-        return scale, scores
+                break
+            scale, name = scale * number if node.op_type == "Mul" else scale / number, before
+        return scale, name
+
+    def _number(self, name: str) -> float | None:
+        """Return the only entry of a value that constants and fixed sizes make; None if it is made otherwise."""
+        known, node = self._facts.scalar(name), self._facts.producers.get(name)
+        if known is not None or node is None:
+            return known
+        if node.op_type == "Slice":
+            return self._size(node)
+        if node.op_type == "Identity" or (node.op_type == "Cast" and _is_to_float(node)):
+            return self._number(node.input[0])
+        if node.op_type == "Sqrt":
+            number = self._number(node.input[0])
+            return None if number is None else number**0.5
+        if node.op_type == "Div":
+            above, below = map(self._number, node.input)
+            return None if above is None or not below else above / below
+        return None
+
+    def _size(self, node: onnx.NodeProto) -> float | None:
+        """Return the only size that a slice of a shape has, if it is the same for each batch."""
+        shape = self._producer(node.input[0], "Shape")
+        first, last = (self._facts.scalar(name) for name in node.input[1:3])
+        if shape is None or first is None or last is None:
+            return None
+        sizes = self._facts.shapes.get(shape.input[0], ())[int(first) : int(last)]
+        return float(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], int) else None
 
     def _turned(self, name: str, last: onnx.NodeProto, added: list[onnx.NodeProto]) -> str:
         """Return the key, of which a value is the transpose."""

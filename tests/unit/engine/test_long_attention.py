@@ -20,7 +20,8 @@ BATCH, LENGTH, HEADS, WIDTH = 2, 48, 4, 32
 @pytest.fixture
 def short_is_long(monkeypatch):
     """Let tests take attention that computes in no time."""
-    monkeypatch.setattr(long_attention, "LONG", LENGTH)
+    for least in ("LONG", "LONG_CAUSAL"):
+        monkeypatch.setattr(long_attention, least, LENGTH)
 
 
 class Attending(nn.Module):
@@ -75,6 +76,12 @@ sdpa = F.scaled_dot_product_attention
 TAKEN = {
     "sdpa": lambda model, q, k, v, mask: sdpa(q, k, v),
     "sdpa, causal": lambda model, q, k, v, mask: sdpa(q, k, v, is_causal=True),
+    "sdpa, one more than causal": lambda model, q, k, v, mask: sdpa(
+        q, k, v, attn_mask=torch.where(torch.ones(LENGTH, LENGTH).tril(1) == 0, -torch.inf, 0.0)
+    ),
+    "sdpa, behind instead of before": lambda model, q, k, v, mask: sdpa(
+        q, k, v, attn_mask=torch.where(torch.ones(q.shape[2], q.shape[2]).tril() == 1, 0.0, -torch.inf).T
+    ),
     "sdpa, padding": lambda model, q, k, v, mask: sdpa(q, k, v, attn_mask=everywhere(mask)),
     "sdpa, scale": lambda model, q, k, v, mask: sdpa(q, k, v, scale=0.3),
     "sdpa, a bias of distances": lambda model, q, k, v, mask: sdpa(
@@ -87,6 +94,9 @@ TAKEN = {
     ),
     "written out, as in transformers": lambda model, q, k, v, mask: as_in_transformers(q, k, v, 0.0),
     "written out, masked_fill": masked_out,
+    "written out, causal": lambda model, q, k, v, mask: (
+        scores(q, k).masked_fill(torch.ones(q.shape[2], q.shape[2]).tril() == 0, -torch.inf).softmax(-1) @ v
+    ),
     "written out, added mask": added,
     "written out, chosen": lambda model, q, k, v, mask: (
         torch.where(everywhere(mask), scores(q, k), torch.tensor(-torch.inf)).softmax(-1) @ v
@@ -169,9 +179,23 @@ def test_what_torch_has_no_kernel_for_stays_in_pieces(case, short_is_long, wrap)
     assert "Softmax" in used
 
 
-def test_short_attention_stays_in_pieces_and_long_is_taken(wrap):
-    for length, taken in ((long_attention.LONG - 1, False), (long_attention.LONG, True)):
-        model = Attending(TAKEN["sdpa, causal"])
+@pytest.mark.parametrize("case", ["sdpa, causal", "written out, causal"])
+def test_of_attention_that_the_graph_says_is_causal_no_mask_is_made(case, short_is_long, wrap):
+    model = Attending(TAKEN[case])
+    lab = wrap(model, log_level="ERROR")
+    x, mask = torch.randn(BATCH, LENGTH, WIDTH), padded()
+    lab.step(lambda: train(model, x, mask), n=1, memory=False, progress=False)
+    used = operators(lab)
+    assert "ortlab::attention" in used
+    assert {"Trilu", "Equal", "Where", "ortlab::where", "Mul", "Softmax"}.isdisjoint(used)
+    assert not lab.activations().unknown
+
+
+@pytest.mark.parametrize(("case", "least"), [("sdpa", "LONG"), ("sdpa, causal", "LONG_CAUSAL")])
+def test_short_attention_stays_in_pieces_and_long_is_taken(case, least, wrap):
+    longest = getattr(long_attention, least)
+    for length, taken in ((longest - 1, False), (longest, True)):
+        model = Attending(TAKEN[case])
         lab = wrap(model, log_level="ERROR")
         x, mask = torch.randn(1, length, WIDTH), torch.ones(1, length, dtype=torch.bool)
         lab.step(lambda: train(model, x, mask), n=1, memory=False, progress=False)  # noqa: B023
