@@ -11,6 +11,7 @@ Besides: shapes in numbers for one batch (`with_sizes`), and a graph that is tol
 from __future__ import annotations
 
 import logging
+import math
 import re
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -154,6 +155,7 @@ def _tolerant(base: Any) -> Any:  # noqa: C901 - one class, of small methods
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.complete_open = False
+            self.dispatcher_["Flatten"] = partial(_infer_flattened, self)
             for name in _SAME_SHAPE:
                 self.aten_op_dispatcher_[name] = partial(_infer_same_shape, self)
             for name in _RESIZING:
@@ -367,6 +369,20 @@ def _infer_same_shape(inference: Any, node: onnx.NodeProto) -> None:
         length = str(inference._new_symbolic_dim_from_output(node, index, 0))
         vector = helper.make_tensor_value_info(name, _element_type(inference, node.input[0]), [length])
         inference.known_vi_[name].CopyFrom(vector)
+
+
+def _infer_flattened(inference: Any, node: onnx.NodeProto) -> None:
+    """Give a matrix its sizes, also where one is a product of sizes of the batch, which ORT's own leaves open."""
+    from onnxruntime.tools.symbolic_shape_infer import get_shape_from_sympy_shape
+
+    before = inference._get_sympy_shape(node, 0)
+    axis = next((one.i for one in node.attribute if one.name == "axis"), 1)
+    axis = axis + len(before) if axis < 0 else axis
+    sizes = [math.prod(before[:axis]), math.prod(before[axis:])]
+    inference._update_computed_dims(sizes)
+    shape = get_shape_from_sympy_shape(sizes)
+    value = helper.make_tensor_value_info(node.output[0], _element_type(inference, node.input[0]), shape)
+    inference.known_vi_[node.output[0]].CopyFrom(value)
 
 
 def _infer_resized(inference: Any, node: onnx.NodeProto) -> None:

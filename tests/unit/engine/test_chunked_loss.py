@@ -237,6 +237,10 @@ FORMS = {
     "dotted": lambda logits, labels, _: F.cross_entropy(
         rows(logits[..., :-1, :].contiguous()), labels[..., 1:].reshape(-1)
     ),
+    "flattened": lambda logits, labels, _: F.cross_entropy(logits.flatten(0, 1), labels.flatten()),
+    "shifted and flattened": lambda logits, labels, _: F.cross_entropy(
+        logits[:, :-1].flatten(end_dim=-2), labels[:, 1:].flatten()
+    ),
     "turned": lambda logits, labels, _: F.cross_entropy(logits.transpose(1, 2), labels),
     "upcast": lambda logits, labels, _: F.cross_entropy(rows(logits.float()), labels.reshape(-1)),
     "own ignored label": lambda logits, labels, _: F.cross_entropy(
