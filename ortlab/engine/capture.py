@@ -29,7 +29,7 @@ from ortlab.engine.tracing.taps import Mark, Taps, marks_of
 from ortlab.records.messages import MessageLog
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
     from ortlab.engine.execution import Execution
 
@@ -46,6 +46,8 @@ _MOVED: Final = frozenset({"Gather", "GatherND", "ShrunkenGather", "Reshape", "S
 
 _PASSING: Final = frozenset({"Identity", "Dropout", "Cast"})
 """Operators that ORT may remove where they change nothing: their output is then their input."""
+
+_WITHOUT_VALUES: Final = frozenset({"Shape", "Size"})
 
 _ADDING: Final = frozenset({"Add", "Sum"})
 
@@ -117,12 +119,23 @@ def _wanted(execution: Execution, model: onnx.ModelProto, part: str) -> _Wanted:
     missing: dict[Mark, str] = {}
     calls: dict[str, int] = {}
     marked = marks_of(exported)
+    readers = _readers(processed, places)
+    returned = {value for value, marks in marked.items() if any(mark.kind == "output" for mark in marks)}
     inputs = {value.name for value in model.graph.input}
     for value, marks in marked.items():
         name = next((one for one in aliases(value) if one in made), "")
+        parts = contributions.get(name, {})
         taking = Counter(mark.module for mark in marks if mark.kind == "input")
         returning = {(mark.module, mark.call) for mark in marks if mark.kind == "output"}
         handing_on = returning & {(mark.module, mark.call) for mark in marks if mark.kind == "input"}
+        within = {one: one.removeprefix(part).removeprefix(".") for one in taking}
+        apart = [
+            one for one in within.values() if not all(_is_inside(one, other) for other in within.values())
+        ]
+        giving = {places.of_name(node).module for node in parts.values() if "/" in node}
+        partless = [one for one in apart if not any(_is_inside(path, one) for path in giving)]
+        computing = _computing(aliases(value), readers, returned) if partless else set()
+        lost = [one for one in partless if any(_is_inside(path, one) for path in computing)]
         for mark in marks:
             calls[mark.module] = max(calls.get(mark.module, 0), mark.call)
             if not name:
@@ -137,8 +150,11 @@ def _wanted(execution: Execution, model: onnx.ModelProto, part: str) -> _Wanted:
                 continue
             if taking[mark.module] > 1 or (mark.module, mark.call) in returning:
                 continue  # whose gradient is whose cannot be told from names
-            inside = mark.module.removeprefix(part).removeprefix(".")
-            found = _of_module(contributions.get(name, {}), inside, places)
+            inside = within[mark.module]
+            if any(one == inside or not _is_inside(one, inside) for one in lost):
+                missing[gradient] = _SHARED
+                continue
+            found = _of_module(parts, inside, places)
             if found:
                 backward.append((gradient, found))
     present = [value.name for value in model.graph.output]
@@ -150,6 +166,9 @@ def _wanted(execution: Execution, model: onnx.ModelProto, part: str) -> _Wanted:
 
 _FUSED: Final = "ONNX Runtime computes it inside a larger operator, or not at all."
 _AN_INPUT: Final = "It is an input of the graph."
+_SHARED: Final = (
+    "Modules that begin alike share nodes of the graph, and whose gradient is whose cannot be told."
+)
 
 
 def _aliases(model: onnx.ModelProto) -> Callable[[str], list[str]]:
@@ -215,7 +234,43 @@ def _of_module(contributions: Mapping[str, str], module: str, places: Places) ->
     if not all("/" in node for node in contributions.values()):
         return ()
     paths = {name: places.of_name(node).module for name, node in contributions.items()}
-    return tuple(name for name, path in paths.items() if path == module or path.startswith(f"{module}."))
+    return tuple(name for name, path in paths.items() if _is_inside(path, module))
+
+
+def _is_inside(path: str, module: str) -> bool:
+    return path == module or path.startswith(f"{module}.")
+
+
+_Readers = dict[str, list[tuple[str, onnx.NodeProto]]]
+
+
+def _readers(model: onnx.ModelProto, places: Places) -> _Readers:
+    """Return, by the name of each value of an exported graph, the nodes that compute with it, and their modules."""
+    found: _Readers = {}
+    for node in model.graph.node:
+        if node.op_type not in _WITHOUT_VALUES and "/" in node.name:
+            module = places.of_name(node.name).module
+            for name in node.input:
+                found.setdefault(name, []).append((module, node))
+    return found
+
+
+def _computing(names: Sequence[str], readers: _Readers, returned: Collection[str]) -> set[str]:
+    """Name the modules that compute with a value, also with what another has made of it and does not return."""
+    # The exporter lets modules that begin alike, as with a SiLU of the same value, share the nodes of the first.
+    found: set[str] = set()
+    seen = set(names)
+    pending: list[tuple[str, str | None]] = [(name, None) for name in names]
+    while pending:
+        name, owner = pending.pop()
+        for module, node in readers.get(name, ()):
+            found.add(module)
+            owning = module if owner is None else owner
+            if _is_inside(module, owning):
+                new = [one for one in node.output if one and one not in seen and one not in returned]
+                seen.update(new)
+                pending += [(one, owning) for one in new]
+    return found
 
 
 def _captured_agent(execution: Execution, names: list[str], edit: Edit | None) -> Any:

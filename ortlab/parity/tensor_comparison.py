@@ -246,8 +246,16 @@ _DROPOUTS: Final = {
     getattr(functional, name): inspect.signature(getattr(functional, name))
     for name in (
         *("dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout"),
+        "multi_head_attention_forward",
     )
 }
+_BUILT_IN_DROPOUTS: Final = frozenset(
+    getattr(torch, f"{kind}dropout{ending}")
+    for kind in ("", "alpha_", "feature_", "feature_alpha_")
+    for ending in ("", "_")
+)
+"""These take an input, a share and whether it is training."""
+_RECURRENT: Final = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
 UNITS: Final = 4.0
 """How many units of rounding a tensor is moved by: about what another order of summation does to a product."""
 
@@ -265,18 +273,29 @@ class WithoutDropout(TorchFunctionMode):
         if function in _DROPOUTS:
             bound = _DROPOUTS[function].bind(*args, **given)
             bound.apply_defaults()
-            self.found += bool(bound.arguments["training"] and bound.arguments["p"])
+            share = "p" if "p" in bound.arguments else "dropout_p"
+            self.found += bool(bound.arguments["training"] and bound.arguments[share])
             bound.arguments["training"] = False
             return function(*bound.args, **bound.kwargs)
-        if function is functional.scaled_dot_product_attention:
+        if function in _BUILT_IN_DROPOUTS and len(args) > 1:
+            args = self._without(args, 1, counts=args[-1])
+        elif function in _RECURRENT:
+            # Behind states and weights: whether there are biases, layers, the share between these, and training.
+            biases = next(place for place, one in enumerate(args) if isinstance(one, bool))
+            args = self._without(args, biases + 2, counts=args[biases + 1] > 1 and args[biases + 3])
+        elif function is functional.scaled_dot_product_attention:
             place = 4  # query, key, value, attn_mask, dropout_p
-            share = args[place] if len(args) > place else given.get("dropout_p", 0.0)
-            self.found += bool(share)
             if len(args) > place:
-                args = (*args[:place], 0.0, *args[place + 1 :])
+                args = self._without(args, place)
             elif "dropout_p" in given:
+                self.found += bool(given["dropout_p"])
                 given["dropout_p"] = 0.0
         return function(*args, **given)
+
+    def _without(self, args: Any, place: int, *, counts: bool = True) -> tuple[Any, ...]:
+        """Return arguments whose share is none."""
+        self.found += bool(counts and args[place])
+        return (*args[:place], 0.0, *args[place + 1 :])
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch import nn
 import ortlab
 from ortlab.errors import LedgerError, StepError
 from ortlab.parity.parity import DIFFERS, NOT_COMPARED, Distance, Parity, Site
-from ortlab.parity.tensor_comparison import Compared, Reference, stored
+from ortlab.parity.tensor_comparison import Compared, Reference, WithoutDropout, stored
 from ortlab.records import activation_statistics as statistics
 from ortlab.records.activation_statistics import TensorStatistics
 from ortlab.render import html, text
@@ -246,6 +246,44 @@ def test_a_fault_between_the_calls_is_the_callers():
     assert found.first.source.startswith(__file__)
 
 
+class Timed(nn.Module):
+    """Blocks that begin alike: each takes the SiLU of the same time, as in a diffusion model."""
+
+    class Part(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.by_time, self.by_value = nn.Linear(4, 8), nn.Linear(8, 8)
+
+        def forward(self, x, time):
+            return self.by_value(x) + self.by_time(nn.functional.silu(time))
+
+    def __init__(self):
+        super().__init__()
+        self.time = nn.Linear(1, 4)
+        self.parts = nn.ModuleList(Timed.Part() for _ in range(3))
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x, time):
+        time = self.time(time)
+        for part in self.parts:
+            x = part(x, time).tanh()
+        return (self.last(x) + x).square().mean()
+
+
+def test_modules_that_share_nodes_of_the_graph_give_no_alarm():
+    torch.manual_seed(3)
+    lab = lab_of(Timed(), torch.randn(5, 8), torch.rand(5, 1))
+    found = lab.parity(1, progress=False)
+    assert found.ok, found.first
+    notes = {(pair.site.module, pair.site.kind, pair.site.name): pair.note for pair in found.pairs}
+    for number in range(3):
+        assert "share nodes" in notes[f"parts.{number}", "input gradient", "1"]
+    for number in (1, 2):  # the first one takes the batch, which has no gradient
+        assert not notes[f"parts.{number}", "input gradient", "0"]
+    assert not notes["last", "input gradient", "0"]
+    lab.unwrap()
+
+
 class Random(nn.Module):
     def __init__(self):
         super().__init__()
@@ -264,6 +302,63 @@ def test_a_model_that_is_random_by_design_is_said_to_be():
     answers = {check.question: check for check in found.checks}
     assert answers["Is dropout off?"].state == "found"
     assert "random by design" in answers["Is dropout off?"].result
+
+
+class Dropping(nn.Module):
+    """Layers of torch that drop without a dropout: in attention, and between the layers of an LSTM."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True)
+        self.recurrent = nn.LSTM(8, 8, 2, dropout=0.3, batch_first=True)
+
+    def forward(self, x):
+        return self.recurrent(self.encoder(x))[0].square().mean()
+
+
+def test_the_dropouts_inside_layers_of_torch_are_off():
+    torch.manual_seed(3)
+    lab = lab_of(Dropping(), torch.randn(3, 6, 8))
+    found = lab.parity(1, progress=False)
+    assert found.ok, found.first
+    answers = {one.question: one for one in found.checks}
+    assert answers["Is dropout off?"].state == "done"
+    lab.unwrap()
+
+
+DROPPING = {
+    "attention": (lambda: nn.MultiheadAttention(8, 2, dropout=0.5), lambda layer, x: layer(x, x, x)[0]),
+    "attention without weights": (
+        lambda: nn.MultiheadAttention(8, 2, dropout=0.5),
+        lambda layer, x: layer(x, x, x, need_weights=False)[0],
+    ),
+    "lstm": (lambda: nn.LSTM(8, 8, 2, dropout=0.5), lambda layer, x: layer(x)[0]),
+    "gru": (lambda: nn.GRU(8, 8, 2, dropout=0.5), lambda layer, x: layer(x)[0]),
+    "rnn": (lambda: nn.RNN(8, 8, 2, dropout=0.5), lambda layer, x: layer(x)[0]),
+    "packed lstm": (
+        lambda: nn.LSTM(8, 8, 2, dropout=0.5),
+        lambda layer, x: layer(nn.utils.rnn.pack_padded_sequence(x, [6, 4, 3]))[0].data,
+    ),
+    "torch.dropout": (nn.Identity, lambda _, x: torch.dropout(x, 0.5, train=True)),
+    "torch.feature_dropout_": (nn.Identity, lambda _, x: torch.feature_dropout_(x.clone(), 0.5, train=True)),
+    "layer": (lambda: nn.Dropout1d(0.5), lambda layer, x: layer(x)),
+}
+
+
+@pytest.mark.parametrize("case", DROPPING)
+def test_without_dropout_nothing_is_dropped(case):
+    make, call = DROPPING[case]
+    torch.manual_seed(3)
+    layer, x = make(), torch.randn(6, 3, 8)
+    dropped = call(layer, x)
+    with WithoutDropout() as without:
+        whole = call(layer, x)
+    assert without.found == 1
+    torch.testing.assert_close(whole, call(layer.eval(), x) if case not in BUILT_IN else x)
+    assert not torch.equal(dropped, whole)
+
+
+BUILT_IN = ("torch.dropout", "torch.feature_dropout_")
 
 
 class Roots(nn.Module):
