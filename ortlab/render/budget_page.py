@@ -95,9 +95,10 @@ def _verdict(budget: Budget) -> str:
     needed, limit = units.size(budget.without.step_memory_bytes), units.size(max(budget.limit_bytes, 0))
     best, answer = budget.best, budget.answer
     if budget.outcome == outcomes.NO_PLANS_NEEDED:
-        return (
-            f"No plans are needed: a step needs {needed} without any (measured), and the budget is {limit}."
-        )
+        needs = f"needs {needed} without any (measured), and the budget is {limit}"
+        if not budget.without.step_memory_bytes:
+            needs = "is too small to measure, and finds all the memory that it needs free already"
+        return f"No plans are needed: a step {needs}."
     if budget.outcome == outcomes.PREDICTED:
         return (
             f"{_less(budget, answer.step_memory_bytes)} is predicted to cost {_cost(budget)}: {plans_words(answer)}; "

@@ -28,7 +28,7 @@ def budget_states(budget: Budget, activations: SavedActivations, places: Mapping
     # `activations` knows what each plan removes, `places` in how many places each can act.
     predicted = _worth_it([*budget.curve, budget.prediction, budget.floor])
     whole = budget.without.step_memory_bytes
-    if len(predicted) < 2:  # noqa: PLR2004 - with none but "keep all" there is nothing to choose
+    if not whole or len(predicted) < 2:  # noqa: PLR2004 - with none but "keep all" there is nothing to choose
         return {}
     every = kept_with(activations, (), places)
     names = {kind: _names(every, kind) for kind in _KINDS}

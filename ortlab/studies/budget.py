@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -84,8 +85,12 @@ class PlanTrial:
 
     @property
     def error(self) -> float:
-        """How far the prediction is from what was measured, relative to the latter; below 0: too low."""
-        return (self.prediction.step_memory_bytes - self.step_memory_bytes) / self.step_memory_bytes
+        """How far the prediction is from what was measured, relative to the latter; below 0: too low.
+
+        NaN where nothing was measured: a small step may find all its memory free already.
+        """
+        off = self.prediction.step_memory_bytes - self.step_memory_bytes
+        return off / self.step_memory_bytes if self.step_memory_bytes else math.nan
 
 
 @dataclass(frozen=True)

@@ -184,6 +184,15 @@ def test_a_memory_level_is_an_answer_as_well():
     assert Budget.from_dict(budget.to_dict()) == budget
 
 
+def test_a_step_that_finds_all_its_memory_free_is_no_crash():
+    nothing = replace(MET, trials=(PlanTrial(SECOND, 0),))
+    assert "measured 0 B" in said(nothing)
+    assert html.render(nothing)
+    at_first = replace(nothing, without=replace(MET.without, step_memory_bytes=0))
+    assert "No plans are needed: a step is too small to measure" in said(at_first)
+    assert html.render(at_first)
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
