@@ -318,7 +318,7 @@ class _Search:
             number = self._number(by)
             if number is None and node.op_type == "Mul":
                 number, before = self._number(before), by
-            if number is None:
+            if number is None or (not number and node.op_type == "Div"):
                 break
             scale, name = scale * number if node.op_type == "Mul" else scale / number, before
         return scale, name
@@ -334,7 +334,7 @@ class _Search:
             return self._number(node.input[0])
         if node.op_type == "Sqrt":
             number = self._number(node.input[0])
-            return None if number is None else number**0.5
+            return None if number is None or number < 0 else number**0.5
         if node.op_type == "Div":
             above, below = map(self._number, node.input)
             return None if above is None or not below else above / below
