@@ -132,10 +132,7 @@ def _wanted(execution: Execution, model: onnx.ModelProto, part: str) -> _Wanted:
         apart = [
             one for one in within.values() if not all(_is_inside(one, other) for other in within.values())
         ]
-        giving = {places.of_name(node).module for node in parts.values() if "/" in node}
-        partless = [one for one in apart if not any(_is_inside(path, one) for path in giving)]
-        computing = _computing(aliases(value), readers, returned) if partless else set()
-        lost = [one for one in partless if any(_is_inside(path, one) for path in computing)]
+        lost = _sharing(apart, aliases(value), readers, returned) if apart else []
         for mark in marks:
             calls[mark.module] = max(calls.get(mark.module, 0), mark.call)
             if not name:
@@ -255,22 +252,29 @@ def _readers(model: onnx.ModelProto, places: Places) -> _Readers:
     return found
 
 
-def _computing(names: Sequence[str], readers: _Readers, returned: Collection[str]) -> set[str]:
-    """Name the modules that compute with a value, also with what another has made of it and does not return."""
+def _sharing(
+    modules: Sequence[str], names: Sequence[str], readers: _Readers, returned: Collection[str]
+) -> list[str]:
+    """Name those modules that compute with what another has made of a value and does not return, not with the value."""
     # The exporter lets modules that begin alike, as with a SiLU of the same value, share the nodes of the first.
-    found: set[str] = set()
+    direct = {module for name in names for module, _ in readers.get(name, ())}
+    behind: set[str] = set()
     seen = set(names)
     pending: list[tuple[str, str | None]] = [(name, None) for name in names]
     while pending:
         name, owner = pending.pop()
         for module, node in readers.get(name, ()):
-            found.add(module)
+            behind.add(module)
             owning = module if owner is None else owner
             if _is_inside(module, owning):
                 new = [one for one in node.output if one and one not in seen and one not in returned]
                 seen.update(new)
                 pending += [(one, owning) for one in new]
-    return found
+    return [
+        one
+        for one in modules
+        if any(_is_inside(path, one) for path in behind) and not any(_is_inside(path, one) for path in direct)
+    ]
 
 
 def _captured_agent(execution: Execution, names: list[str], edit: Edit | None) -> Any:
