@@ -39,7 +39,7 @@ RECOMPUTED = (
     "layers but linear",
     "layers[:2]",
 )
-OF_COSTS = ("Kendall's tau", "Predicted cost")
+TAU, COST = "Kendall's tau", "Predicted cost"
 """What claims of costs have in their words."""
 
 
@@ -85,8 +85,8 @@ def main() -> None:
     if with_costs:
         claim_costs(report, with_costs)
     for family, (told, every) in taus.items():
-        report.claim(f"{family}: 1 - {OF_COSTS[0]} of predicted and measured costs", 1 - told, at_most=0.2)
-        report.claim(f"{family}: the same over all pairs, however close, {OF_COSTS[0]}", 1 - every)
+        report.claim(f"{family}: 1 - {TAU} of predicted and measured costs", 1 - told, at_most=0.2)
+        report.claim(f"{family}: the same over all pairs, however close, {TAU}", 1 - every)
     if read.memory:
         repeat_costs(report, read.output / "memory_prediction.json")
     report.write()
@@ -96,8 +96,8 @@ def claim_costs(report: Report, rows: list[dict[str, Any]]) -> None:
     """Hold predicted costs against measured ones."""
     dear = [row for row in rows if row["measured cost [ms]"] >= row["step without [ms]"] / 10]
     told = {
-        f"{OF_COSTS[1]}, {len(rows)} plans": rows,
-        f"{OF_COSTS[1]}, of these the {len(dear)} that cost a tenth of the step or more": dear,
+        f"{COST}, {len(rows)} plans": rows,
+        f"{COST}, of these the {len(dear)} that cost a tenth of the step or more": dear,
     }
     for text, some in told.items():
         if some:
@@ -107,7 +107,7 @@ def claim_costs(report: Report, rows: list[dict[str, Any]]) -> None:
         abs(row["predicted cost [ms]"] - row["measured cost [ms]"]) / row["step without [ms]"] for row in rows
     ]
     for share, value in (("median", float(np.median(shares))), ("largest", max(shares))):
-        text = f"{OF_COSTS[1]}, {len(rows)} plans, {share} error as a share of the step without"
+        text = f"{COST}, {len(rows)} plans, {share} error as a share of the step without"
         report.claim(text, value)
 
 
@@ -115,7 +115,7 @@ def repeat_costs(report: Report, file: Path) -> None:
     """Claim of costs what is claimed in a record, and say of which commit they are."""
     record = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"claims": []}
     for one in record["claims"]:
-        if any(words in one["claim"] for words in OF_COSTS):
+        if TAU in one["claim"] or COST in one["claim"]:
             since = "" if "(of " in one["claim"] else f" (of {record['machine']['commit']})"
             report.claim(one["claim"] + since, one["value"], at_most=one["at_most"])
 

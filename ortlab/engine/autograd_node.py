@@ -29,7 +29,13 @@ from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
 from ortlab.engine import load
 from ortlab.engine.functions.context import contexts_made, release_serials
-from ortlab.engine.passes.graph_edits import GraphFacts, aten_operator, attributes_of, has_inner_graphs
+from ortlab.engine.passes.graph_edits import (
+    WITHOUT_VALUES,
+    GraphFacts,
+    aten_operator,
+    attributes_of,
+    has_inner_graphs,
+)
 from ortlab.engine.patching import set_to
 from ortlab.engine.retrieved_parameters import RETRIEVES, UNASKED
 from ortlab.engine.tracing.graph_inputs import advanced_by_graph
@@ -49,8 +55,6 @@ _SAME_MEMORY: Final = frozenset(
     {"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
 )
 """Operators whose output may be their input's memory, or that an optimizer of the session may look through."""
-
-_WITHOUT_VALUES: Final = frozenset({"Shape", "Size"})
 
 _VERSION: Final = attrgetter("_version")
 
@@ -343,7 +347,7 @@ def read_in_backward(model: onnx.ModelProto) -> set[str]:
     inputs = {value.name for value in graph.input}
     read: set[str] = set()
     for node in graph.node:
-        if node.op_type in _WITHOUT_VALUES or not forward.isdisjoint(node.output):
+        if node.op_type in WITHOUT_VALUES or not forward.isdisjoint(node.output):
             continue
         for name in node.input:
             source = name

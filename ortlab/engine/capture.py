@@ -22,7 +22,13 @@ import torch
 
 from ortlab.engine.build_log import runtime_messages
 from ortlab.engine.inspection.places import Places
-from ortlab.engine.passes.graph_edits import FLOAT_TYPES, GraphFacts, aten_operator, call_kernel
+from ortlab.engine.passes.graph_edits import (
+    FLOAT_TYPES,
+    WITHOUT_VALUES,
+    GraphFacts,
+    aten_operator,
+    call_kernel,
+)
 from ortlab.engine.passes.training_graph import HIDING, OF
 from ortlab.engine.patching import set_to
 from ortlab.engine.tracing.taps import Mark, Taps, marks_of
@@ -46,8 +52,6 @@ _MOVED: Final = frozenset({"Gather", "GatherND", "ShrunkenGather", "Reshape", "S
 
 _PASSING: Final = frozenset({"Identity", "Dropout", "Cast"})
 """Operators that ORT may remove where they change nothing: their output is then their input."""
-
-_WITHOUT_VALUES: Final = frozenset({"Shape", "Size"})
 
 _ADDING: Final = frozenset({"Add", "Sum"})
 
@@ -119,7 +123,7 @@ def _wanted(execution: Execution, model: onnx.ModelProto, part: str) -> _Wanted:
     missing: dict[Mark, str] = {}
     calls: dict[str, int] = {}
     marked = marks_of(exported)
-    readers = _readers(processed, places)
+    facts = GraphFacts(processed)
     returned = {value for value, marks in marked.items() if any(mark.kind == "output" for mark in marks)}
     inputs = {value.name for value in model.graph.input}
     for value, marks in marked.items():
@@ -132,7 +136,7 @@ def _wanted(execution: Execution, model: onnx.ModelProto, part: str) -> _Wanted:
         apart = [
             one for one in within.values() if not all(_is_inside(one, other) for other in within.values())
         ]
-        lost = _sharing(apart, aliases(value), readers, returned) if apart else []
+        lost = _sharing(apart, aliases(value), facts, places, returned) if apart else []
         for mark in marks:
             calls[mark.module] = max(calls.get(mark.module, 0), mark.call)
             if not name:
@@ -238,33 +242,22 @@ def _is_inside(path: str, module: str) -> bool:
     return path == module or path.startswith(f"{module}.")
 
 
-_Readers = dict[str, list[tuple[str, onnx.NodeProto]]]
-
-
-def _readers(model: onnx.ModelProto, places: Places) -> _Readers:
-    """Return, by the name of each value of an exported graph, the nodes that compute with it, and their modules."""
-    found: _Readers = {}
-    for node in model.graph.node:
-        if node.op_type not in _WITHOUT_VALUES and "/" in node.name:
-            module = places.of_name(node.name).module
-            for name in node.input:
-                found.setdefault(name, []).append((module, node))
-    return found
-
-
 def _sharing(
-    modules: Sequence[str], names: Sequence[str], readers: _Readers, returned: Collection[str]
+    modules: Sequence[str], names: Sequence[str], facts: GraphFacts, places: Places, returned: Collection[str]
 ) -> list[str]:
     """Name those modules that compute with what another has made of a value and does not return, not with the value."""
     # The exporter lets modules that begin alike, as with a SiLU of the same value, share the nodes of the first.
-    direct = {module for name in names for module, _ in readers.get(name, ())}
+    direct: set[str] = set()
     behind: set[str] = set()
     seen = set(names)
     pending: list[tuple[str, str | None]] = [(name, None) for name in names]
     while pending:
         name, owner = pending.pop()
-        for module, node in readers.get(name, ()):
-            behind.add(module)
+        for node in facts.readers.get(name, ()):
+            if node.op_type in WITHOUT_VALUES or "/" not in node.name:
+                continue
+            module = places.of_name(node.name).module
+            (direct if owner is None else behind).add(module)
             owning = module if owner is None else owner
             if _is_inside(module, owning):
                 new = [one for one in node.output if one and one not in seen and one not in returned]

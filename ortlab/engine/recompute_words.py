@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Final, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
 from ortlab.engine.baselines import SMALLEST_SHARE, are_blocks, count_numbers, find_layers
-from ortlab.engine.passes.graph_edits import FLOAT_TYPES
+from ortlab.engine.passes.graph_edits import FLOAT_TYPES, WITHOUT_VALUES
 from ortlab.engine.passes.recompute import (
-    WITHOUT_VALUES,
     ForwardPass,
     Recomputing,
     recomputing,

@@ -181,10 +181,6 @@ def _call(one: _Attention) -> onnx.NodeProto:
     return kernel_call("attention", given, [output, f"{output}_sums", f"{output}_kept"], one.last)
 
 
-def _is_to_float(cast: onnx.NodeProto) -> bool:
-    return attributes_of(cast).get("to") == TensorProto.FLOAT
-
-
 class _Search:
     """Looks for attention that is written out: softmax(scale * query @ key.T + mask) @ value."""
 
@@ -330,7 +326,8 @@ class _Search:
             return known
         if node.op_type == "Slice":
             return self._size(node)
-        if node.op_type == "Identity" or (node.op_type == "Cast" and _is_to_float(node)):
+        is_to_float = node.op_type == "Cast" and attributes_of(node).get("to") == TensorProto.FLOAT
+        if node.op_type == "Identity" or is_to_float:
             return self._number(node.input[0])
         if node.op_type == "Sqrt":
             number = self._number(node.input[0])

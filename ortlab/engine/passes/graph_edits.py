@@ -11,6 +11,9 @@ from typing import Any, Final, TypeAlias
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+WITHOUT_VALUES: Final = frozenset({"Shape", "Size"})
+"""Operators that need no values of what they read; ORT runs them right behind the node that makes it."""
+
 FLOAT_TYPES: Final = frozenset(
     {TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16}
 )

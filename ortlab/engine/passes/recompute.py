@@ -29,6 +29,7 @@ from onnx import AttributeProto, TensorProto, helper
 
 from ortlab.engine.passes.graph_edits import (
     FLOAT_TYPES,
+    WITHOUT_VALUES,
     aten_operator,
     call_kernel,
     copied,
@@ -54,8 +55,6 @@ _NEVER: Final = frozenset(
 """Operators that a second run may let come out otherwise, or whose work comes to nothing at the start of the backward:
 the loss, and the rows that it leaves out."""
 
-WITHOUT_VALUES: Final = frozenset({"Shape", "Size"})
-"""Operators that need no values of what they read; ORT runs them right behind the node that makes it."""
 
 _PURE_CALLS: Final = frozenset(
     """abs adaptive_avg_pool2d add addmm attention bmm cat clamp constant_pad_nd contiguous div divided exp expand gelu
